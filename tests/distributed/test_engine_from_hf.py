@@ -131,9 +131,15 @@ def test_the_example_of_the_page_runs(tmp_path: Path) -> None:
 def errors(folder: Path) -> list[str]:
     """On every rank: the messages of wrong arguments."""
     found = []
-    for name, pool in ((folder / "nothing", "tp1+2*tp1"), (folder, "tp2")):
+    options = ("--clip-grad", "0.5", "--loss-normalization", "sequence", "--seed", "1")
+    for name, pool, more in (
+        (folder / "nothing", "tp1+2*tp1", {}),
+        (folder, "tp2", {}),
+        (folder, "3*tp1", {"options": options}),
+        (folder, "3*tp1", {"dtype": torch.float16}),
+    ):
         with pytest.raises(HydraulisError) as error:
-            make_engine(name, pool)
+            Engine.from_hf(name, pool=pool, optimizer=AdamWSettings(lr=1e-2), **more)
         found.append(str(error.value))
     return found
 
@@ -144,6 +150,8 @@ def test_wrong_arguments_raise_on_every_rank(tmp_path: Path) -> None:
     assert of_ranks == of_ranks[:1] * NUM_RANKS
     assert "there is no such folder" in of_ranks[0][0]
     assert "3 ranks" in of_ranks[0][1] or "the job has 3" in of_ranks[0][1]
+    assert "options has --clip-grad, --loss-normalization; leave them out" in of_ranks[0][2]
+    assert "dtype is torch.float16; give dtype=torch.bfloat16" in of_ranks[0][3]
 
 
 def test_a_loss_that_raises_on_one_rank_ends_all(tmp_path: Path) -> None:

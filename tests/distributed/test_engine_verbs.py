@@ -251,7 +251,7 @@ class VerbsProbe:
     num_other_ratios: dict[str, int]
     """By strategy: tokens whose ratio of probabilities is not exactly 1."""
     norms: tuple[float | None, ...]
-    """With a divisor on the step, and on each of two calls."""
+    """With a divisor on the step, on each of two calls, and where each rank has given its share."""
     losses: tuple[float, ...]
     """Of three steps on one batch."""
 
@@ -284,6 +284,13 @@ def probe_verbs() -> VerbsProbe:
     engine.forward_backward(engine.plan(found[:3]), ppo, divisor=7.0)
     engine.forward_backward(engine.plan(found[3:]), ppo, divisor=7.0)
     norms.append(engine.optim_step())
+    share = found[2 * rank : 2 * rank + 2]
+    scattered = engine.plan([replace(each, inputs={}) for each in share], scatter=True)
+    scattered = scattered.with_inputs(
+        **{name: [each.inputs[name] for each in share] for name in ("old", "advantages")}
+    )
+    engine.forward_backward(scattered, ppo)
+    norms.append(engine.optim_step(divisor=7.0))
     plain = [each.tokens for each in found]
     steps = [engine.train_step(plain, lambda log_probs, *_: -log_probs, lr=0.01) for _ in range(3)]
     return VerbsProbe(
@@ -328,8 +335,13 @@ def test_the_ratio_of_an_unchanged_model_is_exactly_1() -> None:
 
 
 def test_a_divisor_of_each_call_is_that_of_the_step() -> None:
-    first, second = probes()[0].norms
-    assert first == pytest.approx(second, rel=1e-12)
+    of_step, of_calls, _ = probes()[0].norms
+    assert of_step == pytest.approx(of_calls, rel=1e-12)
+
+
+def test_inputs_of_shares_are_those_of_all() -> None:
+    of_all, _, of_shares = probes()[0].norms
+    assert of_all == pytest.approx(of_shares, rel=1e-12)
 
 
 def test_steps_train() -> None:
@@ -367,8 +379,16 @@ def errors() -> dict[str, str]:
         try:
             engine.optim_step(divisor=2.0)
         finally:
-            engine.runtime.discard_gradients()
+            engine.discard_gradients()
 
+    def load_while_gradients_wait() -> None:
+        engine.forward_backward(batch, scaled_by_1)
+        try:
+            engine.load("checkpoints")
+        finally:
+            engine.discard_gradients()
+
+    scattered = engine.plan([tokens], scatter=True)
     wrong: dict[str, Callable[[], Any]] = {
         "mean": lambda: engine.forward_backward(batch, mean_loss),
         "no tokens": lambda: engine.forward_backward(batch, largest_loss),
@@ -388,6 +408,29 @@ def errors() -> dict[str, str]:
         ),
         "mini-batches": lambda: engine.plan([tokens], mini_batches=2),
         "outputs": lambda: engine.forward(batch, ("logits",)),
+        "no outputs": lambda: engine.forward(batch, ()),
+        "outputs twice": lambda: engine.forward(batch, ("entropy", "entropy")),
+        "other outputs": lambda: engine.forward(batch, "entropy" if rank == 1 else "log_probs"),
+        "dtypes": lambda: engine.plan([tokens] * 2).with_inputs(a=[ones, ones.astype(int)]),
+        "shapes": lambda: engine.plan(
+            [
+                TokenSequence(tokens, inputs={"a": torch.from_numpy(a)})
+                for a in (ones, np.stack([ones] * 2, axis=1))
+            ]
+        ),
+        "other names": lambda: scattered.with_inputs(**{"b" if rank == 2 else "a": [ones]}),
+        "inputs of all": lambda: scattered.with_inputs(a=[ones] * (4 if rank == 3 else 1)),
+        "other divisor": lambda: engine.forward_backward(
+            batch, scaled_by_1, divisor=2.0 if rank else 1.0
+        ),
+        "divisor of one": lambda: engine.forward_backward(
+            batch, scaled_by_1, divisor=0.0 if rank == 1 else 1.0
+        ),
+        "lr of one": lambda: engine.train_step([tokens], scaled_by_1, lr=-1.0 if rank == 1 else 1),
+        "other lr": lambda: engine.optim_step(lr=0.5 if rank == 2 else 1.0),
+        "lr": lambda: engine.optim_step(lr="x"),  # type: ignore[arg-type]
+        "no call": engine.optim_step,  # none of these has added a gradient
+        "load": load_while_gradients_wait,
     }
     found = {}
     for name, use in wrong.items():
@@ -418,8 +461,57 @@ def test_wrong_uses_raise_one_error_on_every_rank() -> None:
         "inputs of one": "sequence 0 has [] and sequence 1 has ['a']",
         "mini-batches": "1 sequences for 2 mini-batches",
         "outputs": "logits was asked for",
+        "no outputs": "none was asked for",
+        "outputs twice": "each once, but entropy, entropy was asked for",
+        "other outputs": "the same outputs but ranks [1] have others",
+        "dtypes": "'a' are torch.float32 of shape () in sequence 0 and torch.int64",
+        "shapes": "torch.float32 of shape (2,) in sequence 1",
+        "other names": "the same names of inputs but ranks [2] have others",
+        "inputs of all": "'a' has 4 for 1 sequences",
+        "other divisor": "the same divisor but ranks [1, 2, 3] have others",
+        "divisor of one": "must be positive and finite but is 0.0",
+        "lr of one": "lr must be at least 0 and finite but is -1.0",
+        "other lr": "the same lr and divisor but ranks [2] have others",
+        "lr": "lr must be at least 0 and finite but is 'x'",
+        "no call": "there were 0 since the last update",
+        "load": "gradients of 1 calls of forward_backward wait for an update, which a load",
     }
     for found in of_ranks:
         assert found == of_ranks[0]
         for name, text in messages.items():
             assert text in found[name]
+
+
+def fail_and_go_on() -> None:
+    """On one rank: no gradient of a failed call reaches an update."""
+    engine = make_engine(("tp1",))
+    found = rollout()
+    batch = engine.plan(found, mini_batches=2)
+    batch = batch.with_inputs(
+        part=[np.full(len(each.tokens), i >= len(found) // 2) for i, each in enumerate(found)]
+    )
+
+    def fails(log_probs: Tensor, _: Tensor, inputs: Mapping[str, Tensor], *__: Any) -> Tensor:
+        if log_probs.any() and inputs["part"].any():
+            raise RuntimeError("a bug in the second part")
+        return log_probs
+
+    engine.discard_gradients()  # no call
+    engine.forward_backward(batch, scaled_by_1)
+    expected = engine.optim_step(lr=0.0)
+    for _ in range(2):
+        with pytest.raises(RuntimeError, match="second part"):
+            engine.forward_backward(batch, fails)
+        with pytest.raises(HydraulisError, match="there were 0 since the last update"):
+            engine.optim_step()
+    engine.forward_backward(batch, scaled_by_1)
+    assert engine.optim_step() == expected
+    engine.forward_backward(batch, lambda log_probs, *_: log_probs * float("nan"))
+    with pytest.warns(
+        RuntimeWarning, match="the loss is nan and the norm None: nothing is updated"
+    ):
+        assert engine.optim_step() is None
+
+
+def test_a_failed_call_leaves_no_gradients() -> None:
+    pool_of(1).run(fail_and_go_on)

@@ -11,11 +11,13 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from megatron.hydraulis.checkpoint.collective_errors import on_all_ranks
 from megatron.hydraulis.data.packed_batch import PackedBatch, pack
 from megatron.hydraulis.data.weights import Weights, checked_weights
 from megatron.hydraulis.errors import ConfigurationError, DataError
 from megatron.hydraulis.planner.plan import IterationPlan
 from megatron.hydraulis.planner.replica_plan import ReplicaPlan
+from megatron.hydraulis.runtime.process_groups import of_all_ranks
 
 Tokens = npt.NDArray[np.int64]
 PackedShare = tuple[PackedBatch, tuple[int, ...]]
@@ -70,7 +72,8 @@ def as_sequences(given: Sequence[Any], vocab_size: int) -> tuple[TokenSequence, 
 
     Raises:
         DataError: a sequence is wrong, or has a token id outside of the vocabulary.
-        ConfigurationError: there is no sequence, or they do not all have the same inputs.
+        ConfigurationError: there is no sequence, or they do not all have the same inputs, with the
+            same dtypes and shapes.
     """
     if not len(given):
         raise ConfigurationError("a batch has at least 1 sequence but has 0; give some")
@@ -86,16 +89,31 @@ def as_sequences(given: Sequence[Any], vocab_size: int) -> tuple[TokenSequence, 
                 f"sequence {number}: token ids lie in [0, {vocab_size}) but there is "
                 f"{lowest if lowest < 0 else highest}; use the model's tokenizer"
             )
-        if (
-            sequence.inputs.keys()
-            != (first := sequences[0] if sequences else sequence).inputs.keys()
-        ):
-            raise ConfigurationError(
-                f"all sequences have the same inputs but sequence 0 has {sorted(first.inputs)} and "
-                f"sequence {number} has {sorted(sequence.inputs)}; give each input to all of them"
-            )
         sequences.append(sequence)
+    return _with_same_inputs(sequences)
+
+
+def _with_same_inputs(sequences: Sequence[TokenSequence]) -> tuple[TokenSequence, ...]:
+    """The sequences, if their inputs can be put in one row."""
+    first = sequences[0].inputs
+    for number, each in enumerate(sequences):
+        if each.inputs.keys() != first.keys():
+            raise ConfigurationError(
+                f"all sequences have the same inputs but sequence 0 has {sorted(first)} and "
+                f"sequence {number} has {sorted(each.inputs)}; give each input to all of them"
+            )
+        for name, value in each.inputs.items():
+            if (here := _entry_of(value)) != (expected := _entry_of(first[name])):
+                raise ConfigurationError(
+                    "an input has entries of one dtype and shape in all sequences but those of "
+                    f"'{name}' are {expected} in sequence 0 and {here} in sequence {number}; "
+                    "convert them"
+                )
     return tuple(sequences)
+
+
+def _entry_of(value: torch.Tensor) -> str:
+    return f"{value.dtype} of shape {tuple(value.shape[1:])}"
 
 
 def digest_of(sequences: Sequence[TokenSequence]) -> str:
@@ -124,6 +142,8 @@ class Batch:
     """Of consecutive runs of sequences."""
     own: range
     """The sequences that this rank gave, whose outputs it gets."""
+    is_scattered: bool = False
+    """Whether every rank gave its share of them."""
 
     def __iter__(self) -> Iterator[Batch]:
         first = 0
@@ -136,21 +156,63 @@ class Batch:
     def with_inputs(self, **inputs: Sequence[Any]) -> Batch:
         """The same batch, with tensors for the loss: for each sequence one of (n, ...).
 
-        Every rank gives those of all sequences.
+        Every rank gives those of all sequences. With ``scatter`` it gives those of its own, by the
+        same names as the others; the call is collective then.
 
-        Raises DataError for another number of sequences or tokens.
+        Raises:
+            DataError: another number of sequences or tokens.
+            ConfigurationError: dtypes or shapes differ between sequences, or names between ranks.
         """
-        for name, values in inputs.items():
-            if len(values) != len(self.sequences):
-                raise DataError(
-                    f"an input has one tensor per sequence but '{name}' has {len(values)} for "
-                    f"{len(self.sequences)} sequences; give {len(self.sequences)}"
-                )
-        sequences = tuple(
-            replace(each, inputs={**each.inputs, **{name: inputs[name][i] for name in inputs}})
-            for i, each in enumerate(self.sequences)
+        if self.is_scattered:
+            shares = of_all_ranks(
+                on_all_ranks(lambda: _tensors(inputs, len(self.own)), "inputs cannot be read")
+            )
+            check_same([sorted(share) for share in shares], "names of inputs", "give them to all")
+            inputs = {name: [v for share in shares for v in share[name]] for name in inputs}
+        else:
+            inputs = _tensors(inputs, len(self.sequences))
+        return replace(
+            self,
+            sequences=_with_same_inputs(
+                [
+                    replace(
+                        each, inputs={**each.inputs, **{name: inputs[name][i] for name in inputs}}
+                    )
+                    for i, each in enumerate(self.sequences)
+                ]
+            ),
         )
-        return replace(self, sequences=sequences)
+
+
+def _tensors(
+    inputs: Mapping[str, Sequence[Any]], num_sequences: int
+) -> dict[str, Sequence[torch.Tensor]]:
+    """On the host, where rows are packed."""
+    for name, values in inputs.items():
+        if len(values) != num_sequences:
+            raise DataError(
+                f"an input has one tensor per sequence but '{name}' has {len(values)} for "
+                f"{num_sequences} sequences; give {num_sequences}"
+            )
+    return {
+        name: [torch.as_tensor(value).detach().cpu() for value in values]
+        for name, values in inputs.items()
+    }
+
+
+def check_same(of_ranks: Sequence[Any], what: str, fix: str) -> None:
+    """Raise ConfigurationError unless all ranks have given what rank 0 has.
+
+    Args:
+        of_ranks: by rank, from `of_all_ranks`.
+        what: what they are, for the message.
+        fix: how to correct it, for the message.
+    """
+    others = [rank for rank, each in enumerate(of_ranks) if each != of_ranks[0]]
+    if others:
+        raise ConfigurationError(
+            f"every rank gives the same {what} but ranks {others} have others than rank 0; {fix}"
+        )
 
 
 def pack_replica(

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+import warnings
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from itertools import pairwise
+from numbers import Real
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +34,7 @@ from megatron.hydraulis.library.batches import (
     PackedShare,
     TokenSequence,
     as_sequences,
+    check_same,
     digest_of,
     on_device,
     pack_replica,
@@ -153,13 +156,11 @@ class Engine:
             own = range(first, first + len(sequences))
             sequences = [each for share in shares for each in share]
         checked = on_all_ranks(lambda: as_sequences(sequences, vocab_size), what)
-        digests = of_all_ranks((digest_of(checked), mini_batches))
-        if digests != digests[:1] * len(digests):
-            others = [rank for rank, each in enumerate(digests) if each != digests[0]]
-            raise ConfigurationError(
-                f"every rank plans the same sequences but ranks {others} have others than rank 0; "
-                "give the same to all, or each its share with scatter=True"
-            )
+        check_same(
+            of_all_ranks((digest_of(checked), mini_batches)),
+            "sequences and mini-batches",
+            "give the same to all, or each its share of the sequences with scatter=True",
+        )
         if not 1 <= mini_batches <= len(checked):
             raise ConfigurationError(
                 f"each mini-batch has at least 1 sequence but there are {len(checked)} sequences "
@@ -182,38 +183,39 @@ class Engine:
         for plan, part in zip(plans, lengths, strict=True):
             strategy = self.runtime.pool.strategy(plan.strategy)
             plan.validate(part, strategy, partial(self._limits.max_tokens, strategy))
-        return Batch(checked, plans, own)
+        return Batch(checked, plans, own, scatter)
 
     def forward(
-        self, batch: Batch, outputs: Sequence[str] = ("log_probs",)
+        self, batch: Batch, outputs: str | Sequence[str] = ("log_probs",)
     ) -> dict[str, list[Tensor]]:
         """Outputs of each sequence that this rank gave, in its order.
 
         Args:
             batch: from `plan`.
-            outputs: of `OUTPUTS`.
+            outputs: of `OUTPUTS`, one or several.
 
         Returns:
             By output a tensor (n,) for each sequence, on the job's device: at t what belongs to
             predicting token t, and 0 at the first token.
+
+        Raises:
+            ConfigurationError: there is no such output, or one is given twice, or none.
         """
-        unknown = sorted({*outputs} - {*OUTPUTS})
-        if unknown:
-            raise ConfigurationError(
-                f"outputs are {', '.join(OUTPUTS)} but {', '.join(unknown)} was asked for; leave "
-                "it out"
-            )
-        found: list[list[Tensor]] = [[] for _ in outputs]
+        names = _agreed(lambda: _checked_outputs(outputs), "outputs")
+        found: list[list[Tensor]] = [[] for _ in names]
         for part in batch:
-            for kept, flat in zip(found, self._flat_outputs(part, outputs), strict=True):
+            for kept, flat in zip(found, self._flat_outputs(part, names), strict=True):
                 tensors = flat.split([len(each.tokens) for each in part.sequences])
-                kept += [tensors[i] for i in part.own]
-        return dict(zip(outputs, found, strict=True))
+                kept += [tensors[i].clone() for i in part.own]  # not views of the whole batch
+        return dict(zip(names, found, strict=True))
 
     def forward_backward(
         self, batch: Batch, loss: TokenLoss, *, divisor: float | None = None
     ) -> None:
         """Add the gradient of Σ weight · loss over the tokens of a batch.
+
+        An error while the model runs drops the gradients of this call and of all others since the
+        last update, as they may be incomplete. Wrong arguments leave them.
 
         Args:
             batch: from `plan`; its mini-batches are added up.
@@ -224,6 +226,7 @@ class Engine:
             ConfigurationError: the loss returns anything but one number per token, reads inputs
                 that the sequences lack, or depends on no output.
         """
+        divisor = _agreed(lambda: _checked_divisor(divisor), "divisor")
         step = loss_forward_step(loss, divisor=1.0 if divisor is None else divisor)
         first = batch.sequences[0]
         on_all_ranks(
@@ -235,13 +238,24 @@ class Engine:
             ),
             "the loss cannot be called",
         )
-        for part in batch:
-            self.runtime.forward_backward(
-                part.plans[0].strategy,
-                [packed for packed, _ in self._packed(part)],
-                step,
-                is_divided=divisor is not None,
-            )
+        try:
+            for part in batch:
+                self.runtime.forward_backward(
+                    part.plans[0].strategy,
+                    [packed for packed, _ in self._packed(part)],
+                    step,
+                    is_divided=divisor is not None,
+                )
+        except BaseException:
+            self.runtime.abandon_gradients()
+            raise
+
+    def discard_gradients(self) -> None:
+        """Forget the gradients of all calls since the last update, if there are any.
+
+        Raises OutOfMemoryError on every rank, where memory ran out on one.
+        """
+        self.runtime.discard_gradients()
 
     def optim_step(self, *, lr: float | None = None, divisor: float | None = None) -> float | None:
         """Update the parameters by the gradients of all calls since the last update.
@@ -254,12 +268,16 @@ class Engine:
 
         Returns:
             Norm of the gradient, after division and before clipping; None where no token has a
-            weight. Without a finite loss and norm nothing is updated.
+            weight or the loss is not finite. Without a finite loss and norm nothing is updated,
+            and rank 0 warns.
 
         Raises:
             ConfigurationError: there was no call, or both have a divisor.
             OutOfMemoryError: on every rank, where memory ran out on one.
         """
+        lr, divisor = _agreed(
+            lambda: (_checked_lr(lr), _checked_divisor(divisor)), "lr and divisor"
+        )
         return self._step(lr, divisor).gradient_norm
 
     def train_step(
@@ -271,6 +289,7 @@ class Engine:
         scatter: bool = False,
     ) -> StepOutcome:
         """`plan`, `forward_backward` and `optim_step`; raises what they raise."""
+        lr = _agreed(lambda: _checked_lr(lr), "lr")
         self.forward_backward(self.plan(sequences, scatter=scatter), loss)
         return self._step(lr, None)
 
@@ -318,9 +337,10 @@ class Engine:
     def load(self, folder: str | Path) -> None:
         """Load parameters and optimizer of the latest checkpoint in a folder that `save` wrote.
 
-        Pool and number of ranks may be others. Raises CheckpointError, and ConfigurationError for
-        another model.
+        Pool and number of ranks may be others. Raises CheckpointError, ConfigurationError for
+        another model, and HydraulisError while there are gradients that no update has used.
         """
+        self.runtime.require_no_gradients("a load")
         paths = find_checkpoints(CheckpointFolder(Path(folder)))
         if not paths:
             raise CheckpointError(f"{folder}: there is no checkpoint; correct the path")
@@ -355,16 +375,20 @@ class Engine:
 
     def _step(self, lr: float | None, divisor: float | None) -> StepOutcome:
         if lr is not None:
-            if not 0 <= lr < math.inf:
-                raise ConfigurationError(
-                    f"lr must be at least 0 and finite but is {lr}; correct it"
-                )
             for group in self.runtime.optimizer.param_groups:
                 if group["default_config"]:
                     group["lr"] = lr
         outcome = self.runtime.optim_step(divisor=divisor)
         if outcome.num_ranks_without_memory:
             raise SharedOutOfMemoryError(outcome.out_of_memory, outcome.num_ranks_without_memory)
+        if outcome.loss.weight_sum and not outcome.updated and self.runtime.rank == 0:
+            warnings.warn(
+                "an update needs a finite loss and gradient norm but the loss is "
+                f"{outcome.loss.mean} and the norm {outcome.gradient_norm}: nothing is updated; "
+                "look at the inputs of the loss, or lower lr",
+                RuntimeWarning,
+                stacklevel=3,
+            )
         return outcome
 
     def _packed(self, part: Batch) -> list[PackedShare]:
@@ -403,6 +427,41 @@ class Engine:
                     row[index.to(row.device)] = report[name].to(dtype)
         dist.all_reduce(flat)
         return flat
+
+
+def _agreed[Value](checked: Callable[[], Value], what: str) -> Value:
+    """Collective: an argument that every rank has found right, if all have given the same."""
+    value = on_all_ranks(checked, f"{what} cannot be read")
+    check_same(of_all_ranks(value), what, "give the same to all")
+    return value
+
+
+def _checked_lr(lr: float | None) -> float | None:
+    if lr is None:
+        return None
+    if not isinstance(lr, Real) or not 0 <= lr < math.inf:
+        raise ConfigurationError(f"lr must be at least 0 and finite but is {lr!r}; correct it")
+    return float(lr)
+
+
+def _checked_divisor(divisor: float | None) -> float | None:
+    if divisor is None:
+        return None
+    if not isinstance(divisor, Real) or not 0 < divisor < math.inf:
+        raise ConfigurationError(
+            f"the divisor must be positive and finite but is {divisor!r}; give another one"
+        )
+    return float(divisor)
+
+
+def _checked_outputs(outputs: str | Sequence[str]) -> tuple[str, ...]:
+    names = (outputs,) if isinstance(outputs, str) else tuple(outputs)
+    if not names or any(name not in OUTPUTS for name in names) or len({*names}) < len(names):
+        raise ConfigurationError(
+            f"outputs are some of {', '.join(OUTPUTS)}, each once, but "
+            f"{', '.join(map(str, names)) or 'none'} was asked for; correct them"
+        )
+    return names
 
 
 def _places_of_outputs(

@@ -26,7 +26,11 @@ from megatron.hydraulis.checkpoint.hugging_face.model import (
 from megatron.hydraulis.checkpoint.names import stored_parameters
 from megatron.hydraulis.checkpoint.torch_dist import LAYERS
 from megatron.hydraulis.cost_model.profile import ProfileCostModel
+from megatron.hydraulis.errors import ConfigurationError
 from megatron.hydraulis.flags.arguments import Resolved, parse_arguments
+from megatron.hydraulis.flags.options import HONOURED_BY_TOPIC
+from megatron.hydraulis.flags.parser import FlagParser
+from megatron.hydraulis.flags.problems import Problems
 from megatron.hydraulis.library.devices import common_constants, constants_of_this_rank
 from megatron.hydraulis.library.model_container import (
     build_engine,
@@ -43,6 +47,17 @@ from megatron.hydraulis.runtime.process_groups import of_all_ranks
 from megatron.hydraulis.transfer.canonical import ParameterSpec
 
 _FLAG_OF_DTYPE = {torch.bfloat16: ("--bf16",), torch.float32: ()}
+_OF_PYTHON = {
+    *HONOURED_BY_TOPIC["Optimizer"],
+    *HONOURED_BY_TOPIC["Checkpoints"],
+    *HONOURED_BY_TOPIC["Data and tokenizer"],
+    *("--loss-normalization", "--long-sequences", "--long-sequence-window"),
+} - {
+    *("--apply-wd-to-qk-layernorm", "--no-weight-decay-cond-type", "--grad-reduce-in-bf16"),
+    *("--use-distributed-optimizer", "--accumulate-allreduce-grads-in-fp32"),
+    *("--dist-ckpt-optim-fully-reshardable", "--vocab-size", "--padded-vocab-size"),
+}
+"""Options in whose place the engine has arguments and methods."""
 
 
 @dataclass(frozen=True)
@@ -76,6 +91,14 @@ def build_from_folder(
 
     def resolve() -> tuple[HuggingFaceModel, Resolved]:
         model, _, stored_dtype = open_folder(folder)
+        flag_parser = FlagParser()
+        _check_options(flag_parser, options)
+        parameter_dtype = dtype or stored_dtype
+        if parameter_dtype not in _FLAG_OF_DTYPE:
+            raise ConfigurationError(
+                f"parameters are bf16 or fp32 but {'dtype' if dtype else 'that of the folder'} is "
+                f"{parameter_dtype}; give dtype=torch.bfloat16 or dtype=torch.float32"
+            )
         longest = min(model.max_position_embeddings, max_tokens_per_micro_batch or sys.maxsize)
         given, name, value = None, "--strategy", pool
         if not isinstance(pool, str | os.PathLike):
@@ -85,7 +108,7 @@ def build_from_folder(
             name = "--strategy-pool"
         words = [
             *shlex.split(" ".join(model_flags(model))),
-            *_FLAG_OF_DTYPE.get(dtype or stored_dtype, ()),
+            *_FLAG_OF_DTYPE[parameter_dtype],
             *("--tokenizer-type", "NullTokenizer", "--lr", str(optimizer.lr)),
             *("--seq-length", str(longest)),
             *("--global-batch-size", "1", "--train-iters", "1", name, str(value)),
@@ -98,6 +121,7 @@ def build_from_folder(
             [*words, *options],
             num_ranks=dist.get_world_size(),
             rank=dist.get_rank(),
+            flag_parser=flag_parser,
             needs_data=False,
             proposed_pool=given,
         )
@@ -115,6 +139,18 @@ def build_from_folder(
     on_all_ranks(lambda: _fill(engine, folder), what)
     engine.parameters_changed()
     return BuiltEngine(engine, planning, resolved, model)
+
+
+def _check_options(flag_parser: FlagParser, options: Sequence[str]) -> None:
+    """Refuse options that would have no effect; `parse_arguments` refuses those that are wrong."""
+    without_effect = sorted(flag_parser.parse(options, Problems()).explicit & _OF_PYTHON)
+    if without_effect:
+        raise ConfigurationError(
+            "from_hf has its optimizer, dtype and sequences from Python but options has "
+            f"{', '.join(without_effect)}; leave them out: AdamWSettings and optim_step(lr=…) set "
+            "the optimizer, dtype= the dtype, TokenSequence(tokens, weights) the data, load and "
+            "save the checkpoint"
+        )
 
 
 def hf_tensors(engine: Engine, model: HuggingFaceModel) -> Iterator[tuple[str, Tensor]]:

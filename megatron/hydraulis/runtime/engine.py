@@ -335,16 +335,22 @@ class Engine:
         )
 
     def discard_gradients(self) -> None:
-        """Forget all calls of `forward_backward` since the last update. Collective.
+        """Forget all calls of `forward_backward` since the last update, if any. Collective.
 
         Raises:
             SharedOutOfMemoryError: on every rank, where memory ran out on replicas of one rank.
         """
         calls = self._accumulated
+        if not calls:
+            return
         vote, _ = self._take_vote()
         if vote.num_ranks_without_memory:
             own = next(filter(None, (call.out_of_memory for call in calls)), None)
             raise SharedOutOfMemoryError(own, vote.num_ranks_without_memory)
+
+    def abandon_gradients(self) -> None:
+        """`discard_gradients` after an error: not collective, as other ranks may have failed."""
+        self._accumulated.clear()
 
     def rehearse_update(self) -> None:
         """An update without its last step, which works in place. Raises as `discard_gradients`."""
@@ -402,11 +408,7 @@ class Engine:
         Raises HydraulisError while there are gradients that no update has used.
         """
         self.require_onloaded()
-        if self._accumulated:
-            raise HydraulisError(
-                f"gradients of {len(self._accumulated)} calls of forward_backward wait for an "
-                "update, which an offload would lose; call optim_step or discard_gradients first"
-            )
+        self.require_no_gradients("an offload")
         self.parameters_changed()
         self.memory.size_parameters(0)
         self.memory.size_gradients(0)
@@ -431,6 +433,18 @@ class Engine:
             raise HydraulisError(
                 f"parameters and optimizer are used on the device but {len(self._offloaded)} "
                 "tensors are on the host after offload; call onload first"
+            )
+
+    def require_no_gradients(self, loses: str) -> None:
+        """Raise HydraulisError while there are gradients that no update has used.
+
+        Args:
+            loses: what would lose them, for the message.
+        """
+        if self._accumulated:
+            raise HydraulisError(
+                f"gradients of {len(self._accumulated)} calls of forward_backward wait for an "
+                f"update, which {loses} would lose; call optim_step or discard_gradients first"
             )
 
     def close(self) -> None:
