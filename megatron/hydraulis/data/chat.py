@@ -3,7 +3,8 @@
 The tokenizer's chat template renders a conversation. If it has ``{% generation %}`` marks, they
 say which tokens the assistant writes. Without them, two prefixes are rendered for every answer: the
 turns before it with the prompt for an answer, and the turns up to its end. The tokens of both must
-begin those of the whole conversation; the answer is what lies between.
+begin those of the whole conversation; the answer is what lies between. A template that ignores the
+prompt and writes the role before the answer is refused, as the role would be trained.
 """
 
 import argparse
@@ -418,6 +419,7 @@ class ConversationEncoder:
         for answer in answers[-1:] if self.train_on == "last" else answers:
             begin = self._num_tokens_before(ids, conversation, answer, add_generation_prompt=True)
             end = self._num_tokens_before(ids, conversation, answer + 1)
+            self._check_header(ids[begin:end], begin, conversation, answer)
             is_answer[begin:end] = True
         return ids, is_answer
 
@@ -437,6 +439,33 @@ class ConversationEncoder:
         if ids[: len(prefix)] != prefix:
             self._refuse_prefix(ids, prefix, conversation, num_turns)
         return len(prefix)
+
+    def _check_header(
+        self, answer_ids: list[int], begin: int, conversation: Conversation, answer: int
+    ) -> None:
+        """Raise DataError for a header in an answer because the template ignores the prompt.
+
+        Text before the content may also be part of the answer, such as an empty reasoning, if the
+        prompt is what comes before it.
+
+        Args:
+            answer_ids: tokens that would be trained.
+            begin: number of tokens before them.
+            answer: position of the answer's turn.
+        """
+        content = conversation.turns[answer].get("content")
+        if not isinstance(content, str):
+            return
+        text = self._tokenizer.decode(answer_ids).lstrip()
+        place = text.find(content.strip())
+        if place > 0 and len(self._render(conversation, answer)["input_ids"]) == begin:
+            raise DataError(
+                f"{conversation.origin}: the chat template has no {{% generation %}} marks, so "
+                f"add_generation_prompt must render what comes before an answer, but it renders "
+                f"nothing and turn {answer + 1} of {len(conversation.turns)} begins with "
+                f"{text[:place]!r}, which would be trained; give a template with marks, or one "
+                f"that renders the prompt, by --chat-template FILE"
+            )
 
     def _refuse_prefix(
         self, ids: list[int], prefix: list[int], conversation: Conversation, num_turns: int

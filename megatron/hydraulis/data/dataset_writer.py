@@ -82,7 +82,13 @@ class DatasetWriter:
 
         Raises:
             DataError: weights of another number than the tokens, negative or not finite.
+            ValueError: weights for a dataset without.
         """
+        if weights is not None and self._weights is None:
+            raise ValueError(
+                f"dataset '{self._prefix}' has no weights but documents come with {len(weights)}; "
+                f"make the writer with has_weights=True"
+            )
         if self._weights is not None:
             where = f"dataset '{self._prefix}'"
             checked = checked_weights([] if weights is None else weights, len(tokens), where)

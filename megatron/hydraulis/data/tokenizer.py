@@ -266,8 +266,13 @@ class DocumentEncoder:
         """Ids as the dataset stores them.
 
         Raises:
-            DataError: an id outside the vocabulary.
+            DataError: no id, or one outside the vocabulary.
         """
+        if not ids:
+            raise DataError(
+                f"{origin}: a sequence has at least 1 token but the tokenizer gave 0; check the "
+                f"text and, of a conversation, the chat template"
+            )
         lowest, highest = min(ids), max(ids)
         if lowest < 0 or highest >= self.vocab_size:
             raise DataError(

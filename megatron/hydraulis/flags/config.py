@@ -183,7 +183,8 @@ class HydraulisConfig:
 
     dry_run: bool = False
     """Print the resolved configuration, replicas with their ranks, parameters per rank, the most
-    tokens of a micro-batch and what the corpus contains, then exit; one process is enough."""
+    tokens of a micro-batch and what the corpus contains, then exit; one process is enough. Datasets
+    that --sft makes stay in the run folder."""
 
     skip_nan_iterations: bool = False
     """Skip the update of an iteration whose loss or gradient norm is not finite, and continue.

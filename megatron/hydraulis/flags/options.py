@@ -122,8 +122,9 @@ _ALWAYS = {
 """Options that ask for what this program does in any case."""
 
 _DIFFERENT = {
-    "--sft": "the data are JSON lines of conversations, each a sequence whose answers are trained; "
-    "--long-sequences truncate cuts long ones as Megatron does",
+    "--sft": "the data are JSON lines of conversations, each a sequence; answers are trained, with "
+    "the formats default and identity every token; --long-sequences truncate trains one label more "
+    "than Megatron at the cut",
     "--make-vocab-size-divisible-by": "the vocabulary is padded to a multiple of it under every "
     "strategy",
     "--recompute-modules": "modules of selective recompute: core_attn, and mlp without biases",

@@ -1,5 +1,6 @@
 """``--sft``: conversations in JSON lines, with tokens and mask of upstream's ``SFTDataset``.
 
+Where a conversation is cut, one label more is trained than upstream, which puts a pad in its place.
 A conversation is a sequence here. Upstream concatenates the conversations of a line, and with a
 prompt format that trains every token, the last token of one predicts the first of the next.
 """
@@ -7,6 +8,7 @@ prompt format that trains every token, the last token of one predicts the first 
 import argparse
 import copy
 import hashlib
+import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -43,19 +45,19 @@ def convert_data(args: argparse.Namespace, run_dir: Path, store: dist.Store | No
     """
 
     def convert() -> str:
-        for path in _files(args):
-            prefix = _prefix(path, args, run_dir)
+        tokenizer = build_tokenizer(copy.copy(args))
+        prefixes = {path: _prefix(path, args, tokenizer, run_dir) for path in _files(args)}
+        for path, prefix in prefixes.items():
             if not Path(idx_path(prefix)).exists():
-                write_dataset(path, prefix, build_tokenizer(copy.copy(args)))
-        return "complete"
+                write_dataset(path, prefix, tokenizer)
+        return json.dumps(prefixes)
 
-    made_by_rank_0(convert, "--sft", "the data", rank=args.rank, store=store)
+    text = made_by_rank_0(convert, "--sft", "the data", rank=args.rank, store=store)
+    prefixes = json.loads(text)
     for dest in DATA_PATHS:
         blend = getattr(args, dest)
         if blend:
-            files = set(get_blend_from_list(blend)[0])
-            words = [_prefix(word, args, run_dir) if word in files else word for word in blend]
-            setattr(args, dest, words)
+            setattr(args, dest, [prefixes.get(word, word) for word in blend])
 
 
 def _files(args: argparse.Namespace) -> list[str]:
@@ -63,12 +65,19 @@ def _files(args: argparse.Namespace) -> list[str]:
     return [file for blend in blends if blend for file in get_blend_from_list(blend)[0]]
 
 
-def _prefix(path: str, args: argparse.Namespace, run_dir: Path) -> str:
+def _prefix(path: str, args: argparse.Namespace, tokenizer: Any, run_dir: Path) -> str:
     """That of the dataset made of a file with the tokenizer of the arguments."""
     stat = Path(path).stat()
+    # Behind Megatron's two wrappers, which cannot list tokens, is the one of transformers.
+    hugging_face = tokenizer._tokenizer._tokenizer
+    if hugging_face.is_fast:
+        content = hugging_face.backend_tokenizer.to_str()
+    else:
+        content = sorted(hugging_face.get_vocab().items())
     made_from = (
         *(str(Path(path).resolve()), stat.st_size, stat.st_mtime_ns),
-        *(args.tokenizer_model, args.sft_tokenizer_prompt_format),
+        *(content, hugging_face.special_tokens_map, hugging_face.chat_template),
+        args.sft_tokenizer_prompt_format,
     )
     digest = hashlib.sha256(repr(made_from).encode()).hexdigest()[:12]
     return str(run_dir / _FOLDER / f"{Path(path).name.split('.')[0]}-{digest}")

@@ -42,6 +42,11 @@ FORGETFUL = (
 )
 """Drops the reasoning of earlier answers, as the templates of reasoning models do."""
 
+HEADED = TEMPLATE.removesuffix(PROMPT)
+"""Writes the role before an answer and ignores the prompt."""
+BARE = "{% for m in messages %}{{ m.content }}" + END + "{% endfor %}"
+"""Writes nothing before an answer, so that there is no prompt."""
+
 TURNS = [
     {"role": "system", "content": "Be brief."},
     {"role": "user", "content": "2 + 2?"},
@@ -128,6 +133,31 @@ def test_a_template_that_rewrites_earlier_turns_is_refused(documents: DocumentEn
         parts_of(documents, turns, chat_template=FORGETFUL)
     parts = parts_of(documents, turns, chat_template=FORGETFUL, train_on="last")
     assert parts[1] == (f"<think>yes</think>Yes{END}\n", True)
+
+
+def test_a_template_that_ignores_the_prompt_is_refused_if_roles_would_be_trained(
+    documents: DocumentEncoder,
+) -> None:
+    with pytest.raises(
+        DataError,
+        match=r"chats.jsonl, line 3: .*prompt must render .* turn 3 of 7 begins with "
+        r"'<\|im_start\|>assistant\\n', which would be trained; .*--chat-template FILE$",
+    ):
+        parts_of(documents, TURNS, chat_template=HEADED)
+    parts = parts_of(documents, TURNS, chat_template=BARE, train_on="last")
+    assert parts[1] == (f"Bye.{END}", True)
+    reasoned = TEMPLATE.replace("{{ m.content }}", "<think></think>{{ m.content }}")
+    parts = parts_of(documents, TURNS, chat_template=reasoned, train_on="last")
+    assert parts[1] == (f"<think></think>Bye.{END}\n", True)
+
+
+@pytest.mark.parametrize("options", [{}, {"train_on": "all"}])
+def test_a_template_that_renders_nothing_names_the_conversation(
+    documents: DocumentEncoder, options: Any
+) -> None:
+    encoder = ConversationEncoder(documents, chat_template="{# nothing #}", **options)
+    with pytest.raises(DataError, match=r"line 3: .*at least 1 token but the tokenizer gave 0;"):
+        encoder.encode(line({"messages": TURNS}))
 
 
 @pytest.mark.parametrize(

@@ -80,6 +80,14 @@ def test_a_new_dataset_does_not_keep_the_weights_of_an_old_one(tmp_path: Path) -
     assert sorted(path.name for path in tmp_path.iterdir()) == ["corpus.bin", "corpus.idx"]
 
 
+def test_weights_for_a_dataset_without_are_refused(tmp_path: Path) -> None:
+    with (
+        pytest.raises(ValueError, match="has no weights but documents come with 2; make the"),
+        DatasetWriter(tmp_path / "corpus", np.uint16) as writer,
+    ):
+        writer.add_documents(np.arange(2, dtype=np.uint16), [2], np.ones(2))
+
+
 def test_an_interrupted_writer_leaves_nothing(tmp_path: Path) -> None:
     with DatasetWriter(tmp_path / "corpus", np.uint16, has_weights=True) as writer:
         writer.add_documents(np.arange(2, dtype=np.uint16), [2], np.ones(2))

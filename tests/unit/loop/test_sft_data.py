@@ -2,6 +2,7 @@
 
 import itertools
 import json
+import shutil
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -16,7 +17,7 @@ from megatron.hydraulis.data.index import read_index
 from megatron.hydraulis.data.tokenizer import build_tokenizer
 from megatron.hydraulis.errors import DataError
 from megatron.hydraulis.loop.sft_data import convert_data, write_dataset
-from tests.support.chat_tokenizer import make_chat_tokenizer
+from tests.support.chat_tokenizer import PROMPT, TEMPLATE, make_chat_tokenizer
 
 QUESTION = {"role": "user", "content": "2 + 2?"}
 ANSWER = {"role": "assistant", "content": "It is 4."}
@@ -56,11 +57,13 @@ def arguments(model: Path, prompt_format: str, data: Path) -> Any:
     )
 
 
-def upstream_samples(tokenizer: Any, lines: list[list[dict[str, str]]]) -> list[dict[str, Any]]:
-    """What upstream trains, a row of ``SEQ_LENGTH`` tokens a line."""
+def upstream_samples(
+    tokenizer: Any, lines: list[list[dict[str, str]]], seq_length: int = SEQ_LENGTH
+) -> list[dict[str, Any]]:
+    """What upstream trains, a row of ``seq_length`` tokens a line."""
     config = SimpleNamespace(
         tokenizer=tokenizer,
-        sequence_length=SEQ_LENGTH,
+        sequence_length=seq_length,
         reset_position_ids=False,
         context_parallel_size=1,
         create_attention_mask=False,
@@ -121,6 +124,44 @@ def test_a_dataset_is_made_once_and_again_for_other_data(
     args = arguments(model, "identity", data)
     convert_data(args, tmp_path / "run", None)
     assert args.data_path[1] != prefixes[0]
+
+
+def test_a_dataset_is_made_again_for_another_tokenizer_in_the_same_place(
+    model: Path, tmp_path: Path
+) -> None:
+    data, folder = tmp_path / "chat.jsonl", tmp_path / "tokenizer"
+    data.write_text(json.dumps({"messages": LINES[0]}) + "\n")
+    shutil.copytree(model, folder)
+    config = json.loads((folder / "tokenizer_config.json").read_text())
+    tokenizer = (folder / "tokenizer.json").read_text()
+    swapped = tokenizer.replace('"a":', '"?":').replace('"b":', '"a":').replace('"?":', '"b":')
+    prefixes = set()
+    for template, content in ((TEMPLATE, tokenizer), (PROMPT, tokenizer), (PROMPT, swapped)):
+        config["chat_template"] = template
+        (folder / "tokenizer_config.json").write_text(json.dumps(config))
+        (folder / "tokenizer.json").write_text(content)
+        args = arguments(folder, "identity", data)
+        convert_data(args, tmp_path / "run", None)
+        prefixes.add(args.data_path[1])
+    assert len(prefixes) == 3
+
+
+def test_one_label_more_than_upstream_is_trained_at_the_cut(model: Path, tmp_path: Path) -> None:
+    data = tmp_path / "chat.jsonl"
+    data.write_text(json.dumps({"messages": LINES[0]}) + "\n")
+    args = arguments(model, "identity", data)
+    convert_data(args, tmp_path / "run", None)
+    corpus = Corpus(
+        [DocumentRange.whole(read_index(args.data_path[1]))],
+        seq_length=8,
+        long_sequences="truncate",
+    )
+    (sample,) = upstream_samples(build_tokenizer(args), LINES[:1], seq_length=8)
+    assert corpus.tokens(0)[:-1].tolist() == sample["tokens"].tolist()
+    labels, mask = corpus.tokens(0)[1:].tolist(), sample["loss_mask"].tolist()
+    assert labels[:-1] == sample["labels"][:-1].tolist()
+    assert mask == [1] * 7 + [0]
+    assert corpus.token_weights(0)[1:].tolist() == [1] * 8
 
 
 @pytest.mark.parametrize(
