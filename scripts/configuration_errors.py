@@ -200,7 +200,7 @@ def _from_calls(
         for call in _calls(caller, [function.name]):
             given = dict(zip(positional, call.args, strict=False))
             given |= {keyword.arg: keyword.value for keyword in call.keywords if keyword.arg}
-            for name in used & set(given):
+            for name in sorted(used & set(given)):
                 for text in theirs.texts(given[name]):
                     if len(text.split()) >= MIN_WORDS - 1:  # not an option or a label
                         with_text = Reader(reader.known | {name: [text]})
