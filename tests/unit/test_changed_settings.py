@@ -25,7 +25,7 @@ COMPARED_OTHERWISE = """
     tiktoken_pattern tiktoken_num_special_tokens tokenizer_sentencepiece_legacy
     tokenizer_sentencepiece_ignore_extra_whitespaces tokenizer_hf_no_use_fast
     tokenizer_hf_no_include_special_tokens null_tokenizer_eod_id null_tokenizer_pad_id
-    train_iters train_samples
+    train_iters train_samples sft sft_tokenizer_prompt_format
     """
 """By the shapes of tensors, the fingerprint of the data, the sampler or the schedule's length."""
 

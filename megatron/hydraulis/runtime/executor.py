@@ -199,8 +199,9 @@ def make_forward_step(loss: LossFunction = loss_func) -> ForwardStep:
                 loss, batch.weights, before, returned, are_fractions=are_fractions
             )
             total, _, report = returned
-        # The schedule adds up whole numbers, which nothing reads; the weights are in the report.
-        return total, 0, report
+        # The schedule adds up whole numbers, by which upstream divides its own gradients; ours are
+        # divided by the weights in the report.
+        return total, batch.trained_tokens, report
 
     def forward_step(
         data_iterator: Iterator[PackedBatch], model: torch.nn.Module

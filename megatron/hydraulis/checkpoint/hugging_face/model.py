@@ -178,7 +178,7 @@ class HuggingFaceModel:
             gated_mlp=not self.has_squared_relu,
             tied_embeddings=self.tied_embeddings,
             output_gate=self.has_output_gate,
-            num_windowed_layers=0 if self.window_tokens is None else self.num_layers,
+            num_windowed_layers=self.num_layers if self.window_tokens else 0,
             window_tokens=self.window_tokens or 0,
         )
 
