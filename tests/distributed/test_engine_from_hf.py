@@ -59,6 +59,8 @@ def run_verbs(folder: Path, saved: Path) -> tuple[Tensors, list[np.ndarray], Ten
     engine = make_engine(folder, "tp2+tp1")
     first = dict(engine.hf_tensors())
     log_probs = [each.numpy() for each in engine.forward(engine.plan(sequences()))["log_probs"]]
+    with pytest.raises(HydraulisError, match="sequence 0: the model has"):
+        engine.plan([np.zeros(10**6, dtype=np.int64)])
     engine.train_step(sequences(), nll)
     engine.save(saved)
     engine.offload()
@@ -137,9 +139,11 @@ def errors(folder: Path) -> list[str]:
         (folder, "tp2", {}),
         (folder, "3*tp1", {"options": options}),
         (folder, "3*tp1", {"dtype": torch.float16}),
+        (folder, "3*tp1", {"optimizer": 1e-3}),
     ):
+        given: dict[str, Any] = {"optimizer": AdamWSettings(lr=1e-2), **more}
         with pytest.raises(HydraulisError) as error:
-            Engine.from_hf(name, pool=pool, optimizer=AdamWSettings(lr=1e-2), **more)
+            Engine.from_hf(name, pool=pool, **given)
         found.append(str(error.value))
     return found
 
@@ -152,6 +156,7 @@ def test_wrong_arguments_raise_on_every_rank(tmp_path: Path) -> None:
     assert "3 ranks" in of_ranks[0][1] or "the job has 3" in of_ranks[0][1]
     assert "options has --clip-grad, --loss-normalization; leave them out" in of_ranks[0][2]
     assert "dtype is torch.float16; give dtype=torch.bfloat16" in of_ranks[0][3]
+    assert "optimizer holds AdamWSettings but is 0.001" in of_ranks[0][4]
 
 
 def test_a_loss_that_raises_on_one_rank_ends_all(tmp_path: Path) -> None:

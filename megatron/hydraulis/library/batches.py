@@ -67,7 +67,9 @@ class TokenSequence:
         return len(self.tokens) - 1
 
 
-def as_sequences(given: Sequence[Any], vocab_size: int) -> tuple[TokenSequence, ...]:
+def as_sequences(
+    given: Sequence[Any], vocab_size: int, max_length: int | None = None
+) -> tuple[TokenSequence, ...]:
     """Checked sequences from `TokenSequence`s or plain rows of token ids.
 
     Raises:
@@ -83,6 +85,12 @@ def as_sequences(given: Sequence[Any], vocab_size: int) -> tuple[TokenSequence, 
             sequence = each if isinstance(each, TokenSequence) else TokenSequence(each)
         except DataError as error:
             raise DataError(f"sequence {number}: {error}") from error
+        if max_length is not None and sequence.length > max_length:
+            raise DataError(
+                f"sequence {number}: the model has {max_length} positions, the "
+                f"max_position_embeddings of its config.json, but {sequence.length} tokens are to "
+                "be predicted; cut the sequence"
+            )
         lowest, highest = int(sequence.tokens.min()), int(sequence.tokens.max())
         if lowest < 0 or highest >= vocab_size:
             raise DataError(

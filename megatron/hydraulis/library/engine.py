@@ -148,6 +148,7 @@ class Engine:
             PlanError: a sequence is longer than any strategy holds.
         """
         vocab_size = self.runtime.definition.vocab_size
+        max_length = None if self._built is None else self._built.model.max_position_embeddings
         own = range(len(sequences))
         what = "sequences cannot be planned"
         if scatter:
@@ -155,7 +156,7 @@ class Engine:
             first = sum(map(len, shares[: self.runtime.rank]))
             own = range(first, first + len(sequences))
             sequences = [each for share in shares for each in share]
-        checked = on_all_ranks(lambda: as_sequences(sequences, vocab_size), what)
+        checked = on_all_ranks(lambda: as_sequences(sequences, vocab_size, max_length), what)
         check_same(
             of_all_ranks((digest_of(checked), mini_batches)),
             "sequences and mini-batches",

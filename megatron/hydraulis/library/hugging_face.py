@@ -90,6 +90,10 @@ def build_from_folder(
         dist.init_process_group("nccl" if has_cuda else "gloo")
 
     def resolve() -> tuple[HuggingFaceModel, Resolved]:
+        if not isinstance(optimizer, AdamWSettings):
+            raise ConfigurationError(
+                f"optimizer holds AdamWSettings but is {optimizer!r}; give AdamWSettings(lr=…)"
+            )
         model, _, stored_dtype = open_folder(folder)
         flag_parser = FlagParser()
         _check_options(flag_parser, options)
