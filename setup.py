@@ -39,6 +39,8 @@ MEGATRON = [
     "setuptools>=68",
     # Upstream's HuggingFaceTokenizer, the one for tokenizers trained with `tokenizers`.
     "transformers>=4.57,<6",
+    # Raises the errors of its chat templates.
+    "jinja2>=3.1,<4",
 ]
 
 PLANNING = [
