@@ -18,16 +18,15 @@ from benchmarks.paired_statistics import ratio_of_totals
 from benchmarks.step_report import finish_device
 from megatron.hydraulis.data.packed_batch import PackedBatch, pack
 from megatron.hydraulis.errors import HydraulisError
-from megatron.hydraulis.flags.arguments import Resolved, gpt_model_config, parse_arguments
+from megatron.hydraulis.flags.arguments import Resolved, parse_arguments
+from megatron.hydraulis.library.building import build_engine, choose_core_attention, definition_of
 from megatron.hydraulis.library.devices import constants_of_this_rank
-from megatron.hydraulis.library.model_container import HydraulisModelConfig, model_definition
 from megatron.hydraulis.library.planning import Planning, read_cost_profile
 from megatron.hydraulis.loop.memory_safety import MemorySafety
 from megatron.hydraulis.optimizer.sharded_adamw import AdamWSettings
 from megatron.hydraulis.planner.plan import IterationPlan
 from megatron.hydraulis.planner.planners import CertifiedPlanner
 from megatron.hydraulis.profiler.command import training_defaults
-from megatron.hydraulis.runtime.core_attention import choose, current_environment, row_kinds
 from megatron.hydraulis.runtime.engine import Engine
 from megatron.hydraulis.runtime.executor import make_forward_step
 from megatron.hydraulis.runtime.memory import CudaMemory
@@ -94,18 +93,10 @@ def run(place: Place, pool_file: str, cost_profile: str) -> None:
 def _engine(resolved: Resolved) -> Engine:
     """As training builds it."""
     args = resolved.args
-    config = gpt_model_config(args, HydraulisModelConfig)
-    config.num_tokens_in_vocabulary = resolved.vocabulary.size
-    config.uses_sequence_parallel = resolved.hydraulis.sequence_parallel
-    here = current_environment(
-        dtype=args.params_dtype,
-        head_size=args.kv_channels,
-        rows=row_kinds(resolved.pool, resolved.shape, args.seq_length),
-        cp_comm_type=args.cp_comm_type[0],
-    )
-    config.core_attention = choose(resolved.hydraulis.core_attention, here).name
     settings = AdamWSettings(lr=args.lr, clip_grad=args.clip_grad, eps=args.adam_eps)
-    return Engine(model_definition(config), resolved.pool, settings, seed=args.seed)
+    core_attention = choose_core_attention(resolved, resolved.pool).name
+    definition = definition_of(resolved, core_attention)
+    return build_engine(resolved, resolved.pool, definition, settings)
 
 
 def _batches(place: Place) -> list[tuple[int, ...]]:

@@ -25,8 +25,7 @@ from megatron.hydraulis.checkpoint.saving import CheckpointSaver, SavedState
 from megatron.hydraulis.checkpoint.torch_dist import LAYERS, StoredCheckpoint
 from megatron.hydraulis.checkpoint.upstream_entries import optimizer_entry, plain_arguments
 from megatron.hydraulis.data.packed_batch import pack
-from megatron.hydraulis.flags.arguments import gpt_model_config
-from megatron.hydraulis.library.model_container import HydraulisModelConfig, model_definition
+from megatron.hydraulis.library.building import definition_of
 from megatron.hydraulis.runtime.executor import make_forward_step
 from tests.support.checkpoints import make_engine, whole_tensors
 from tests.support.gloo_pool import RankPool, pool_of
@@ -85,9 +84,7 @@ def load_train_save(
     words = [word for flag in flags for word in shlex.split(flag)]
     with tempfile.TemporaryDirectory() as folder:
         resolved = parse(Path(folder), *words, num_ranks=1)
-    config = gpt_model_config(resolved.args, HydraulisModelConfig)
-    config.num_tokens_in_vocabulary = resolved.vocabulary.size
-    engine = make_engine(model_definition(config), (strategy,), seed=99)
+    engine = make_engine(definition_of(resolved, "sdpa"), (strategy,), seed=99)
     model = model_of(resolved.args) | {"vocab_size": resolved.vocabulary.size}
     loaded = load_checkpoint(Path(root) / "release", engine, model)
     assert not loaded.with_optimizer

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -12,16 +13,15 @@ import numpy.typing as npt
 import torch
 
 from megatron.hydraulis.checkpoint.collective_errors import on_all_ranks
+from megatron.hydraulis.cost_model.limits import Limits
 from megatron.hydraulis.data.packed_batch import PackedBatch, pack
 from megatron.hydraulis.data.weights import Weights, checked_weights
 from megatron.hydraulis.errors import ConfigurationError, DataError
-from megatron.hydraulis.planner.plan import IterationPlan
-from megatron.hydraulis.planner.replica_plan import ReplicaPlan
+from megatron.hydraulis.planner.plan import IterationPlan, PlanText
 from megatron.hydraulis.runtime.process_groups import of_all_ranks
+from megatron.hydraulis.strategy import Pool
 
 Tokens = npt.NDArray[np.int64]
-PackedShare = tuple[PackedBatch, tuple[int, ...]]
-"""A rank's part of a micro-batch, and which sequences of the batch are in its row."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -223,41 +223,70 @@ def check_same(of_ranks: Sequence[Any], what: str, fix: str) -> None:
         )
 
 
-def pack_replica(
-    replica: ReplicaPlan | None,
-    rank: int,
-    sequence_of: Callable[[int], tuple[Tokens, Weights]],
-) -> list[PackedShare]:
-    """A rank's part of each micro-batch of its replica, on the host; nothing where it is idle.
+@dataclass(frozen=True)
+class RankShare:
+    """What a rank runs of a plan: nothing where it is idle."""
 
-    Args:
-        replica: the rank's, of a plan.
-        rank: this one.
-        sequence_of: tokens and weights, (length + 1,) each, by place in the global batch.
-    """
-    if replica is None:
-        return []
-    position = replica.replica.position_of(rank)
-    assert position is not None
-    packed = []
-    for micro_batch in replica.micro_batches:
-        share = micro_batch.share_of(position.cp, replica.scheme.cp)
-        found = [sequence_of(place) for place in share.sequences]
-        part = pack(
-            [tokens for tokens, _ in found],
-            replica.scheme.tp,
-            weights=[weights for _, weights in found],
-            context_size=share.group.size,
-            context_rank=position.cp - share.group.offset,
-            row_tokens=share.row_tokens or 1,
-            allow_empty=True,
-        )
-        packed.append((part, share.sequences))
-    return packed
+    strategy: str
+    micro_batches: tuple[PackedBatch, ...]
+    """Its own part of each where its replica has cp > 1, on the job's device."""
+    places: tuple[tuple[int, ...], ...]
+    """By micro-batch, which sequences of the batch are in its row."""
+
+    @classmethod
+    def of(
+        cls,
+        plan: IterationPlan,
+        rank: int,
+        device: torch.device,
+        sequence_of: Callable[[int], TokenSequence],
+        no_inputs: Mapping[str, torch.Tensor] | None = None,
+    ) -> RankShare:
+        """
+        Args:
+            plan: of the batch.
+            rank: this one.
+            device: of the job. A copy to a GPU overlaps compute.
+            sequence_of: by place in the batch; called for sequences of this rank's rows alone.
+            no_inputs: (0, ...) tensors, by the names of the sequences' inputs; None without any.
+        """
+        replica = plan.replica_of(rank)
+        if replica is None:
+            return cls(plan.strategy, (), ())
+        position = replica.replica.position_of(rank)
+        assert position is not None
+        micro_batches, places = [], []
+        for micro_batch in replica.micro_batches:
+            share = micro_batch.share_of(position.cp, replica.scheme.cp)
+            found = [sequence_of(place) for place in share.sequences]
+            part = pack(
+                [each.tokens for each in found],
+                replica.scheme.tp,
+                weights=[each.weights for each in found],
+                context_size=share.group.size,
+                context_rank=position.cp - share.group.offset,
+                row_tokens=share.row_tokens or 1,
+                allow_empty=True,
+            )
+            if no_inputs:
+                part = part.with_inputs(
+                    {
+                        name: [each.inputs[name] for each in found] or [none]
+                        for name, none in no_inputs.items()
+                    }
+                )
+            if device.type == "cuda":
+                part = part.pinned().to(device, non_blocking=True)
+            micro_batches.append(part)
+            places.append(share.sequences)
+        return cls(plan.strategy, tuple(micro_batches), tuple(places))
 
 
-def on_device(batch: PackedBatch, device: torch.device) -> PackedBatch:
-    """The batch on the job's device; a copy to a GPU overlaps compute."""
-    if device.type != "cuda":
-        return batch
-    return batch.pinned().to(device, non_blocking=True)
+def checked_plan(
+    text: PlanText, lengths: Sequence[int], pool: Pool, limits: Limits
+) -> IterationPlan:
+    """The plan that rank 0 has sent for a batch. Raises PlanError if it breaks a rule."""
+    plan = text.parse()
+    strategy = pool.strategy(plan.strategy)
+    plan.validate(lengths, strategy, partial(limits.max_tokens, strategy))
+    return plan

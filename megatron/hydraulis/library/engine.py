@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from functools import partial
 from itertools import pairwise
 from numbers import Real
 from pathlib import Path
@@ -31,13 +30,12 @@ from megatron.hydraulis.data.packed_batch import PackedBatch, token_places
 from megatron.hydraulis.errors import CheckpointError, ConfigurationError
 from megatron.hydraulis.library.batches import (
     Batch,
-    PackedShare,
+    RankShare,
     TokenSequence,
     as_sequences,
     check_same,
+    checked_plan,
     digest_of,
-    on_device,
-    pack_replica,
 )
 from megatron.hydraulis.library.hugging_face import BuiltEngine, build_from_folder, hf_tensors
 from megatron.hydraulis.library.plans import PoolLike, ProfileLike
@@ -180,10 +178,10 @@ class Engine:
             ],
             what,
         )
-        plans = tuple(text.parse() for text in texts)
-        for plan, part in zip(plans, lengths, strict=True):
-            strategy = self.runtime.pool.strategy(plan.strategy)
-            plan.validate(part, strategy, partial(self._limits.max_tokens, strategy))
+        plans = tuple(
+            checked_plan(text, part, self.runtime.pool, self._limits)
+            for text, part in zip(texts, lengths, strict=True)
+        )
         return Batch(checked, plans, own, scatter)
 
     def forward(
@@ -241,11 +239,9 @@ class Engine:
         )
         try:
             for part in batch:
+                share = self._share(part)
                 self.runtime.forward_backward(
-                    part.plans[0].strategy,
-                    [packed for packed, _ in self._packed(part)],
-                    step,
-                    is_divided=divisor is not None,
+                    share.strategy, share.micro_batches, step, is_divided=divisor is not None
                 )
         except BaseException:
             self.runtime.abandon_gradients()
@@ -392,37 +388,28 @@ class Engine:
             )
         return outcome
 
-    def _packed(self, part: Batch) -> list[PackedShare]:
-        """This rank's part of the micro-batches of a batch with one plan."""
+    def _share(self, part: Batch) -> RankShare:
+        """What this rank runs of a batch with one plan."""
         (plan,) = part.plans
-
-        def sequence_of(place: int) -> Any:
-            return part.sequences[place].tokens, part.sequences[place].weights
-
-        packed = []
-        rank, device = self.runtime.rank, self.runtime.device
-        none = {name: [value[:0]] for name, value in part.sequences[0].inputs.items()}
-        for batch, places in pack_replica(plan.replica_of(rank), rank, sequence_of):
-            row = [part.sequences[place].inputs for place in places]
-            inputs = {name: [each[name] for each in row] or none[name] for name in none}
-            packed.append((on_device(batch.with_inputs(inputs), device), places))
-        return packed
+        sequences = part.sequences
+        none = {name: value[:0] for name, value in sequences[0].inputs.items()}
+        return RankShare.of(
+            plan, self.runtime.rank, self.runtime.device, sequences.__getitem__, none
+        )
 
     def _flat_outputs(self, part: Batch, outputs: Sequence[str]) -> Tensor:
         """(outputs, tokens of all sequences), on every rank; each value is made by one rank."""
-        (plan,) = part.plans
-        packed = self._packed(part)
-        reports = self.runtime.forward(
-            plan.strategy,
-            [batch for batch, _ in packed],
-            output_forward_step(entropy="entropy" in outputs),
-        )
+        share = self._share(part)
+        step = output_forward_step(entropy="entropy" in outputs)
+        reports = self.runtime.forward(share.strategy, share.micro_batches, step)
         ends = torch.tensor([len(each.tokens) for each in part.sequences]).cumsum(0)
         dtype = torch.promote_types(self.runtime.dtype, torch.float32)
         flat = torch.zeros(len(outputs), int(ends[-1]), dtype=dtype, device=self.runtime.device)
-        model = self.runtime.runtime_of(plan.strategy).model
+        model = self.runtime.runtime_of(share.strategy).model
         if model is not None and model.reports_loss:
-            for (batch, places), report in zip(packed, reports, strict=True):
+            for batch, places, report in zip(
+                share.micro_batches, share.places, reports, strict=True
+            ):
                 index = _places_of_outputs(batch, places, part.sequences, ends)
                 for row, name in zip(flat, outputs, strict=True):
                     row[index.to(row.device)] = report[name].to(dtype)

@@ -31,13 +31,12 @@ from megatron.hydraulis.flags.arguments import Resolved, parse_arguments
 from megatron.hydraulis.flags.options import HONOURED_BY_TOPIC
 from megatron.hydraulis.flags.parser import FlagParser
 from megatron.hydraulis.flags.problems import Problems
-from megatron.hydraulis.library.devices import common_constants, constants_of_this_rank
-from megatron.hydraulis.library.model_container import (
+from megatron.hydraulis.library.building import (
     build_engine,
     choose_core_attention,
-    model_config,
-    model_definition,
+    definition_of,
 )
+from megatron.hydraulis.library.devices import common_constants, constants_of_this_rank
 from megatron.hydraulis.library.planning import Planning, read_cost_profile
 from megatron.hydraulis.library.plans import PoolLike, ProfileLike, as_pool
 from megatron.hydraulis.optimizer.sharded_adamw import AdamWSettings
@@ -138,7 +137,7 @@ def build_from_folder(
     profile = cost_profile if isinstance(cost_profile, ProfileCostModel) else None
     profile = read_cost_profile(resolved, profile)
     planning = Planning.of(resolved, device, profile, attention)
-    definition = model_definition(model_config(resolved, attention))
+    definition = definition_of(resolved, attention)
     engine = build_engine(resolved, planning.pool, definition, optimizer)
     on_all_ranks(lambda: _fill(engine, folder), what)
     engine.parameters_changed()

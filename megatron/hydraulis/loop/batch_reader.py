@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 
 import torch
@@ -14,8 +13,7 @@ from megatron.hydraulis.cost_model.limits import Limits
 from megatron.hydraulis.data.corpus import Corpus
 from megatron.hydraulis.data.packed_batch import PackedBatch
 from megatron.hydraulis.data.sampler import GlobalBatch
-from megatron.hydraulis.data.weights import Weights
-from megatron.hydraulis.library.batches import Tokens, on_device, pack_replica
+from megatron.hydraulis.library.batches import RankShare, TokenSequence, checked_plan
 from megatron.hydraulis.loop.plan_feed import PlanExchange, PlanFeed, SampledBatches
 from megatron.hydraulis.planner.plan import IterationPlan, Planner
 from megatron.hydraulis.planner.planners import write_plan
@@ -93,24 +91,22 @@ class BatchReader:
         iteration, batch = self.batches.iteration, self.batches.take()
         start_s = time.perf_counter()
         published, plan_wait_s = self._exchange.fetch(iteration)
-        plan = published.parse()
         plan_fetch_s = time.perf_counter() - start_s
-        strategy = self._pool.strategy(plan.strategy)
-        plan.validate(batch.lengths, strategy, partial(self._limits.max_tokens, strategy))
+        plan = checked_plan(published, batch.lengths, self._pool, self._limits)
         if self._plan_dir is not None:
             write_plan(self._plan_dir, iteration, plan, batch.sequence_ids)
 
-        def sequence_of(place: int) -> tuple[Tokens, Weights]:
-            sequence_id = batch.sequence_ids[place]
-            return self.corpus.tokens(sequence_id), self.corpus.token_weights(sequence_id)
+        def sequence_of(place: int) -> TokenSequence:
+            number = batch.sequence_ids[place]
+            return TokenSequence(self.corpus.tokens(number), self.corpus.token_weights(number))
 
-        packed = pack_replica(plan.replica_of(self._rank), self._rank, sequence_of)
+        share = RankShare.of(plan, self._rank, self._device, sequence_of)
         return PlannedBatch(
             batch,
             plan,
             published.digest,
-            tuple(on_device(micro_batch, self._device) for micro_batch, _ in packed),
-            tuple(tuple(batch.sequence_ids[i] for i in places) for _, places in packed),
+            share.micro_batches,
+            tuple(tuple(batch.sequence_ids[i] for i in places) for places in share.places),
             plan_wait_s,
             plan_fetch_s,
         )

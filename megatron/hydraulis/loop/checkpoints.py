@@ -53,9 +53,9 @@ from megatron.hydraulis.flags.changes import changed_settings
 from megatron.hydraulis.flags.describe import block_lines
 from megatron.hydraulis.flags.problems import Problems
 from megatron.hydraulis.flags.samples import counts_iterations
-from megatron.hydraulis.library.model_container import ModelContainer
 from megatron.hydraulis.library.planning import Planning
 from megatron.hydraulis.loop.batch_reader import PlannedData
+from megatron.hydraulis.loop.model_container import ModelContainer
 from megatron.hydraulis.optimizer.sharded_adamw import ShardedAdamW
 
 

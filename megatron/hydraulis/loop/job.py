@@ -39,13 +39,12 @@ from megatron.hydraulis.flags.describe import (
 )
 from megatron.hydraulis.flags.samples import sample_tokens
 from megatron.hydraulis.json_object import write_json
-from megatron.hydraulis.library.devices import common_constants, constants_of_this_rank
-from megatron.hydraulis.library.model_container import (
-    HydraulisModelConfig,
+from megatron.hydraulis.library.building import (
     build_engine,
     choose_core_attention,
     model_config,
 )
+from megatron.hydraulis.library.devices import common_constants, constants_of_this_rank
 from megatron.hydraulis.library.planning import (
     Planning,
     look_ahead_planner,
@@ -57,6 +56,7 @@ from megatron.hydraulis.loop.checkpoints import RunCheckpoints
 from megatron.hydraulis.loop.faults import heed_signals
 from megatron.hydraulis.loop.hang_guard import HangGuard
 from megatron.hydraulis.loop.memory_safety import MemorySafety
+from megatron.hydraulis.loop.model_container import ContainerConfig
 from megatron.hydraulis.loop.plan_feed import PlanExchange, PlanFeed, SampledBatches
 from megatron.hydraulis.loop.refit import RunRefit
 from megatron.hydraulis.loop.step import Iterators, TrainingLoop
@@ -443,10 +443,10 @@ class Job:
             skip_model_parallel_init=True,
         )
 
-    def _model_config(self, parts: _Parts) -> HydraulisModelConfig:
+    def _model_config(self, parts: _Parts) -> ContainerConfig:
         assert self._core_attention is not None
         recorders = (each.spans for each in (parts.trace, parts.refit) if each is not None)
-        config = model_config(self._resolved, self._core_attention.name)
+        config = model_config(self._resolved, self._core_attention.name, ContainerConfig)
         config.engine_factory = partial(self._make_engine, spans=combine_recorders(*recorders))
         config.model_provider = self._hooks.model_provider
         return config

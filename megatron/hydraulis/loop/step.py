@@ -23,11 +23,11 @@ from megatron.hydraulis.data.sampler import BatchSizes, GlobalBatch
 from megatron.hydraulis.errors import HydraulisError, NonFiniteLossError, listed
 from megatron.hydraulis.flags.config import HydraulisConfig
 from megatron.hydraulis.flags.samples import counts_iterations, num_iterations, sample_tokens
-from megatron.hydraulis.library.model_container import ModelContainer
 from megatron.hydraulis.loop.batch_reader import PlannedBatch, PlannedData
 from megatron.hydraulis.loop.checkpoints import LoopCounters, RunCheckpoints
 from megatron.hydraulis.loop.hang_guard import HangGuard
 from megatron.hydraulis.loop.memory_safety import MemorySafety
+from megatron.hydraulis.loop.model_container import ModelContainer
 from megatron.hydraulis.loop.refit import RunRefit
 from megatron.hydraulis.loop.tracing import RunTrace
 from megatron.hydraulis.model_shape import AttentionWindow

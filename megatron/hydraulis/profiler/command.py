@@ -30,11 +30,10 @@ from megatron.hydraulis.flags.arguments import Resolved, parse_arguments
 from megatron.hydraulis.flags.checks import check_vocabulary_parts, gradient_bytes
 from megatron.hydraulis.json_object import write_json
 from megatron.hydraulis.lengths.counts import read_lengths
-from megatron.hydraulis.library.model_container import (
+from megatron.hydraulis.library.building import (
+    build_engine,
     choose_core_attention,
-    gradient_dtype,
-    model_config,
-    model_definition,
+    definition_of,
 )
 from megatron.hydraulis.library.planning import profiled_model
 from megatron.hydraulis.loop.faults import quieten_upstream, report_error
@@ -393,14 +392,13 @@ class _Job:
 
     def _engine(self, core_attention: CoreAttentionName, spans: SpanRecorder) -> Engine:
         args = self.resolved.args
-        return Engine(
-            model_definition(model_config(self.resolved, core_attention)),
+        # The measured pool may lack the strategy of --regroup-owners-for.
+        hydraulis = replace(self.resolved.hydraulis, regroup_owners_for=None)
+        return build_engine(
+            replace(self.resolved, hydraulis=hydraulis),
             self.pool,
+            definition_of(self.resolved, core_attention),
             AdamWSettings(lr=args.lr, clip_grad=args.clip_grad, eps=args.adam_eps),
-            seed=args.seed,
-            timeout=timedelta(minutes=args.distributed_timeout_minutes),
-            gradient_dtype=gradient_dtype(self.resolved),
-            overlap=not self.resolved.hydraulis.no_regroup_overlap,
             spans=spans,
         )
 

@@ -180,8 +180,33 @@ def packed_seq_params(batch: PackedBatch) -> PackedRow:
     )
 
 
+def forward_step_of(finish: Callable[[PackedBatch, Any], Any], **named: Any) -> ForwardStep:
+    """A ``forward_step(data_iterator, model)``: the model on the next row, then ``finish``.
+
+    Args:
+        finish: from a row and what the model returns for it to (loss, number of tokens, report).
+        named: further arguments of the model.
+    """
+
+    def forward_step(
+        data_iterator: Iterator[PackedBatch], model: torch.nn.Module
+    ) -> tuple[Tensor, Any]:
+        batch = next(data_iterator)
+        output = model(
+            batch.tokens,
+            batch.position_ids,
+            None,
+            labels=batch.labels,
+            packed_seq_params=packed_seq_params(batch),
+            **named,
+        )
+        return output, partial(finish, batch)
+
+    return forward_step
+
+
 def make_forward_step(loss: LossFunction = loss_func) -> ForwardStep:
-    """A ``forward_step(data_iterator, model)`` around a loss function of upstream's signature.
+    """A forward step around a loss function of upstream's signature.
 
     The function is checked on the first micro-batch that has a loss, and on the first whose weights
     are not all 0 or 1; see `check_loss_function`.
@@ -203,20 +228,7 @@ def make_forward_step(loss: LossFunction = loss_func) -> ForwardStep:
         # divided by the weights in the report.
         return total, batch.trained_tokens, report
 
-    def forward_step(
-        data_iterator: Iterator[PackedBatch], model: torch.nn.Module
-    ) -> tuple[Tensor, Any]:
-        batch = next(data_iterator)
-        output = model(
-            batch.tokens,
-            batch.position_ids,
-            None,
-            labels=batch.labels,
-            packed_seq_params=packed_seq_params(batch),
-        )
-        return output, partial(checked, batch)
-
-    return forward_step
+    return forward_step_of(checked)
 
 
 def check_loss_function(

@@ -6,7 +6,7 @@ no loss can depend on how sequences were packed.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
@@ -16,7 +16,7 @@ from torch import Tensor
 
 from megatron.hydraulis.data.packed_batch import PackedBatch, token_places
 from megatron.hydraulis.errors import ConfigurationError
-from megatron.hydraulis.runtime.executor import ForwardStep, at_least_fp32, packed_seq_params
+from megatron.hydraulis.runtime.executor import ForwardStep, at_least_fp32, forward_step_of
 from megatron.hydraulis.runtime.token_log_probs import TokenOutputs, token_outputs
 
 TokenLoss = Callable[[Tensor, Tensor, Mapping[str, Tensor], "Segments"], Tensor]
@@ -94,7 +94,8 @@ def loss_forward_step(loss: TokenLoss, *, divisor: float = 1.0) -> ForwardStep:
         raise ConfigurationError(
             f"the divisor must be positive and finite but is {divisor}; give another one"
         )
-    return partial(_forward_step, partial(_weighted_sum, loss, divisor))
+    finish = partial(_weighted_sum, loss, divisor)
+    return forward_step_of(finish, output_processor=token_outputs(entropy=True))
 
 
 def output_forward_step(*, entropy: bool) -> ForwardStep:
@@ -102,7 +103,7 @@ def output_forward_step(*, entropy: bool) -> ForwardStep:
 
     Entropies are computed and reported only if asked for.
     """
-    return partial(_forward_step, _report_outputs, entropy=entropy)
+    return forward_step_of(_report_outputs, output_processor=token_outputs(entropy=entropy))
 
 
 def check_token_loss(
@@ -174,25 +175,6 @@ def _losses(
             "engine weighs and sums them, and divides once"
         )
     return losses
-
-
-def _forward_step(
-    finish: Callable[[PackedBatch, TokenOutputs], tuple[Tensor, int, dict[str, Tensor]]],
-    data_iterator: Iterator[PackedBatch],
-    model: torch.nn.Module,
-    *,
-    entropy: bool = True,
-) -> tuple[Any, Any]:
-    batch = next(data_iterator)
-    output = model(
-        batch.tokens,
-        batch.position_ids,
-        None,
-        labels=batch.labels,
-        packed_seq_params=packed_seq_params(batch),
-        output_processor=token_outputs(entropy=entropy),
-    )
-    return output, partial(finish, batch)
 
 
 def _places(batch: PackedBatch, device: torch.device) -> tuple[Tensor, Tensor]:

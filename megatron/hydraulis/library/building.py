@@ -1,4 +1,4 @@
-"""The model that upstream's loop sees, one module that holds the engine, and its configuration."""
+"""From flags to the definition of the model and the engine that holds it."""
 
 from __future__ import annotations
 
@@ -7,10 +7,8 @@ import inspect
 from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any, ClassVar
 
 import torch
-from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 from megatron.training.models.gpt import GPTModelConfig, default_layer_spec
@@ -32,32 +30,10 @@ from megatron.hydraulis.runtime.spans import NO_SPANS, SpanRecorder
 from megatron.hydraulis.strategy import Pool
 
 
-class ModelContainer(torch.nn.Module):
-    """The only entry of upstream's list of model chunks; gives access to the engine.
-
-    It has no parameters: those of a strategy are in the engine's arena, and the optimizer's on the
-    canonical shards.
-    """
-
-    def __init__(self, engine: Engine, pg_collection: ProcessGroupCollection) -> None:
-        super().__init__()
-        self.engine = engine
-        self.config = engine.definition.transformer
-        self.pg_collection = pg_collection
-
-    def train(self, mode: bool = True) -> ModelContainer:
-        """Set the mode of every stage."""
-        self.engine.set_training(mode)
-        super().train(mode)
-        return self
-
-
 @dataclass(kw_only=True)
 class HydraulisModelConfig(GPTModelConfig):
-    """Upstream's model configuration with our builder, by which upstream supports other models."""
+    """Upstream's model configuration, with what else a `ModelDefinition` needs."""
 
-    builder: ClassVar[str] = "megatron.hydraulis.library.model_container.ModelContainerBuilder"
-    engine_factory: Callable[[ModelDefinition], Engine] | None = None
     num_tokens_in_vocabulary: int | None = None
     """Tokens that exist; ``vocab_size`` is the padded number."""
     uses_sequence_parallel: bool = True
@@ -65,21 +41,6 @@ class HydraulisModelConfig(GPTModelConfig):
     core_attention: CoreAttentionName = "sdpa"
     decays_qk_norms: bool = False
     loss_chunk_tokens: int | None = None
-
-
-class ModelContainerBuilder:
-    """Builds the container instead of upstream's wrapped GPTModels."""
-
-    def __init__(self, model_config: HydraulisModelConfig) -> None:
-        self._config = model_config
-
-    def build_distributed_models(
-        self, pg_collection: ProcessGroupCollection, **_: Any
-    ) -> list[ModelContainer]:
-        """A list of one container; upstream's DDP options do not apply to canonical shards."""
-        assert self._config.engine_factory is not None
-        engine = self._config.engine_factory(model_definition(self._config))
-        return [ModelContainer(engine, pg_collection)]
 
 
 def choose_core_attention(resolved: Resolved, pool: Pool) -> CoreAttention:
@@ -99,9 +60,11 @@ def choose_core_attention(resolved: Resolved, pool: Pool) -> CoreAttention:
     return choose(resolved.hydraulis.core_attention, here)
 
 
-def model_config(resolved: Resolved, core_attention: CoreAttentionName) -> HydraulisModelConfig:
+def model_config[Config: HydraulisModelConfig](
+    resolved: Resolved, core_attention: CoreAttentionName, kind: type[Config]
+) -> Config:
     """The configuration of the model that the flags describe."""
-    config: HydraulisModelConfig = gpt_model_config(resolved.args, HydraulisModelConfig)
+    config: Config = gpt_model_config(resolved.args, kind)
     config.num_tokens_in_vocabulary = resolved.vocabulary.size
     config.uses_sequence_parallel = resolved.hydraulis.sequence_parallel
     config.core_attention = core_attention
@@ -136,15 +99,15 @@ def build_engine(
         seed=resolved.args.seed,
         timeout=timedelta(minutes=resolved.args.distributed_timeout_minutes),
         owners_for=resolved.hydraulis.regroup_owners_for,
-        gradient_dtype=gradient_dtype(resolved),
+        gradient_dtype=torch.bfloat16 if gradient_bytes(resolved.args) == BF16_BYTES else None,
         overlap=not resolved.hydraulis.no_regroup_overlap,
         spans=spans,
     )
 
 
-def gradient_dtype(resolved: Resolved) -> torch.dtype | None:
-    """In which gradients travel; None for that in which they are added up."""
-    return torch.bfloat16 if gradient_bytes(resolved.args) == BF16_BYTES else None
+def definition_of(resolved: Resolved, core_attention: CoreAttentionName) -> ModelDefinition:
+    """The model that the flags describe."""
+    return model_definition(model_config(resolved, core_attention, HydraulisModelConfig))
 
 
 def model_definition(config: HydraulisModelConfig) -> ModelDefinition:
