@@ -41,9 +41,11 @@ pytest_log="$(mktemp)"
 trap 'rm -f "$pytest_log"' EXIT
 
 # A worker for each core: most tests run in one process or wait. Four have enough memory and cores
-# for the ranks that tests start. The tests of a module share fixtures, so one worker runs them.
+# for the ranks that tests start. The tests of a file share fixtures, so one worker runs them. They
+# begin in the order of the files, whose long ones come first.
 run_pytest() {
-    "$python" -m pytest -n auto --maxprocesses 4 --dist loadscope "$@" 2>&1 | tee "$pytest_log"
+    "$python" -m pytest -n auto --maxprocesses 4 --dist loadfile --no-loadscope-reorder "$@" 2>&1 |
+        tee "$pytest_log"
 }
 
 step "ruff check" "$python" -m ruff check .

@@ -1,10 +1,13 @@
-"""What every test shares: one thread a process, hypothesis profiles, quiet logs, pools closed."""
+"""What every test shares: one thread a process, hypothesis profiles, quiet logs, garbage collection,
+which worker runs what, pools closed."""
 
+import gc
 import logging
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from pathlib import Path
+from typing import Any
 
 # Read when torch is first imported, by the tests below and by the workers forked from here: more
 # threads than cores would only make gloo ranks wait for one another.
@@ -15,6 +18,7 @@ os.environ["TORCH_COMPILE_DISABLE"] = "1"
 import pytest
 from hypothesis import HealthCheck, settings
 
+from megatron.hydraulis.quiet_imports import without_garbage_collection
 from tests.support.distributions import build_distributions
 
 # No deadline and no complaint of slowness: both are statements about the machine's load.
@@ -25,6 +29,33 @@ settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "default"))
 
 # Upstream announces HybridModel at every GPTModel built, in every worker.
 logging.getLogger("megatron.core.models.gpt.gpt_model").setLevel(logging.ERROR)
+
+# Else a collection in a forked rank visits, and so copies, all that the parent had imported.
+os.register_at_fork(after_in_child=gc.freeze)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Generator[None, object, object]:
+    """Half a million objects are imported, which no collection need visit."""
+    with without_garbage_collection():
+        return (yield)
+
+
+ONE_WORKER_EACH = ("tests/cuda_stand_in/", "tests/distributed/training_program/")
+"""Folders whose files share hosts on the stand-in or jobs, which every worker would start again."""
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """With ``--dist loadfile``: as pytest-xdist, but a whole folder of `ONE_WORKER_EACH` at once."""
+    from xdist.scheduler import LoadFileScheduling
+
+    class FolderScheduling(LoadFileScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            folders = [folder for folder in ONE_WORKER_EACH if nodeid.startswith(folder)]
+            return folders[0] if folders else super()._split_scope(nodeid)
+
+    return FolderScheduling(config, log) if config.getoption("dist") == "loadfile" else None
 
 
 @pytest.fixture(scope="session", autouse=True)
