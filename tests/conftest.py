@@ -1,5 +1,5 @@
-"""What every test shares: one thread a process, hypothesis profiles, quiet logs, garbage collection,
-which worker runs what, pools closed."""
+"""What every test shares: one thread a process, hypothesis profiles, quiet logs, pools closed; what
+garbage collection leaves out, and which worker of pytest-xdist runs which files."""
 
 import gc
 import logging
@@ -47,7 +47,7 @@ ONE_WORKER_EACH = ("tests/cuda_stand_in/", "tests/distributed/training_program/"
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
-    """With ``--dist loadfile``: as pytest-xdist, but a whole folder of `ONE_WORKER_EACH` at once."""
+    """With ``--dist loadfile``: also the files of a folder of `ONE_WORKER_EACH` run on one."""
     from xdist.scheduler import LoadFileScheduling
 
     class FolderScheduling(LoadFileScheduling):
