@@ -32,19 +32,28 @@ JIT_FUSER = Patch(
 def compile_at_first_call(function: Callable[..., Any]) -> Callable[..., Any]:
     """The function, compiled by its first call. Code that is being compiled sees the original.
 
-    With TORCH_COMPILE_DISABLE=1 it is never compiled; torch would import its compiler nevertheless.
+    It is never compiled with TORCH_COMPILE_DISABLE=1, with which torch would import its compiler
+    nevertheless, nor once upstream's --disable-jit-fuser is in force, which for upstream comes too
+    late for functions that are imported by then.
     """
     compiled: list[Callable[..., Any]] = []
 
     @functools.wraps(function)
     def call(*args: Any, **kwargs: Any) -> Any:
-        if torch.compiler.is_compiling() or os.environ.get("TORCH_COMPILE_DISABLE") == "1":
+        is_disabled = os.environ.get("TORCH_COMPILE_DISABLE") == "1" or _is_fuser_disabled()
+        if torch.compiler.is_compiling() or is_disabled:
             return function(*args, **kwargs)
         if not compiled:
             compiled.append(torch.compile(function))
         return compiled[0](*args, **kwargs)
 
     return call
+
+
+def _is_fuser_disabled() -> bool:
+    """Whether upstream's `disable_jit_fuser` has been called."""
+    jit = sys.modules["megatron.core.jit"]
+    return jit.jit_fuser is jit.noop_decorator
 
 
 def _import_upstream() -> None:

@@ -11,8 +11,12 @@ if TYPE_CHECKING:
     from megatron.hydraulis.cost_model.profile import ProfileCostModel as ProfileCostModel
     from megatron.hydraulis.cost_model.recompute import Recompute as Recompute
     from megatron.hydraulis.errors import HydraulisError as HydraulisError
+    from megatron.hydraulis.library.batches import Batch as Batch
     from megatron.hydraulis.library.batches import TokenSequence as TokenSequence
     from megatron.hydraulis.library.engine import Engine as Engine
+    from megatron.hydraulis.library.plans import ModelLike as ModelLike
+    from megatron.hydraulis.library.plans import PoolLike as PoolLike
+    from megatron.hydraulis.library.plans import ProfileLike as ProfileLike
     from megatron.hydraulis.library.plans import estimate as estimate
     from megatron.hydraulis.library.plans import plan as plan
     from megatron.hydraulis.library.plans import propose as propose
@@ -21,22 +25,34 @@ if TYPE_CHECKING:
     from megatron.hydraulis.optimizer.sharded_adamw import AdamWSettings as AdamWSettings
     from megatron.hydraulis.planner.planned import PlannedBatch as PlannedBatch
     from megatron.hydraulis.proposal.propose import Proposal as Proposal
+    from megatron.hydraulis.runtime.outcome import StepOutcome as StepOutcome
+    from megatron.hydraulis.runtime.token_loss import OUTPUTS as OUTPUTS
+    from megatron.hydraulis.runtime.token_loss import Segments as Segments
+    from megatron.hydraulis.runtime.token_loss import TokenLoss as TokenLoss
     from megatron.hydraulis.simulator.comparison import Comparison as Comparison
     from megatron.hydraulis.strategy import Pool as Pool
     from megatron.hydraulis.strategy import Strategy as Strategy
 
 _MODULES = {
     "AdamWSettings": "optimizer.sharded_adamw",
+    "Batch": "library.batches",
     "Comparison": "simulator.comparison",
     "Engine": "library.engine",
     "HydraulisError": "errors",
+    "ModelLike": "library.plans",
     "ModelShape": "model_shape",
+    "OUTPUTS": "runtime.token_loss",
     "PlannedBatch": "planner.planned",
     "Pool": "strategy",
+    "PoolLike": "library.plans",
+    "ProfileLike": "library.plans",
     "ProfileCostModel": "cost_model.profile",
     "Proposal": "proposal.propose",
     "Recompute": "cost_model.recompute",
+    "Segments": "runtime.token_loss",
+    "StepOutcome": "runtime.outcome",
     "Strategy": "strategy",
+    "TokenLoss": "runtime.token_loss",
     "TokenSequence": "library.batches",
     "estimate": "library.plans",
     "plan": "library.plans",
@@ -49,6 +65,9 @@ def __getattr__(name: str) -> Any:
     """A public name, imported now."""
     if name not in _MODULES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    from megatron.hydraulis.quiet_imports import silence_warnings_of_imports
+
+    silence_warnings_of_imports()
     return getattr(import_module(f"{__name__}.{_MODULES[name]}"), name)
 
 

@@ -1,4 +1,4 @@
-"""How upstream and torch are imported: without known warnings, and without garbage collection."""
+"""Upstream and torch without messages that are of no use here, imported without collections."""
 
 import atexit
 import gc
@@ -6,6 +6,17 @@ import logging
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
+
+_ONLY_ERRORS = (
+    "megatron.core.models.gpt.gpt_model",  # announces every model that is built
+    "megatron.core.datasets.indexed_dataset",
+    "megatron.core.rerun_state_machine",  # announces a mode that is always the same here
+)
+_ONLY_WARNINGS = (
+    "matplotlib",
+    "megatron.core.num_microbatches_calculator",  # counts micro-batches of one data-parallel group
+    "megatron.core.tokenizers.utils.build_tokenizer",  # the padded vocabulary, also in a dry run
+)
 
 
 def silence_warnings_of_imports() -> None:
@@ -16,6 +27,23 @@ def silence_warnings_of_imports() -> None:
     """
     warnings.filterwarnings("ignore", category=UserWarning, module=r"megatron\.(core|training)\b.*")
     logging.getLogger("torch.utils.cpp_extension").setLevel(logging.ERROR)
+
+
+def silence_upstream(rank: int) -> None:
+    """Silence upstream's messages before iteration 1 that are of no use to a user here.
+
+    Raises the levels of single loggers; log lines, validation and errors are not affected.
+    """
+    for name in _ONLY_ERRORS:
+        logging.getLogger(name).setLevel(logging.ERROR)
+    for name in _ONLY_WARNINGS:
+        logging.getLogger(name).setLevel(logging.WARNING)
+    if rank != 0:
+        # Every rank would report the same process groups.
+        logging.getLogger("megatron.hydraulis").setLevel(logging.WARNING)
+    warnings.filterwarnings("ignore", category=FutureWarning, module=r"(torch|megatron)\b.*")
+    # Upstream's barriers name no device; they use the current one, which is this rank's.
+    warnings.filterwarnings("ignore", message=r"barrier\(\): using the device under")
 
 
 @contextmanager

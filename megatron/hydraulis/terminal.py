@@ -62,7 +62,8 @@ def table_text(table: Table, width: int) -> str:
 
 def notebook_html(text: str, svg: str = "") -> str:
     """What a notebook shows of a result: its picture above its tables."""
-    return f"<div>{svg}<pre>{html.escape(text)}</pre></div>"
+    svg = svg.replace("<svg", '<svg style="max-width: 100%; height: auto"', 1)
+    return f'<div>{svg}<pre style="overflow-x: auto">{html.escape(text)}</pre></div>'
 
 
 def print_json(content: Any) -> None:

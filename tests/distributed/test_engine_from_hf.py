@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import re
 from collections.abc import Sequence
@@ -56,7 +57,10 @@ def nll(log_probs: torch.Tensor, *_: Any) -> torch.Tensor:
 def run_verbs(folder: Path, saved: Path) -> tuple[Tensors, list[np.ndarray], Tensors, Tensors]:
     """On every rank: tensors and log-probabilities of the folder, and tensors after two steps, of
     which one follows an offload; the latter once more from a checkpoint, on another pool."""
+    noisy = logging.getLogger("megatron.core.models.gpt.gpt_model")
+    noisy.setLevel(logging.NOTSET)
     engine = make_engine(folder, "tp2+tp1")
+    assert noisy.level == logging.ERROR
     first = dict(engine.hf_tensors())
     log_probs = [each.numpy() for each in engine.forward(engine.plan(sequences()))["log_probs"]]
     with pytest.raises(HydraulisError, match="sequence 0: the model has"):

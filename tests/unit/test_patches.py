@@ -11,6 +11,7 @@ from types import ModuleType, SimpleNamespace
 
 import pytest
 import torch
+from megatron.core import jit
 from megatron.core.tensor_parallel import random
 from megatron.training import global_vars, initialize, training
 
@@ -238,11 +239,16 @@ def test_a_fused_function_is_compiled_by_its_first_call_only(
         return lambda number: function(number) + 1000
 
     monkeypatch.setattr(torch, "compile", compile_now)
+    monkeypatch.setattr(jit, "jit_fuser", compile_now)
     function = compile_at_first_call(double)
     assert (function.__name__, function.__doc__) == ("double", "Twice the number.")
     monkeypatch.setenv("TORCH_COMPILE_DISABLE", "1")
     assert function(1) == 2
     monkeypatch.delenv("TORCH_COMPILE_DISABLE")
+    with monkeypatch.context() as disabled:
+        disabled.setattr(jit, "jit_fuser", jit.jit_fuser)  # restored below
+        jit.disable_jit_fuser()
+        assert function(1) == 2
     assert not compiled
     assert [function(1), function(number=2)] == [1002, 1004]
     assert compiled == [double]

@@ -230,7 +230,7 @@ def device_constants(name: str) -> DeviceConstants:
 
     The memory may have another unit or none: ``a100-80`` and ``a100-80gb`` are ``a100-80g``.
     """
-    wanted = re.sub(r"(?<=-)(\d+)(gb?)?$", r"\1g", name.strip().lower())
+    wanted = re.sub(r"(?<=-)(\d+)(gb?)?$", r"\1g", str(name).strip().lower())
     wanted = _OTHER_NAMES.get(wanted, wanted)
     for device in DEVICES:
         if device.name == wanted:

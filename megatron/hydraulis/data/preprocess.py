@@ -30,7 +30,7 @@ from rich.progress import (
 from rich.table import Table
 
 from megatron.hydraulis.data import chat
-from megatron.hydraulis.data.chat import ChatCounts, ConversationEncoder
+from megatron.hydraulis.data.chat import ChatCounts, ConversationEncoder, WeightedTokens
 from megatron.hydraulis.data.dataset_writer import DatasetWriter
 from megatron.hydraulis.data.documents import RawDocument, find_files, read_documents
 from megatron.hydraulis.data.index import idx_path
@@ -54,6 +54,8 @@ _JOIN_TIMEOUT_S = 5.0
 _MODEL_SUFFIXES = (".bin", ".idx")
 _BAR_WIDTH = 24
 _SHOWN_CONVERSATIONS = 10
+_SHOWN_TOKENS = 1000
+"""Of each conversation, half of them from its end."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -213,7 +215,15 @@ def show_conversations(files: Sequence[Path], encoder: ConversationEncoder) -> N
     shown = ((document, example) for document, example in examples if example is not None)
     for document, example in islice(shown, _SHOWN_CONVERSATIONS):
         console.rule(f"{document.origin}: {len(example.tokens):,} tokens", align="left")
-        console.print(encoder.marked(example))
+        num_left_out = len(example.tokens) - _SHOWN_TOKENS
+        if num_left_out <= 0:
+            console.print(encoder.marked(example))
+            continue
+        for part in (slice(_SHOWN_TOKENS // 2), slice(-_SHOWN_TOKENS // 2, None)):
+            if part.start:
+                console.print(f"[… {num_left_out:,} tokens are left out …]", markup=False)
+            cut = WeightedTokens(example.tokens[part], example.weights[part])
+            console.print(encoder.marked(cut))
     console.rule()
 
 

@@ -24,7 +24,7 @@ from megatron.hydraulis.strategy import Pool
 Tokens = npt.NDArray[np.int64]
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, repr=False)
 class TokenSequence:
     """One sequence: its tokens, and for each of them a weight and the user's tensors.
 
@@ -60,6 +60,11 @@ class TokenSequence:
                     f"{tuple(value.shape)} for {len(tokens)} tokens; give {len(tokens)}"
                 )
         object.__setattr__(self, "inputs", inputs)
+
+    def __repr__(self) -> str:
+        trained = int(np.count_nonzero(self.weights[1:]))
+        inputs = f", inputs {', '.join(self.inputs)}" if self.inputs else ""
+        return f"<TokenSequence: {len(self.tokens):,} tokens, {trained:,} trained{inputs}>"
 
     @property
     def length(self) -> int:
@@ -137,7 +142,7 @@ def digest_of(sequences: Sequence[TokenSequence]) -> str:
     return digest.hexdigest()
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, repr=False)
 class Batch:
     """Sequences with their plans: one for each mini-batch, in the order of the sequences.
 
@@ -152,6 +157,13 @@ class Batch:
     """The sequences that this rank gave, whose outputs it gets."""
     is_scattered: bool = False
     """Whether every rank gave its share of them."""
+
+    def __repr__(self) -> str:
+        tokens = sum(len(each.tokens) for each in self.sequences)
+        return (
+            f"<Batch: {len(self.sequences):,} sequences, {tokens:,} tokens, planned in "
+            f"{', '.join(plan.strategy for plan in self.plans)}>"
+        )
 
     def __iter__(self) -> Iterator[Batch]:
         first = 0

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from datetime import timedelta
 
 import torch
+from megatron.core.jit import disable_jit_fuser
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 from megatron.training.models.gpt import GPTModelConfig, default_layer_spec
@@ -92,6 +93,8 @@ def build_engine(
         spans: see `Engine`.
         make: builds it.
     """
+    if resolved.args.disable_jit_fuser:
+        disable_jit_fuser()
     return make(
         definition,
         pool,

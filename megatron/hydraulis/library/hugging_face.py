@@ -41,6 +41,7 @@ from megatron.hydraulis.library.planning import Planning, read_cost_profile
 from megatron.hydraulis.library.plans import PoolLike, ProfileLike, as_pool
 from megatron.hydraulis.optimizer.sharded_adamw import AdamWSettings
 from megatron.hydraulis.optimizer.shards import OwnedRectangle
+from megatron.hydraulis.quiet_imports import silence_upstream
 from megatron.hydraulis.runtime.engine import Engine
 from megatron.hydraulis.runtime.process_groups import of_all_ranks
 from megatron.hydraulis.transfer.canonical import ParameterSpec
@@ -87,6 +88,8 @@ def build_from_folder(
         if has_cuda:
             torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
         dist.init_process_group("nccl" if has_cuda else "gloo")
+
+    silence_upstream(dist.get_rank())
 
     def resolve() -> tuple[HuggingFaceModel, Resolved]:
         if not isinstance(optimizer, AdamWSettings):

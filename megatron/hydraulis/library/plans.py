@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import replace
+from numbers import Integral
 from pathlib import Path
 from typing import Any
 
@@ -320,7 +321,7 @@ def as_pool(pool: PoolLike, ranks_per_node: int | None = None) -> Pool:
         return pool.pool
     if isinstance(pool, os.PathLike) or (isinstance(pool, str) and Path(pool).suffix == ".json"):
         return Pool.read(Path(pool))
-    texts = [pool] if isinstance(pool, str) else list(pool)
+    texts = _listed(pool, "pool", "strategies in notation, a Pool, or the path of a pool file")
     if not texts:
         raise StrategyError("pool: a pool needs at least 1 strategy but has 0; add one")
     num_ranks = max(map(num_ranks_of, texts))
@@ -334,7 +335,7 @@ def as_profile(profile: ProfileLike) -> ProfileCostModel:
     """Reads a path. Raises ConfigurationError for a file that cannot be read."""
     if isinstance(profile, ProfileCostModel):
         return profile
-    return ProfileCostModel.read(Path(profile))
+    return ProfileCostModel.read(_path(profile, "profile", "a ProfileCostModel"))
 
 
 def as_shape(model: ModelLike) -> ModelShape:
@@ -345,13 +346,31 @@ def as_shape(model: ModelLike) -> ModelShape:
     """
     if isinstance(model, ModelShape):
         return model
-    path = Path(model)
+    path = _path(model, "model", "a ModelShape")
     if path.is_dir():
         path = path / _HF_CONFIG
     if path.name != _HF_CONFIG:
         return ModelShape.read(path)
     content = read_json(path, "config", ConfigurationError)
     return model_from_config(content, str(path)).shape(VOCABULARY_MULTIPLE)
+
+
+def _path(given: Any, name: str, kind: str) -> Path:
+    if isinstance(given, str | os.PathLike):
+        return Path(given)
+    raise ConfigurationError(
+        f"{name}: {kind}, or the path of one, but this is {given!r:.60}; give one of these"
+    )
+
+
+def _listed(given: Any, name: str, kinds: str, kind: type = str) -> list[Any]:
+    """One text, or several texts and objects of a kind."""
+    found = [given] if isinstance(given, str) else given
+    if isinstance(found, Iterable):
+        found = list(found)
+        if all(isinstance(each, str | kind) for each in found):
+            return found
+    raise ConfigurationError(f"{name}: {kinds}, but this is {given!r:.60}; give one of these")
 
 
 def _options(model: ModelLike | None, device: str | None, grad_reduce_in_bf16: bool) -> JobOptions:
@@ -375,6 +394,9 @@ def _pool_and_profile(
 
 
 def _ranks_per_node(num_ranks: int, given: int | None) -> int:
+    for name, value in (("num_ranks", num_ranks), ("ranks_per_node", given or 0)):
+        if not isinstance(value, Integral):
+            raise ConfigurationError(f"{name} is a whole number but is {value!r:.60}; correct it")
     return whole_nodes(
         num_ranks, min(_RANKS_PER_NODE, num_ranks) if given is None else given, "ranks_per_node"
     )
@@ -383,7 +405,7 @@ def _ranks_per_node(num_ranks: int, given: int | None) -> int:
 def _schemes(schemes: Iterable[str | Scheme]) -> list[Scheme]:
     return [
         each if isinstance(each, Scheme) else parse_scheme(each, label="schemes")
-        for each in schemes
+        for each in _listed(schemes, "schemes", "schemes such as ['tp4pp2', 'tp2']", Scheme)
     ]
 
 
@@ -397,7 +419,10 @@ def _counts(lengths: Lengths | LengthCounts | str | os.PathLike[str]) -> LengthC
 
 def _lengths(lengths: Lengths) -> npt.NDArray[np.integer[Any]]:
     """Checked; DataError unless they are whole numbers from 1 on, at least one."""
-    values = np.asarray(lengths)
+    try:
+        values = np.asarray(lengths)
+    except ValueError:  # rows of different lengths
+        values = np.asarray(lengths, dtype=object)
     if values.ndim != 1 or not len(values) or values.dtype.kind not in "iu":
         raise DataError(
             f"lengths: whole numbers of tokens, one for each of at least 1 sequence, but these are "

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import logging
 import os
 import re
 import signal
@@ -12,7 +11,6 @@ import sys
 import threading
 import time
 import traceback
-import warnings
 from types import FrameType
 from typing import NoReturn
 
@@ -23,6 +21,7 @@ from megatron.hydraulis.errors import (
     NonFiniteLossError,
     PlanError,
 )
+from megatron.hydraulis.quiet_imports import silence_upstream
 
 SECONDS_OF_SILENCE = 3.0
 """Time for the first rank that reports to end, and for its launcher to end the others."""
@@ -40,17 +39,6 @@ _LOST_CONNECTION = re.compile(
     r"|Connection was likely closed|remote process exit\w*"
 )
 """In messages of gloo, of torch's store and of NCCL (ncclRemoteError)."""
-
-_ONLY_ERRORS = (
-    "megatron.core.models.gpt.gpt_model",  # announces every model that is built
-    "megatron.core.datasets.indexed_dataset",
-    "megatron.core.rerun_state_machine",  # announces a mode that is always the same here
-)
-_ONLY_WARNINGS = (
-    "matplotlib",
-    "megatron.core.num_microbatches_calculator",  # counts micro-batches of one data-parallel group
-    "megatron.core.tokenizers.utils.build_tokenizer",  # the padded vocabulary, also in a dry run
-)
 
 
 def seconds_before_report(
@@ -192,18 +180,6 @@ def _report_thread_error(args: threading.ExceptHookArgs) -> None:
 
 
 def quieten_upstream(rank: int) -> None:
-    """Silence upstream's messages before iteration 1 that are of no use to a user here.
-
-    Raises the levels of single loggers; log lines, validation and errors are not affected.
-    """
+    """`silence_upstream`, and of a full disk only the main thread's error."""
     threading.excepthook = _report_thread_error
-    for name in _ONLY_ERRORS:
-        logging.getLogger(name).setLevel(logging.ERROR)
-    for name in _ONLY_WARNINGS:
-        logging.getLogger(name).setLevel(logging.WARNING)
-    if rank != 0:
-        # Every rank would report the same process groups.
-        logging.getLogger("megatron.hydraulis").setLevel(logging.WARNING)
-    warnings.filterwarnings("ignore", category=FutureWarning, module=r"(torch|megatron)\b.*")
-    # Upstream's barriers name no device; they use the current one, which is this rank's.
-    warnings.filterwarnings("ignore", message=r"barrier\(\): using the device under")
+    silence_upstream(rank)

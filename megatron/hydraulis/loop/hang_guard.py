@@ -24,6 +24,7 @@ from typing import Any
 
 import torch.distributed as dist
 
+from megatron.hydraulis.errors import HydraulisError
 from megatron.hydraulis.loop.faults import end_process
 
 SHARE_OF_TIMEOUT = 0.8
@@ -80,7 +81,8 @@ class Place:
 
     def __str__(self) -> str:
         of_plan = f" ({self.plan})" if self.plan else ""
-        return f"{_NOTE}{self.phase}' of iteration {self.iteration}{of_plan}"
+        of_iteration = f" of iteration {self.iteration}" if self.iteration else ""
+        return f"{_NOTE}{self.phase}'{of_iteration}{of_plan}"
 
 
 def missing_ranks(places: Sequence[Place | None], now_s: float, silent_s: float) -> list[int]:
@@ -192,12 +194,16 @@ class HangGuard:
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
-        """Run a block as a phase; errors get a note with phase, iteration and plan."""
+        """Run a block as a phase; errors get a note with phase, iteration and plan.
+
+        Before the first iteration ours do not: they name what they are about.
+        """
         self.enter(name)
         try:
             yield
         except Exception as error:
-            self._note(error, replace(self._place, phase=name))
+            if self._place.iteration or not isinstance(error, HydraulisError):
+                self._note(error, replace(self._place, phase=name))
             raise
         if name in _AFTER:
             self.enter(_AFTER[name])

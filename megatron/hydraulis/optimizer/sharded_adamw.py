@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from numbers import Real
 from typing import Any
 
 import torch
@@ -44,14 +45,15 @@ class AdamWSettings:
     """Their least learning rate; None for that of all others."""
 
     def __post_init__(self) -> None:
-        if self.lr < 0 or self.min_lr < 0:
-            raise ConfigurationError(f"--lr {self.lr} and --min-lr {self.min_lr} must not be < 0")
-        if not (0 <= self.beta1 < 1 and 0 <= self.beta2 < 1):
-            raise ConfigurationError(
-                f"--adam-beta1 {self.beta1} and --adam-beta2 {self.beta2} must lie in [0, 1)"
-            )
-        if self.clip_grad < 0:
-            raise ConfigurationError(f"--clip-grad {self.clip_grad} must not be < 0")
+        for name, value in vars(self).items():
+            if value is None and name.startswith("decoupled"):
+                continue
+            limit = 1.0 if name.startswith("beta") else math.inf
+            if not isinstance(value, Real) or not 0 <= float(value) < limit:
+                raise ConfigurationError(
+                    f"AdamWSettings: {name} is a number, at least 0 and below {limit:g}, but is "
+                    f"{value!r}; correct it"
+                )
 
 
 class ShardedAdamW:

@@ -71,8 +71,13 @@ class PlannedBatch:
         """Forward and backward of the micro-batches of every stage: of its first rank, as all its
         ranks do the same. Of many stages the first ones are drawn."""
         # Planning needs no matplotlib, which takes long to import.
-        from megatron.hydraulis.observability.trace_picture import trace_figure
+        from megatron.hydraulis.observability.trace_picture import (
+            MIN_BORDERED_SHARE,
+            trace_figure,
+        )
 
+        time_us = self.plan.predicted_time_s * _US_PER_S
+        min_regroup_us = MIN_BORDERED_SHARE * time_us  # else its row would look empty
         names = stage_names(replica.replica for replica in self.plan.replicas)
         first, number = next(iter(names)), self.plan.iteration + 1
         # All ranks regroup at the same time.
@@ -82,14 +87,14 @@ class PlannedBatch:
             for span in planned_spans(
                 self.plan, self.cost_model, rank=rank, iteration=number, start_us=0.0
             )
-            if rank == first or span.track != "regroup"
+            if span.track != "regroup" or (rank == first and span.duration_us >= min_regroup_us)
         ]
         whole = Span(
             rank=first,
             track="iteration",
             name="iteration",
             start_us=0.0,
-            end_us=self.plan.predicted_time_s * _US_PER_S,
+            end_us=time_us,
             detail={"iteration": number, "strategy": self.plan.strategy},
         )
         return trace_figure(Spans.of([whole, *spans]), number, names)

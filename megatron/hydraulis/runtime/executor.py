@@ -133,6 +133,11 @@ def at_least_fp32(dtype: torch.dtype) -> torch.dtype:
     return torch.promote_types(dtype, torch.float32)
 
 
+def weighted_losses(losses: Tensor, weights: Tensor) -> Tensor:
+    """(tokens,) products; 0 where the weight is 0, also for a loss that is not finite."""
+    return losses.where(weights != 0, 0.0) * weights
+
+
 def loss_func(loss_mask: Tensor, output_tensor: Tensor) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
     """Weighted sum of the token losses, so that where a token was packed does not change its part.
 
@@ -146,7 +151,7 @@ def loss_func(loss_mask: Tensor, output_tensor: Tensor) -> tuple[Tensor, Tensor,
     losses = output_tensor.reshape(-1)
     # Sums in bf16 would round the divisor.
     weights = loss_mask.reshape(-1).to(at_least_fp32(losses.dtype))
-    loss = torch.sum(losses * weights)
+    loss = weighted_losses(losses, weights).sum()
     weight_sum = weights.sum()
     return loss, weight_sum, {"lm loss": torch.stack([loss.detach(), weight_sum])}
 

@@ -16,7 +16,12 @@ from torch import Tensor
 
 from megatron.hydraulis.data.packed_batch import PackedBatch, token_places
 from megatron.hydraulis.errors import ConfigurationError
-from megatron.hydraulis.runtime.executor import ForwardStep, at_least_fp32, forward_step_of
+from megatron.hydraulis.runtime.executor import (
+    ForwardStep,
+    at_least_fp32,
+    forward_step_of,
+    weighted_losses,
+)
 from megatron.hydraulis.runtime.token_log_probs import TokenOutputs, token_outputs
 
 TokenLoss = Callable[[Tensor, Tensor, Mapping[str, Tensor], "Segments"], Tensor]
@@ -194,7 +199,7 @@ def _weighted_sum(
     segments = Segments(numbers, len(batch.sequence_lengths), batch.context_group)
     losses = _losses(loss, log_probs, entropy, batch.inputs, segments)
     weights = weights.to(at_least_fp32(losses.dtype))
-    total = (losses * weights).sum()
+    total = weighted_losses(losses, weights).sum()
     report = torch.stack([total.detach(), weights.sum()])
     return total / divisor, 0, {"lm loss": report}
 

@@ -11,6 +11,7 @@ import pyarrow.parquet
 import pytest
 
 from megatron.hydraulis.__main__ import main
+from megatron.hydraulis.data import preprocess
 from megatron.hydraulis.data.chat import ChatCounts, ConversationEncoder
 from megatron.hydraulis.data.documents import RawDocument
 from megatron.hydraulis.data.index import read_index
@@ -274,6 +275,26 @@ def test_conversations_that_are_too_long(documents: DocumentEncoder) -> None:
     nothing, counts = encode(length - 20, "truncate")
     assert nothing is None
     assert counts.num_untrained == 1
+
+
+def test_of_a_long_conversation_the_ends_are_shown(
+    tmp_path: Path,
+    documents: DocumentEncoder,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    (tmp_path / "a.jsonl").write_text(json.dumps({"messages": TURNS}) + "\n")
+    encoder = ConversationEncoder(documents)
+    shown = []
+    for num_shown in (1000, 6):
+        monkeypatch.setattr(preprocess, "_SHOWN_TOKENS", num_shown)
+        preprocess.show_conversations([tmp_path / "a.jsonl"], encoder)
+        shown.append(capsys.readouterr().out)
+    num_tokens = len(encoder.encode(line({"messages": TURNS}))[0].tokens)  # type: ignore[union-attr]
+    assert "left out" not in shown[0]
+    assert f"[… {num_tokens - 6} tokens are left out …]" in shown[1]
+    assert TURNS[0]["content"] in shown[0]
+    assert TURNS[1]["content"] not in shown[1]
 
 
 @pytest.mark.parametrize("num_workers", [1, 2])

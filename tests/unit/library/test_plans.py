@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import ast
+import builtins
+import inspect
 import json
 import pkgutil
 import re
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -70,14 +73,28 @@ def test_public_names_exist_are_typed_and_hide_no_submodule() -> None:
         for node in ast.walk(source)
         if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("megatron.")
         for alias in node.names
+        if alias.asname
     }
     submodules = {module.name for module in pkgutil.iter_modules(hydraulis.__path__)}
     assert not typed & submodules
     assert typed <= set(dir(hydraulis))
     for name in typed:
-        assert getattr(hydraulis, name).__name__ == name
+        assert getattr(hydraulis, name) is not None
     with pytest.raises(AttributeError, match="no attribute 'nothing'"):
         _ = hydraulis.nothing
+
+
+def test_types_in_the_signatures_of_the_engine_are_public() -> None:
+    known = {*dir(hydraulis), *dir(builtins), "Any", "Callable", "Iterator", "Path", "Sequence"}
+    for owner in (hydraulis.Engine, hydraulis.Batch):
+        for name, member in vars(owner).items():
+            function = getattr(member, "__func__", member)  # of a class method
+            if name.startswith("_") or not inspect.isfunction(function):
+                continue
+            for annotation in function.__annotations__.values():
+                nodes = ast.walk(ast.parse(annotation))
+                names = {node.id for node in nodes if isinstance(node, ast.Name)}
+                assert names - {"torch", "Tensor"} <= known, (owner, name)
 
 
 def test_the_examples_of_the_page_run(
@@ -111,7 +128,7 @@ def test_the_notebook_runs_and_draws() -> None:
     assert kinds == ["str", "PlannedBatch", "Proposal", "Comparison", "dict"]
     for each in shown[1:4]:
         html = each._repr_html_()
-        assert html.count("<pre>") == 1
+        assert html.count("<pre") == 1
         assert ("<svg" in html) == (type(each).__name__ != "Proposal")
     assert all(gain > 1.0 for gain in shown[-1].values())
 
@@ -135,6 +152,10 @@ def test_every_stage_of_a_plan_is_drawn_once() -> None:
     for name in ("tp2pp2, stage 0, ranks ", "tp2pp2, stage 1, ranks ", "tp2, ranks "):
         assert html.count(name) == 1
     assert html == planned._repr_html_()
+    for overhead, is_drawn in ((1e-4, False), (0.1, True)):
+        time_s = max(each.predicted_time_s for each in planned.plan.replicas) * (1 + overhead)
+        drawn = replace(planned, plan=replace(planned.plan, predicted_time_s=time_s))
+        assert (">regroup</text>" in drawn._repr_html_()) == is_drawn
 
 
 def test_a_hugging_face_folder_is_a_model(tmp_path: Path) -> None:
@@ -182,6 +203,32 @@ def test_a_proposal_brings_the_rows_that_it_assumed() -> None:
 def test_invalid_lengths_are_refused(lengths: Any, message: str) -> None:
     with pytest.raises(DataError, match=message):
         hydraulis.plan(lengths, "2*tp1", profile())
+
+
+UNTYPED: Any = hydraulis
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda costs: UNTYPED.plan(None, "4*tp1", costs), "lengths: whole numbers"),
+        (lambda costs: UNTYPED.plan([[1], [2, 3]], "4*tp1", costs), "lengths: whole numbers"),
+        (lambda costs: UNTYPED.plan([9], None, costs), "pool: strategies .* this is None"),
+        (lambda costs: UNTYPED.plan([9], [4], costs), r"pool: strategies .* this is \[4\]"),
+        (lambda costs: UNTYPED.plan([9], "4*tp1", None), "profile: .* this is None"),
+        (lambda costs: UNTYPED.plan([9], "4*tp1", costs, model=3), "model: .* this is 3"),
+        (lambda costs: UNTYPED.plan([9], "4*tp1", costs, ranks_per_node="8"), "is '8'"),
+        (lambda costs: UNTYPED.propose([9], costs, num_ranks=None), "num_ranks is .* None"),
+        (lambda costs: UNTYPED.estimate(costs.model.shape, "cpu", 4, num_ranks=4), "schemes: "),
+        (lambda costs: UNTYPED.estimate(costs.model.shape, None, num_ranks=4), "device None"),
+        (lambda costs: UNTYPED.AdamWSettings(lr="1e-3"), "lr is a number"),
+        (lambda costs: UNTYPED.AdamWSettings(lr=-1.0), "AdamWSettings: lr .* but is -1.0"),
+        (lambda costs: UNTYPED.AdamWSettings(lr=1.0, beta1=1.0), "below 1, but is 1.0"),
+    ],
+)
+def test_arguments_of_another_type_are_refused(call: Any, message: str) -> None:
+    with pytest.raises(hydraulis.HydraulisError, match=message):
+        call(small_estimate())
 
 
 def test_other_invalid_arguments_are_refused(tmp_path: Path) -> None:

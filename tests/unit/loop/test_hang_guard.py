@@ -16,6 +16,7 @@ from multiprocessing.connection import Connection
 import pytest
 import torch.distributed as dist
 
+from megatron.hydraulis.errors import HydraulisError
 from megatron.hydraulis.loop.hang_guard import HangGuard, Place, missing_ranks, report_of
 from megatron.hydraulis.loop.startup import fresh_store, meet
 from tests.support.counted_store import CountedStore
@@ -82,6 +83,16 @@ def test_an_error_is_reported_with_its_place() -> None:
         raise RuntimeError("connection reset")
     guard.close()
     assert between.value.__notes__ == ["phase 'loss' of iteration 7 (strategy 'x', plan 12ab)"]
+
+
+def test_an_error_of_a_load_is_reported_as_it_is() -> None:
+    store = dist.TCPStore("127.0.0.1", 0, 1, True, timeout=timedelta(seconds=20))
+    guard = HangGuard(store, 0, 1, 60.0)
+    for error, notes in ((HydraulisError("x"), []), (RuntimeError("y"), ["phase 'load'"])):
+        with pytest.raises(type(error)) as caught, guard.phase("load"):
+            raise error
+        assert getattr(caught.value, "__notes__", []) == notes
+    guard.close()
 
 
 def wait_long(guard: HangGuard, timeout_s: float, is_over: Callable[[], object]) -> None:

@@ -209,3 +209,14 @@ def test_losses_of_a_group_add_up_to_those_of_one_rank(size: int, tp: int) -> No
     ]
     assert np.sum(parts, axis=0) == pytest.approx(whole, rel=1e-12)
     assert whole[1] == 59
+
+
+def test_an_infinite_loss_without_weight_is_not_trained() -> None:
+    losses = torch.linspace(1.0, 3.0, 7).unsqueeze(0)
+    losses[0, 2] = torch.inf
+    model = Losses(losses)
+    weights = [1.0, 1.0, 0.0, 1.0, 1.0, 1.0, 1.0]
+    ((total, _, report),) = run(loss_func, model, weights=[weights])
+    assert report["lm loss"].isfinite().all()
+    (gradient,) = torch.autograd.grad(total, list(model.parameters()))
+    assert gradient.flatten().tolist() == weights
