@@ -144,7 +144,7 @@ CANNOT_RACE = {
     ),
     "data/packed_batch.py: return self._with_tensors(lambda tensor: tensor.to(device, "
     "non_blocking=non_blocking))": "as above",
-    "library/batches.py: return batch.pinned().to(device, non_blocking=True)": "as above",
+    "library/batches.py: part = part.pinned().to(device, non_blocking=True)": "as above",
     "planner/ahead.py: self._process.wait()": "a process",
 }
 """Other places that wait, or copy without waiting, and why their removal cannot race."""
