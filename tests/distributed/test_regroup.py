@@ -6,12 +6,13 @@ import pytest
 
 from tests.support.gloo_pool import pool_of
 from tests.support.law import MAIN_MODEL, check_law, law_job
-from tests.support.models import Job, build_engine
+from tests.support.models import Job, SmallModel, build_engine
 
 pytestmark = pytest.mark.distributed
 
 # Every parameter is a multiple of the arena's alignment, so that there are no gaps.
 ALIGNED_MODEL = replace(MAIN_MODEL, hidden_size=64, ffn_hidden_size=64)
+WITH_NORMS_OF_HEADS = replace(ALIGNED_MODEL, qk_layernorm=True)
 
 
 def buckets_in_place(job: Job) -> tuple[int, int, int]:
@@ -26,9 +27,11 @@ def buckets_in_place(job: Job) -> tuple[int, int, int]:
     return len(routes), len(received), len(sent)
 
 
-@pytest.mark.parametrize("text", ["tp2", "pp2"])
-def test_a_homogeneous_strategy_of_an_aligned_model_needs_no_rearranging(text: str) -> None:
-    job = law_job(2, text, ALIGNED_MODEL, num_atoms=None)
+@pytest.mark.parametrize(("text", "model"), [("tp2", WITH_NORMS_OF_HEADS), ("pp2", ALIGNED_MODEL)])
+def test_a_homogeneous_strategy_of_an_aligned_model_needs_no_rearranging(
+    text: str, model: SmallModel
+) -> None:
+    job = law_job(2, text, model, num_atoms=None)
     for num_held, num_received, num_sent in pool_of(2).run(buckets_in_place, job):
         assert num_held == num_received == num_sent > 0
     check_law(job, 2)

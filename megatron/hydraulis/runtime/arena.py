@@ -15,8 +15,12 @@ from megatron.hydraulis.runtime.model_building import global_name
 from megatron.hydraulis.transfer.canonical import CanonicalLayout
 from megatron.hydraulis.transfer.role import Role
 
-ALIGNMENT_ELEMENTS = 64
-"""Every parameter starts at a multiple of this: 256 bytes in fp32, as CUDA kernels prefer."""
+UNIT_ALIGNMENT_ELEMENTS = 64
+"""A layer starts at a multiple of this: 256 bytes in fp32, as CUDA kernels prefer. Its matrices,
+which come first, usually have such sizes."""
+ALIGNMENT_ELEMENTS = 8
+"""Every parameter starts at a multiple of this: 16 bytes in bf16, which CUDA kernels need. Norms of
+a head's size leave no gaps then, so that a layer travels without staging."""
 
 
 class ArenaMemory:
@@ -110,12 +114,13 @@ class Arena:
         self._memory = memory
         self._offsets: dict[int, int] = {}
         units = role.units
-        end = 0
+        end, before = 0, None
         for index, spec in enumerate(layout.parameters):
             if spec.unit in units:
-                self._offsets[index] = end
+                step = ALIGNMENT_ELEMENTS if spec.unit == before else UNIT_ALIGNMENT_ELEMENTS
+                self._offsets[index] = -(-end // step) * step
                 size = spec.num_elements // (role.tp if spec.tp_dim is not None else 1)
-                end += -(-size // ALIGNMENT_ELEMENTS) * ALIGNMENT_ELEMENTS
+                end, before = self._offsets[index] + size, spec.unit
         self.num_elements = end
         """Elements that the role needs of each storage."""
         with self.in_memory():
