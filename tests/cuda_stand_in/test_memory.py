@@ -29,7 +29,7 @@ GIB = 2**30
 DEVICE = device_constants("a100-80")
 MOST_OVERESTIMATED = 0.03
 """Of the peak of a run."""
-OTHER_PHASES = 0.10
+OTHER_PHASES = 0.04
 NOT_OF_TORCH_BYTES = 0.5e9 + 3.3e9
 """The context, and connections to all ranks of the node, as device.py assumes them."""
 COPY_LIMIT_BYTES = 2**20
@@ -114,6 +114,7 @@ MORE = (
     Role(shape=M8, strategy="32*tp2", qk_norms=True, recompute=ATTENTION),
     Role(shape=M7, strategy="16*tp4", qk_norms=True),
     Role(shape=M8, strategy="4*tp4cp4", qk_norms=True),
+    Role(shape=M32, strategy="8*tp8", qk_norms=True),
     Role(shape=M7, strategy="16*tp4", sequence_parallel=False),
     Role(shape=M32, strategy="8*tp8", gradient_bytes=2),
     Role(shape=M32, strategy="16*tp4", gradient_bytes=2),
@@ -163,11 +164,12 @@ def model_of(role: Role) -> MemoryModel:
 
 
 def left_bytes(role: Role, scheme: Scheme, num_tokens: int) -> float:
-    """What micro-batches leave on a rank until the next ones: the gather buffer of sequence
-    parallelism and, after the first stage, the last hidden states received, with their gradient."""
+    """What micro-batches leave on a rank until the next ones: the gather buffer of upstream's
+    layers with sequence parallelism and, after the first stage, the last hidden states received,
+    with their gradient."""
     hidden_bytes = num_tokens / scheme.cp * role.shape.hidden_size * role.parameter_bytes
     is_spread = role.sequence_parallel and scheme.tp > 1
-    buffer_bytes = hidden_bytes if is_spread else 0.0
+    buffer_bytes = hidden_bytes if is_spread and not role.has_te else 0.0
     part_bytes = hidden_bytes / scheme.tp if is_spread else hidden_bytes
     return buffer_bytes + (2 * part_bytes if role.stage > 0 else 0.0)
 

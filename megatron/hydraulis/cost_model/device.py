@@ -257,3 +257,12 @@ def described_device(text: str) -> DeviceConstants | None:
     words = re.findall(r"[a-z0-9]+", text.lower())
     known = [_NAME_BY_WORD[word] for word in words if word in _NAME_BY_WORD]
     return device_constants(known[0]) if known else None
+
+
+def communicators_text(num_communicators: int) -> str:
+    """How many communicators a rank creates, and their assumed memory."""
+    return (
+        f"a rank makes up to {num_communicators} communicators; NCCL's are assumed to take "
+        f"{NCCL_COMMUNICATOR_BYTES / 1e9:g} GB each and {ALL_TO_ALL_BYTES / 1e9:g} GB for "
+        f"connections within a node, {NUM_COMMUNICATORS_IN_RESERVE} of them in the reserve"
+    )

@@ -9,8 +9,12 @@ from rich.table import Table
 
 from megatron.hydraulis.cost_model.analytic import AnalyticCostModel
 from megatron.hydraulis.cost_model.context import CP_COMM_TYPES
-from megatron.hydraulis.cost_model.device import DeviceConstants, device_constants
-from megatron.hydraulis.cost_model.memory import PoolFootprint, communicators_text
+from megatron.hydraulis.cost_model.device import (
+    DeviceConstants,
+    communicators_text,
+    device_constants,
+)
+from megatron.hydraulis.cost_model.memory import PoolFootprint
 from megatron.hydraulis.cost_model.profile import (
     ProfileCostModel,
     ProfiledModel,
@@ -174,7 +178,7 @@ def run(namespace: argparse.Namespace) -> int:
     console = results_console()
     console.print(_table(profile))
     num_communicators = max(
-        (pool or PoolFootprint.of_scheme(scheme, num_ranks, ranks_per_node)).num_communicators
+        model.memory.footprint(scheme).num_communicators
         for scheme in (row.scheme for row in profile.schemes)
     )
     for line in (*_sources(device), communicators_text(num_communicators)):

@@ -22,8 +22,8 @@ only at that moment, which is in or after the backward of the last layer:
   gradient of the logits, in fp32 and in the training precision;
 - *second matrix of the MLP*: gradients of the layer's output, in parts and gathered, of the
   matrix's input, and of the matrix;
-- *activation of the MLP*: with unfused kernels, the backward of a gated activation has four tensors
-  as wide as the MLP besides what it frees, that of GeLU six;
+- *activation of the MLP*: besides what it frees, the backward of a gated activation has four
+  tensors as wide as the MLP, that of GeLU six, that of a separate gate two (of a product);
 - *attention*: what the kernel and the exchange with cp ranks need, less the MLP's activations,
   which are freed by then.
 
@@ -64,18 +64,14 @@ The model was compared with what torch's allocator counts for roles of 1 to 70 b
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 
 from megatron.hydraulis.cost_model.context import (
     choose_way,
     takes_all_to_all,
     te_all_to_all_refusal,
 )
-from megatron.hydraulis.cost_model.device import (
-    ALL_TO_ALL_BYTES,
-    NCCL_COMMUNICATOR_BYTES,
-    NUM_COMMUNICATORS_IN_RESERVE,
-    DeviceConstants,
-)
+from megatron.hydraulis.cost_model.device import DeviceConstants
 from megatron.hydraulis.cost_model.recompute import NO_RECOMPUTE, Recompute
 from megatron.hydraulis.cost_model.software import KeptMemory
 from megatron.hydraulis.model_shape import ModelShape
@@ -101,7 +97,7 @@ _LOSS_BYTES_PER_TOKEN = 6 * 8 + 4 * _FP32_BYTES
 # As wide as the MLP, in the backward of its activation, less the input of fc2, which is freed.
 _GATED_ACTIVATION_TENSORS = 4
 _PLAIN_ACTIVATION_TENSORS = 6
-_SEPARATE_ACTIVATION_TENSORS = 3
+_SEPARATE_ACTIVATION_TENSORS = 2
 LOSS_CHUNK_BYTES = 2**30
 """Of the fp32 logits of a chunk on a rank. A chunk's products then take ten times as long as adding
 to the weight's gradient once, or longer, with up to 128K columns on a rank."""
@@ -143,10 +139,7 @@ class PoolFootprint:
     def of(cls, pool: Pool, *, gradient_bytes: int = _FP32_BYTES) -> "PoolFootprint":
         """The largest needs of all strategies of a pool."""
         in_fp32 = gradient_bytes == _FP32_BYTES
-        shares = [
-            _shares_of_strategy(strategy, pool.tp_lcm, in_fp32=in_fp32)
-            for strategy in pool.strategies
-        ]
+        shares = [_shares(strategy, pool.tp_lcm, in_fp32=in_fp32) for strategy in pool.strategies]
         as_owner, as_role, sent, relayed = (max(column) for column in zip(*shares, strict=True))
         return cls(
             share_as_owner=as_owner,
@@ -158,29 +151,14 @@ class PoolFootprint:
             gradient_bytes=gradient_bytes,
         )
 
-    @classmethod
-    def of_scheme(cls, scheme: Scheme, num_ranks: int, ranks_per_node: int) -> "PoolFootprint":
-        """The needs of a job that replicas of one scheme fill."""
-        of_stage = scheme.tp * scheme.cp
-        in_node = min(ranks_per_node, of_stage) * max(1, ranks_per_node // scheme.num_ranks)
-        as_owner, as_role, sent, relayed = _shares(
-            num_copies=max(1, num_ranks // scheme.num_ranks) * scheme.cp,
-            copies_in_node=in_node / scheme.tp,
-            num_ranks=num_ranks,
-            ranks_per_node=ranks_per_node,
-            least_tp=scheme.tp,
-            is_in_order=True,
-            holds_everything=scheme.tp * scheme.pp == 1 and num_ranks % scheme.cp == 0,
-        )
-        has_groups = (scheme.tp > 1, scheme.pp > 1, *(g.cp > 1 for g in scheme.group_schemes))
-        return cls(
-            share_as_owner=as_owner,
-            share_as_role=as_role,
-            share_sent_by_role=sent,
-            share_relayed=relayed,
-            weight_shapes=1 / scheme.tp,
-            num_communicators=NUM_GROUPS_OF_ALL + sum(has_groups) if num_ranks > 1 else 0,
-        )
+
+@lru_cache
+def _footprint_of_scheme(scheme: Scheme, num_ranks: int, ranks_per_node: int) -> PoolFootprint:
+    """The needs of a job that replicas of one scheme fill, in whole nodes."""
+    num_replicas, num_idle = divmod(num_ranks, scheme.num_ranks)
+    text = f"{num_replicas}*{scheme}" + (f"+{num_idle}*idle" if num_idle else "")
+    strategy = Strategy.parse(text, num_ranks, ranks_per_node=ranks_per_node)
+    return PoolFootprint.of(Pool.of(strategy))
 
 
 def loss_chunk_tokens(num_columns: int) -> int:
@@ -192,62 +170,27 @@ def loss_chunk_tokens(num_columns: int) -> int:
     return max(1, LOSS_CHUNK_BYTES // (_FP32_BYTES * num_columns))
 
 
-def communicators_text(num_communicators: int) -> str:
-    """How many communicators a rank creates, and their assumed memory."""
-    return (
-        f"a rank makes up to {num_communicators} communicators; NCCL's are assumed to take "
-        f"{NCCL_COMMUNICATOR_BYTES / 1e9:g} GB each and {ALL_TO_ALL_BYTES / 1e9:g} GB for "
-        f"connections within a node, {NUM_COMMUNICATORS_IN_RESERVE} of them in the reserve"
-    )
-
-
-def _shares_of_strategy(
-    strategy: Strategy, num_atoms: int, *, in_fp32: bool
-) -> tuple[float, float, float, float]:
-    replicas, nodes = strategy.replicas, strategy.ranks_per_node
-    copies_in_node: dict[int, float] = defaultdict(float)
-    for replica in replicas:
-        scheme = replica.scheme
-        most: Counter[int] = Counter()
-        for stage in range(scheme.pp):
-            in_nodes = Counter(
-                rank // nodes for cp in range(scheme.cp) for rank in replica.tp_ranks(stage, cp)
-            )
-            most |= in_nodes
-        for node, num_ranks in most.items():
-            copies_in_node[node] += num_ranks / scheme.tp
-    degrees = [replica.scheme.tp for replica in replicas]
-    return _shares(
-        num_copies=sum(replica.scheme.cp for replica in replicas),
-        copies_in_node=max(copies_in_node.values()),
-        num_ranks=strategy.num_ranks,
-        ranks_per_node=nodes,
-        least_tp=min(degrees),
-        is_in_order=min(degrees) == num_atoms,
-        holds_everything=sum(r.scheme.cp for r in replicas) == strategy.num_ranks,
-        in_fp32=in_fp32,
-    )
-
-
-def _shares(
-    *,
-    num_copies: int,
-    copies_in_node: float,
-    num_ranks: int,
-    ranks_per_node: int,
-    least_tp: int,
-    is_in_order: bool,
-    holds_everything: bool,
-    in_fp32: bool = True,
-) -> tuple[float, float, float, float]:
+def _shares(strategy: Strategy, num_atoms: int, *, in_fp32: bool) -> tuple[float, ...]:
     """(as owner, as role, sent by a role, relayed), by the kind of transfer
     (`transfer.collective`); in_fp32: whether gradients travel in fp32."""
-    if holds_everything and in_fp32:  # an all-gather of shares, into staging and out of it
+    num_ranks, ranks_per_node = strategy.num_ranks, strategy.ranks_per_node
+    schemes = [replica.scheme for replica in strategy.replicas]
+    num_copies, least_tp = sum(scheme.cp for scheme in schemes), min(each.tp for each in schemes)
+    if num_copies == num_ranks and in_fp32:  # an all-gather of shares, into staging and out of it
         return 1.0, 0.0, 0.0, 0.0
-    part = 1 / least_tp
-    if num_ranks > ranks_per_node and copies_in_node > 1:  # two steps
-        return copies_in_node / ranks_per_node, part, part, 1 / ranks_per_node
-    as_role = 0.0 if is_in_order else part
+    copies_in_node: dict[int, float] = defaultdict(float)
+    for replica in strategy.replicas:
+        nodes = [rank // ranks_per_node for rank in replica.ranks]
+        of_stage = range(0, len(nodes), replica.scheme.tp * replica.scheme.cp)
+        most: Counter[int] = Counter()
+        for first in of_stage:
+            most |= Counter(nodes[first : first + of_stage.step])
+        for node, num_in_node in most.items():
+            copies_in_node[node] += num_in_node / replica.scheme.tp
+    part, most_copies = 1 / least_tp, max(copies_in_node.values())
+    if num_ranks > ranks_per_node and most_copies > 1:  # two steps
+        return most_copies / ranks_per_node, part, part, 1 / ranks_per_node
+    as_role = 0.0 if least_tp == num_atoms else part
     return num_copies / num_ranks, as_role, as_role if in_fp32 else part, 0.0
 
 
@@ -379,8 +322,7 @@ class MemoryModel:
     def stage_tokens(self, scheme: Scheme, stage: int, num_layers: int) -> int:
         """`max_tokens` of one stage with num_layers layers."""
         multiple = 2 * scheme.tp * scheme.cp
-        usable = self.usable_bytes
-        stream = self._stream_per_token(scheme)
+        usable, stream = self.usable_bytes, self._stream_per_token(scheme)
         tokens_per_cp_rank = min(
             moment.tokens_in(usable, stream) for moment in self._moments(scheme, stage, num_layers)
         )
@@ -428,8 +370,7 @@ class MemoryModel:
     def _num_parameters(self, scheme: Scheme, stage: int, num_layers: int | None = None) -> float:
         """Of a rank of a stage."""
         shape = self.shape
-        if num_layers is None:
-            num_layers = self._num_layers(scheme, stage)
+        num_layers = num_layers or self._num_layers(scheme, stage)
         num_parameters = num_layers * shape.num_parameters_per_layer
         is_first, is_last = stage == 0, stage == scheme.pp - 1
         if is_first:
@@ -451,16 +392,17 @@ class MemoryModel:
         products: float = _WORKSPACE_BYTES
         if self.has_te_layers:
             matrices = shape.num_matrix_parameters_per_layer * self.parameter_bytes
-            products += _TE_WORKSPACE_BYTES + self._footprint(scheme).weight_shapes * matrices
+            products += _TE_WORKSPACE_BYTES + self.footprint(scheme).weight_shapes * matrices
         return role + canonical + self._staging_bytes(scheme) + products
 
-    def _footprint(self, scheme: Scheme) -> PoolFootprint:
+    def footprint(self, scheme: Scheme) -> PoolFootprint:
+        """Of the job's pool, or of a job that the scheme fills."""
         ranks_per_node = self.ranks_per_node or self.num_ranks
-        return self.pool or PoolFootprint.of_scheme(scheme, self.num_ranks, ranks_per_node)
+        return self.pool or _footprint_of_scheme(scheme, self.num_ranks, ranks_per_node)
 
     def _staging_bytes(self, scheme: Scheme) -> float:
         """All strategies of the pool share the slots, so the largest need counts."""
-        pool = self._footprint(scheme)
+        pool = self.footprint(scheme)
         as_owner, num_bytes = pool.share_as_owner, pool.gradient_bytes
         sent = max(as_owner * self.parameter_bytes, pool.share_sent_by_role * num_bytes)
         received = max(as_owner * num_bytes, pool.share_as_role * self.parameter_bytes)
@@ -477,7 +419,7 @@ class MemoryModel:
         )
         if self.kept is not None:
             kept += self._again_per_token(scheme, num_layers) + token.hidden + token.mlp
-            kept += self._scores_per_token(scheme)
+            kept += self.kept.score_bytes * self._scores_per_token(scheme)
             logits = is_last * self.kept.logit_bytes * shape.vocab_size
             yield Moment("layer and logits", state, kept + logits)
             return
@@ -495,7 +437,6 @@ class MemoryModel:
             if self.parameter_bytes < _FP32_BYTES:
                 logits += num_columns * self.parameter_bytes
             yield Moment("output layer", state, with_loss + token.hidden, logits, chunk_tokens)
-        if is_last:
             kept -= (2 + self._widening) * token.hidden_part  # the final norm's have been freed
         kept += self._again_per_token(scheme, num_layers) + token.hidden_part
         yield Moment(
@@ -508,10 +449,10 @@ class MemoryModel:
             num_tensors = _SEPARATE_ACTIVATION_TENSORS
         yield Moment("activation of the MLP", state, kept + num_tensors * token.mlp)
         if self.has_te_layers:
-            # The gradient of its output is all that is left of the inside, which has two or three.
-            yield Moment(
-                "first matrix of the MLP", state, kept - token.mlp + 2 * whole + token.hidden_part
-            )
+            # The gradient of its output is all that is left of the inside.
+            gradients = (2 if shape.gated_mlp else 1) * token.mlp + 2 * whole + token.hidden_part
+            inside = self._mlp_per_token(scheme)
+            yield Moment("first matrix of the MLP", state, kept - inside + gradients)
         if self.has_te_attention:
             state += self._rounding_bytes(scheme)
         freed = self._mlp_per_token(scheme) + 2 * token.hidden_part
@@ -560,13 +501,12 @@ class MemoryModel:
 
     def _layer_per_token(self, scheme: Scheme) -> float:
         """What a layer keeps that is not fully recomputed."""
-        kept = self._whole_layer_per_token(scheme)
+        kept, token = self._whole_layer_per_token(scheme), self._token(scheme)
         if self.recompute.drops_mlp:
             kept -= self._mlp_per_token(scheme)
             if self.has_te_layers:  # the norm before it is a part of its first matrix
-                kept -= self._token(scheme).hidden_part
+                kept -= token.hidden_part
         if self.recompute.drops_core_attention:
-            token = self._token(scheme)
             kept += self._given_to_attention_per_token(scheme)
             kept += token.query  # attention's output
             if self.fuses_rope:  # before what is recomputed
@@ -590,12 +530,11 @@ class MemoryModel:
             norms += (self.kept.hidden_states + self.kept.norm_states) * token.hidden_part
             norms += self.kept.attention_states * (token.query + token.key) / 2
             norms += shape.gated_mlp * self.kept.mlp_tensors * token.mlp
-            norms += self._scores_per_token(scheme)
-        gated = 0.0
+            norms += self.kept.score_bytes * self._scores_per_token(scheme)
+        kept = norms + self._kept_by_attention_per_token(scheme) + self._mlp_per_token(scheme)
         if shape.output_gate:  # its sigmoid, in fp32, and the product with attention's output
-            gated = token.query * (_FP32_BYTES / self.parameter_bytes + 1)
-        attention = self._kept_by_attention_per_token(scheme) + gated
-        return norms + attention + self._mlp_per_token(scheme)
+            kept += token.query * (_FP32_BYTES / self.parameter_bytes + 1)
+        return kept
 
     @property
     def _widening(self) -> float:
@@ -603,9 +542,8 @@ class MemoryModel:
         return _FP32_BYTES / self.parameter_bytes - 1 if self.has_wide_norms else 0.0
 
     def _scores_per_token(self, scheme: Scheme) -> float:
-        """Stored scores of a layer."""
-        score_bytes = 0.0 if self.kept is None else self.kept.score_bytes
-        return score_bytes * self.sequence_tokens * self.shape.num_attention_heads / scheme.tp
+        """Of a layer."""
+        return self.sequence_tokens * self.shape.num_attention_heads / scheme.tp
 
     def _mlp_per_token(self, scheme: Scheme) -> float:
         """The output of fc1 and the input of fc2."""

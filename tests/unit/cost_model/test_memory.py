@@ -346,11 +346,22 @@ def test_staging_of_gradients_in_bf16(text: str, expected: tuple[float, ...]) ->
     assert in_bf16 < in_fp32
 
 
-@pytest.mark.parametrize("text", ["8*tp8", "16*tp4", "8*tp1cp8", "4*tp1cp8pp2", "2*tp8pp4", "64"])
-def test_a_scheme_alone_takes_what_a_job_of_it_takes(text: str) -> None:
-    strategy = Strategy.parse(text.replace("64", "64*tp1"), 64, ranks_per_node=8)
-    alone = PoolFootprint.of_scheme(strategy.replicas[0].scheme, 64, 8)
-    assert alone == PoolFootprint.of(Pool.of(strategy))
+@pytest.mark.parametrize(
+    ("text", "idle", "share"),
+    [
+        ("8*tp8", "", 1 / 8),
+        ("16*tp4", "", 2 / 8),
+        # Eight ranks of a node belong to up to four replicas.
+        ("21*pp3", "+1*idle", 4 / 8),
+    ],
+)
+def test_a_scheme_alone_takes_what_a_job_of_it_takes(text: str, idle: str, share: float) -> None:
+    pool = Pool.of(Strategy.parse(text + idle, 64, ranks_per_node=8))
+    scheme = pool.strategies[0].replicas[0].scheme
+    alone = replace(memory(), ranks_per_node=8)
+    in_pool = replace(alone, pool=PoolFootprint.of(pool))
+    assert alone.state_bytes(scheme, 0) == in_pool.state_bytes(scheme, 0)
+    assert PoolFootprint.of(pool).share_as_owner == share
 
 
 def test_communicators_beyond_those_in_the_reserve_take_memory() -> None:
