@@ -21,6 +21,7 @@ from megatron.hydraulis.errors import HydraulisError
 from megatron.hydraulis.library.batches import TokenSequence
 from megatron.hydraulis.library.engine import Engine
 from megatron.hydraulis.planner.planners import GreedyPlanner
+from megatron.hydraulis.runtime.outcome import LossTotal
 from megatron.hydraulis.runtime.process_groups import provide_memory_buffer
 from megatron.hydraulis.runtime.token_loss import Segments
 from megatron.hydraulis.strategy import Pool
@@ -46,6 +47,7 @@ LENGTHS = [17, 5, 9, 30, 3, 12, 8, 21]
 """Tokens to predict of each sequence."""
 STRATEGIES = ("4*tp1", "tp2+2*tp1", "tp2pp2", "2*cp2", "cp4~", "pp2+tp1+idle")
 LIMIT = 40
+TEMPERATURE = 0.6
 CLIP, EPSILON = 0.2, 1e-3
 
 
@@ -71,6 +73,10 @@ def gspo(log_probs: Tensor, entropy: Tensor, inputs: Mapping[str, Tensor], of: S
 def scaled(log_probs: Tensor, entropy: Tensor, inputs: Mapping[str, Tensor], _: Segments) -> Tensor:
     """The second pass of DPO."""
     return inputs["coefficient"] * log_probs
+
+
+def negative(log_probs: Tensor, *_: Any) -> Tensor:
+    return -log_probs
 
 
 # --- on every rank ---
@@ -178,13 +184,13 @@ def run_cases() -> dict[str, RankRun]:
 # --- one process ---
 
 
-def outputs_of(model: Any, tokens: np.ndarray) -> tuple[Tensor, Tensor]:
+def outputs_of(model: Any, tokens: np.ndarray, temperature: float = 1.0) -> tuple[Tensor, Tensor]:
     """(n - 1,) log-probabilities and entropies."""
     ids = torch.from_numpy(tokens)
     length = len(ids) - 1
     mask = torch.ones(1, 1, length, length).triu(1).bool()
     logits = model(ids[None, :-1], torch.arange(length)[None], mask)[0]
-    logs = logits.log_softmax(-1)
+    logs = (logits / temperature).log_softmax(-1)
     return logs.gather(1, ids[1:, None])[:, 0], -(logs.exp() * logs).sum(-1)
 
 
@@ -248,6 +254,10 @@ class VerbsProbe:
     """Of a batch of two mini-batches."""
     of_share: list[np.ndarray]
     """Log-probabilities where each rank has given its share."""
+    of_temperature: list[np.ndarray]
+    """Log-probabilities at `TEMPERATURE`."""
+    total: LossTotal
+    """What the pass back at `TEMPERATURE` returns for two mini-batches."""
     num_other_ratios: dict[str, int]
     """By strategy: tokens whose ratio of probabilities is not exactly 1."""
     norms: tuple[float | None, ...]
@@ -263,6 +273,9 @@ def probe_verbs() -> VerbsProbe:
     outputs = engine.forward(batch, ("log_probs", "entropy"))
     rank = engine.runtime.rank
     of_share = engine.forward(engine.plan(found[2 * rank : 2 * rank + 2], scatter=True))
+    of_temperature = engine.forward(batch, temperature=TEMPERATURE)["log_probs"]
+    total = engine.forward_backward(batch, negative, temperature=TEMPERATURE)
+    engine.discard_gradients()
     num_others = {}
     for name in STRATEGIES:
         in_one = in_strategy(engine, name)
@@ -292,23 +305,27 @@ def probe_verbs() -> VerbsProbe:
     engine.forward_backward(scattered, ppo)
     norms.append(engine.optim_step(divisor=7.0))
     plain = [each.tokens for each in found]
-    steps = [engine.train_step(plain, lambda log_probs, *_: -log_probs, lr=0.01) for _ in range(3)]
+    steps = [engine.train_step(plain, negative, lr=0.01) for _ in range(3)]
     return VerbsProbe(
         {name: [each.numpy() for each in values] for name, values in outputs.items()},
         [each.numpy() for each in of_share["log_probs"]],
+        [each.numpy() for each in of_temperature],
+        total,
         num_others,
         tuple(norms),
         tuple(step.loss.mean for step in steps),
     )
 
 
-def run_reference_outputs() -> list[tuple[np.ndarray, np.ndarray]]:
+def run_reference_outputs(temperature: float) -> list[tuple[np.ndarray, np.ndarray]]:
     use_fp64_loss()
     provide_memory_buffer()
     model = build_upstream_model(MODEL, Job(MODEL, (), (), (), ()).seed)
     with torch.no_grad():
         return [
-            tuple(np.r_[0.0, each.numpy()] for each in outputs_of(model, sequence.tokens))
+            tuple(
+                np.r_[0.0, each.numpy()] for each in outputs_of(model, sequence.tokens, temperature)
+            )
             for sequence in rollout()
         ]
 
@@ -319,7 +336,7 @@ def probes() -> list[VerbsProbe]:
 
 
 def test_outputs_are_in_the_order_of_the_caller() -> None:
-    reference = pool_of(1).run(run_reference_outputs)[0]
+    reference = pool_of(1).run(run_reference_outputs, 1.0)[0]
     for rank, probe in enumerate(probes()):
         for i, name in enumerate(("log_probs", "entropy")):
             for found, expected in zip(probe.outputs[name], reference, strict=True):
@@ -327,6 +344,17 @@ def test_outputs_are_in_the_order_of_the_caller() -> None:
         own = reference[2 * rank : 2 * rank + 2]
         for found, expected in zip(probe.of_share, own, strict=True):
             np.testing.assert_allclose(found, expected[0], rtol=0, atol=1e-10)
+
+
+def test_a_temperature_divides_the_logits_of_both_passes() -> None:
+    reference = pool_of(1).run(run_reference_outputs, TEMPERATURE)[0]
+    weights = [each.weights for each in rollout()]
+    loss = -sum(float(w @ r[0]) for w, r in zip(weights, reference, strict=True))
+    for probe in probes():
+        for found, expected in zip(probe.of_temperature, reference, strict=True):
+            np.testing.assert_allclose(found, expected[0], rtol=0, atol=1e-10)
+        assert probe.total.loss_sum == pytest.approx(loss, rel=1e-10)
+        assert probe.total.weight_sum == sum(float(each[1:].sum()) for each in weights)
 
 
 def test_the_ratio_of_an_unchanged_model_is_exactly_1() -> None:
@@ -426,6 +454,7 @@ def errors() -> dict[str, str]:
         "divisor of one": lambda: engine.forward_backward(
             batch, scaled_by_1, divisor=0.0 if rank == 1 else 1.0
         ),
+        "temperature": lambda: engine.forward(batch, temperature=0.0),
         "lr of one": lambda: engine.train_step([tokens], scaled_by_1, lr=-1.0 if rank == 1 else 1),
         "other lr": lambda: engine.optim_step(lr=0.5 if rank == 2 else 1.0),
         "lr": lambda: engine.optim_step(lr="x"),  # type: ignore[arg-type]
@@ -463,13 +492,14 @@ def test_wrong_uses_raise_one_error_on_every_rank() -> None:
         "outputs": "logits was asked for",
         "no outputs": "none was asked for",
         "outputs twice": "each once, but entropy, entropy was asked for",
-        "other outputs": "the same outputs but ranks [1] have others",
+        "other outputs": "the same outputs and temperature but ranks [1] have others",
         "dtypes": "'a' are torch.float32 of shape () in sequence 0 and torch.int64",
         "shapes": "torch.float32 of shape (2,) in sequence 1",
         "other names": "the same names of inputs but ranks [2] have others",
         "inputs of all": "'a' has 4 for 1 sequences",
-        "other divisor": "the same divisor but ranks [1, 2, 3] have others",
+        "other divisor": "the same divisor and temperature but ranks [1, 2, 3] have others",
         "divisor of one": "must be positive and finite but is 0.0",
+        "temperature": "the temperature must be positive and finite but is 0.0",
         "lr of one": "lr must be at least 0 and finite but is -1.0",
         "other lr": "the same lr and divisor but ranks [2] have others",
         "lr": "lr must be at least 0 and finite but is 'x'",

@@ -44,7 +44,7 @@ from megatron.hydraulis.planner.plan import Planner, PlanText
 from megatron.hydraulis.planner.planners import GreedyPlanner
 from megatron.hydraulis.runtime.engine import Engine as RuntimeEngine
 from megatron.hydraulis.runtime.memory import SharedOutOfMemoryError
-from megatron.hydraulis.runtime.outcome import StepOutcome
+from megatron.hydraulis.runtime.outcome import LossTotal, StepOutcome
 from megatron.hydraulis.runtime.process_groups import of_all_ranks
 from megatron.hydraulis.runtime.token_loss import (
     OUTPUTS,
@@ -185,13 +185,18 @@ class Engine:
         return Batch(checked, plans, own, scatter)
 
     def forward(
-        self, batch: Batch, outputs: str | Sequence[str] = ("log_probs",)
+        self,
+        batch: Batch,
+        outputs: str | Sequence[str] = ("log_probs",),
+        *,
+        temperature: float = 1.0,
     ) -> dict[str, list[Tensor]]:
         """Outputs of each sequence that this rank gave, in its order.
 
         Args:
             batch: from `plan`.
             outputs: of `OUTPUTS`, one or several.
+            temperature: by which all logits are divided.
 
         Returns:
             By output a tensor (n,) for each sequence, on the job's device: at t what belongs to
@@ -200,17 +205,25 @@ class Engine:
         Raises:
             ConfigurationError: there is no such output, or one is given twice, or none.
         """
-        names = _agreed(lambda: _checked_outputs(outputs), "outputs")
+        names, temperature = _agreed(
+            lambda: (_checked_outputs(outputs), _checked_positive(temperature, "temperature")),
+            "outputs and temperature",
+        )
         found: list[list[Tensor]] = [[] for _ in names]
         for part in batch:
-            for kept, flat in zip(found, self._flat_outputs(part, names), strict=True):
+            for kept, flat in zip(found, self._flat_outputs(part, names, temperature), strict=True):
                 tensors = flat.split([len(each.tokens) for each in part.sequences])
                 kept += [tensors[i].clone() for i in part.own]  # not views of the whole batch
         return dict(zip(names, found, strict=True))
 
     def forward_backward(
-        self, batch: Batch, loss: TokenLoss, *, divisor: float | None = None
-    ) -> None:
+        self,
+        batch: Batch,
+        loss: TokenLoss,
+        *,
+        divisor: float | None = None,
+        temperature: float = 1.0,
+    ) -> LossTotal:
         """Add the gradient of Σ weight · loss over the tokens of a batch.
 
         An error while the model runs drops the gradients of this call and of all others since the
@@ -220,13 +233,22 @@ class Engine:
             batch: from `plan`; its mini-batches are added up.
             loss: see `runtime.token_loss.TokenLoss`.
             divisor: of this call's sum; None leaves the division to `optim_step`.
+            temperature: by which all logits are divided.
+
+        Returns:
+            Undivided sums over the batch, equal on every rank.
 
         Raises:
             ConfigurationError: the loss returns anything but one number per token, reads inputs
                 that the sequences lack, or depends on no output.
         """
-        divisor = _agreed(lambda: _checked_divisor(divisor), "divisor")
-        step = loss_forward_step(loss, divisor=1.0 if divisor is None else divisor)
+        divisor, temperature = _agreed(
+            lambda: (_checked_divisor(divisor), _checked_positive(temperature, "temperature")),
+            "divisor and temperature",
+        )
+        step = loss_forward_step(
+            loss, divisor=1.0 if divisor is None else divisor, temperature=temperature
+        )
         first = batch.sequences[0]
         on_all_ranks(
             lambda: check_token_loss(
@@ -246,6 +268,7 @@ class Engine:
         except BaseException:
             self.runtime.abandon_gradients()
             raise
+        return self.runtime.loss_of_last(len(batch.plans))
 
     def discard_gradients(self) -> None:
         """Forget the gradients of all calls since the last update, if there are any.
@@ -397,10 +420,10 @@ class Engine:
             plan, self.runtime.rank, self.runtime.device, sequences.__getitem__, none
         )
 
-    def _flat_outputs(self, part: Batch, outputs: Sequence[str]) -> Tensor:
+    def _flat_outputs(self, part: Batch, outputs: Sequence[str], temperature: float) -> Tensor:
         """(outputs, tokens of all sequences), on every rank; each value is made by one rank."""
         share = self._share(part)
-        step = output_forward_step(entropy="entropy" in outputs)
+        step = output_forward_step(entropy="entropy" in outputs, temperature=temperature)
         reports = self.runtime.forward(share.strategy, share.micro_batches, step)
         ends = torch.tensor([len(each.tokens) for each in part.sequences]).cumsum(0)
         dtype = torch.promote_types(self.runtime.dtype, torch.float32)
@@ -433,13 +456,15 @@ def _checked_lr(lr: float | None) -> float | None:
 
 
 def _checked_divisor(divisor: float | None) -> float | None:
-    if divisor is None:
-        return None
-    if not isinstance(divisor, Real) or not 0 < divisor < math.inf:
+    return None if divisor is None else _checked_positive(divisor, "divisor")
+
+
+def _checked_positive(value: float, what: str) -> float:
+    if not isinstance(value, Real) or not 0 < value < math.inf:
         raise ConfigurationError(
-            f"the divisor must be positive and finite but is {divisor!r}; give another one"
+            f"the {what} must be positive and finite but is {value!r}; give another one"
         )
-    return float(divisor)
+    return float(value)
 
 
 def _checked_outputs(outputs: str | Sequence[str]) -> tuple[str, ...]:

@@ -348,6 +348,10 @@ class Engine:
             own = next(filter(None, (call.out_of_memory for call in calls)), None)
             raise SharedOutOfMemoryError(own, vote.num_ranks_without_memory)
 
+    def loss_of_last(self, num_calls: int) -> LossTotal:
+        """Collective: loss of the last calls of `forward_backward`, before any division."""
+        return self._vote(self._accumulated[-num_calls:])[0].loss
+
     def abandon_gradients(self) -> None:
         """`discard_gradients` after an error: not collective, as other ranks may have failed."""
         self._accumulated.clear()

@@ -37,6 +37,11 @@ def _as_member(group: Any) -> dist.ProcessGroup:
     return group
 
 
+def _uses_nccl() -> bool:
+    """Also for a world that was made with backends by device, such as ``cpu:gloo,cuda:nccl``."""
+    return "nccl" in dist.get_backend()
+
+
 def of_all_ranks[Value](own: Value) -> list[Value]:
     """The value of every rank, by rank: any object that can be pickled. Collective."""
     everyone: list[Any] = [None] * dist.get_world_size()
@@ -61,7 +66,7 @@ class GroupRegistry:
             dist.new_group(timeout=timeout, group_desc="hydraulis_regroup")
         )
         """All ranks, for regrouping only: no other collectives are interleaved with it."""
-        if dist.get_backend() == "nccl":
+        if _uses_nccl():
             # All ranks create a communicator at its first use, but in an exchange by pairs some
             # ranks have nothing to do.
             dist.all_reduce(torch.zeros(1, device=device_of_job()), group=self.regroup)
@@ -197,7 +202,7 @@ def local_collection() -> ProcessGroupCollection:
 
 def device_of_job() -> torch.device:
     """Where tensors of the collectives live: the current CUDA device, or the CPU with gloo."""
-    if dist.is_initialized() and dist.get_backend() == "nccl":
+    if dist.is_initialized() and _uses_nccl():
         return torch.device("cuda", torch.cuda.current_device())
     return torch.device("cpu")
 

@@ -46,11 +46,12 @@ class TokenOutputs:
     """(1, tokens), of the predicted distribution, in nats; None unless requested."""
 
 
-def token_outputs(*, entropy: bool) -> Callable[..., TokenOutputs]:
+def token_outputs(*, entropy: bool, temperature: float = 1.0) -> Callable[..., TokenOutputs]:
     """An ``output_processor`` for the call of a `PackedGPTModel` with labels.
 
     Args:
         entropy: whether to compute entropies.
+        temperature: by which all logits are divided.
     """
 
     def process(
@@ -62,7 +63,7 @@ def token_outputs(*, entropy: bool) -> Callable[..., TokenOutputs]:
         **_: Any,
     ) -> TokenOutputs:
         found: TokenOutputs = output_layer(
-            hidden_states, output_weight, labels=labels, entropy=entropy
+            hidden_states, output_weight, labels=labels, entropy=entropy, temperature=temperature
         )
         return found
 
@@ -105,6 +106,7 @@ class ChunkedOutputLayer(ColumnParallelLinear):
         *,
         labels: Tensor | None = None,
         entropy: bool = False,
+        temperature: float = 1.0,
     ) -> Any:
         """Upstream's forward, unless there are labels.
 
@@ -114,6 +116,7 @@ class ChunkedOutputLayer(ColumnParallelLinear):
             runtime_gather_output: upstream's.
             labels: (1, tokens), of all tokens.
             entropy: whether to compute entropies.
+            temperature: by which all logits are divided.
         """
         if labels is None:
             return super().forward(input_, weight, runtime_gather_output)
@@ -127,7 +130,7 @@ class ChunkedOutputLayer(ColumnParallelLinear):
         columns = _Columns(
             num_real=min(max(self.settings.num_tokens_in_vocabulary - first, 0), num_columns),
             chunk_tokens=self.settings.chunk_tokens or loss_chunk_tokens(num_columns),
-            scale=self.settings.scale,
+            scale=self.settings.scale / temperature,
             group=self.tp_group if self.tp_group.size() > 1 else None,
             completes_gradient=not is_shared,
         )

@@ -90,8 +90,12 @@ def _segment_sum(values: Tensor, index: Tensor, num_sequences: int, group: Any) 
     return sums[index]
 
 
-def loss_forward_step(loss: TokenLoss, *, divisor: float = 1.0) -> ForwardStep:
+def loss_forward_step(
+    loss: TokenLoss, *, divisor: float = 1.0, temperature: float = 1.0
+) -> ForwardStep:
     """A forward step whose micro-batches give Σ weight · loss ÷ divisor.
+
+    Logits are divided by the temperature.
 
     Raises ConfigurationError for a divisor that is not positive and finite.
     """
@@ -100,15 +104,17 @@ def loss_forward_step(loss: TokenLoss, *, divisor: float = 1.0) -> ForwardStep:
             f"the divisor must be positive and finite but is {divisor}; give another one"
         )
     finish = partial(_weighted_sum, loss, divisor)
-    return forward_step_of(finish, output_processor=token_outputs(entropy=True))
+    outputs = token_outputs(entropy=True, temperature=temperature)
+    return forward_step_of(finish, output_processor=outputs)
 
 
-def output_forward_step(*, entropy: bool) -> ForwardStep:
+def output_forward_step(*, entropy: bool, temperature: float = 1.0) -> ForwardStep:
     """A forward step whose micro-batches report `OUTPUTS`: (tokens,) each, as a loss sees them.
 
-    Entropies are computed and reported only if asked for.
+    Entropies are computed and reported only if asked for. Logits are divided by the temperature.
     """
-    return forward_step_of(_report_outputs, output_processor=token_outputs(entropy=entropy))
+    outputs = token_outputs(entropy=entropy, temperature=temperature)
+    return forward_step_of(_report_outputs, output_processor=outputs)
 
 
 def check_token_loss(
