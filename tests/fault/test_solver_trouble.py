@@ -22,7 +22,7 @@ from megatron.hydraulis.planner.plan import IterationPlan
 from megatron.hydraulis.planner.planners import CertifiedPlanner, GreedyPlanner
 from megatron.hydraulis.planner.solver import LinearModel, Outcome, SolverLimits, solve
 from megatron.hydraulis.strategy import Pool, Strategy
-from tests.support.planning import TableCostModel
+from tests.support.planning import TableCostModel, sparse
 
 RealHighs = highspy.Highs
 Kinds = highspy.HighsModelStatus
@@ -285,7 +285,7 @@ def break_highs(monkeypatch: pytest.MonkeyPatch) -> Callable[[type[FaultyHighs]]
     def install(fault: type[FaultyHighs]) -> None:
         fault.num_met = 0
         if not fault.only_integer:
-            pipeline_bounds._best_shape.cache_clear()
+            pipeline_bounds._best_shapes.cache_clear()
         monkeypatch.setattr(highspy, "Highs", fault)
 
     return install
@@ -388,7 +388,7 @@ def market_split() -> LinearModel:
         cost=np.concatenate((np.zeros(num), np.ones(6))),
         lower=np.zeros(num + 6),
         upper=np.concatenate((np.ones(num), np.full(6, np.inf))),
-        matrix=np.hstack((weights, slack, -slack)),
+        matrix=sparse(np.hstack((weights, slack, -slack))),
         row_lower=half,
         row_upper=half,
         is_integral=np.concatenate((np.ones(num, dtype=bool), np.zeros(6, dtype=bool))),

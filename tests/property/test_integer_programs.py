@@ -14,6 +14,7 @@ import pytest
 from hypothesis import assume, example, given, settings
 from hypothesis import strategies as st
 from scipy.optimize import Bounds, LinearConstraint, milp
+from scipy.sparse import csr_array
 
 from megatron.hydraulis.cost_model import Coefficients
 from megatron.hydraulis.planner.costs import ReplicaClass, SchemeCost
@@ -32,7 +33,7 @@ from megatron.hydraulis.planner.solver import (
 )
 from megatron.hydraulis.strategy import Pool, Strategy
 from tests.support.brute_force import best_makespan_ms, best_replica_time_ms, figures_of, operations
-from tests.support.planning import TableCostModel
+from tests.support.planning import TableCostModel, sparse
 
 # Gaps and tolerances of both solvers.
 GAP = 2e-4
@@ -109,7 +110,7 @@ def coverings(draw: st.DrawFn) -> LinearModel:
         cost=np.array([float(draw(st.integers(0, 9))) for _ in range(num_columns)]),
         lower=np.zeros(num_columns),
         upper=np.full(num_columns, 5.0),
-        matrix=matrix,
+        matrix=sparse(matrix),
         row_lower=wanted,
         row_upper=np.full(num_rows, np.inf),
         is_integral=integral if integral.any() else None,
@@ -121,11 +122,13 @@ def test_optima_are_scipys(model: LinearModel) -> None:
     solution = solve(model, SolverLimits())
     assert solution.outcome is Outcome.OPTIMAL
     integrality = None if model.is_integral is None else model.is_integral.astype(int)
+    entries = model.matrix
+    matrix = csr_array((entries.values, (entries.rows, entries.columns)), entries.shape)
     answer = milp(
         model.cost,
         integrality=integrality,
         bounds=Bounds(model.lower, model.upper),
-        constraints=LinearConstraint(model.matrix, model.row_lower, model.row_upper),
+        constraints=LinearConstraint(matrix, model.row_lower, model.row_upper),
     )
     size = 1.0 + abs(answer.fun)
     assert solution.bound <= answer.fun + CLOSE * size

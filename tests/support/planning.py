@@ -3,9 +3,20 @@
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
+import numpy as np
+from numpy.typing import NDArray
+
 from benchmarks.inputs import llama_shape
 from megatron.hydraulis.cost_model import Coefficients
+from megatron.hydraulis.planner.solver import SparseMatrix
 from megatron.hydraulis.strategy import Scheme, Strategy
+
+
+def sparse(matrix: NDArray[np.float64]) -> SparseMatrix:
+    """The matrix of a program."""
+    rows, columns = np.nonzero(matrix)
+    num_rows, num_columns = matrix.shape
+    return SparseMatrix(rows, columns, matrix[rows, columns], (num_rows, num_columns))
 
 
 def evenly_divided(scheme: Scheme) -> Coefficients:

@@ -55,10 +55,11 @@ from megatron.hydraulis.planner.solver import (
     LinearModel,
     Outcome,
     ProgramBuilder,
+    Solution,
     Solver,
     SolverError,
     SolverLimits,
-    solve,
+    solve_series,
 )
 
 FloatArray = NDArray[np.float64]
@@ -79,7 +80,7 @@ MAX_SHAPED = _RANGES[-1][1]
 _LARGEST_OVER_MEAN = (math.inf, 1.25, 1.1, 1.02)
 # Subtracted from bounds: HiGHS's tolerances are 1e-7 on numbers around 1.
 _SAFETY = 1e-6
-_MAX_CACHED_SHAPES = 4096
+_MAX_CACHED_SHAPES = 1024
 
 # Numbers of long micro-batches considered: n have 2^(n-1) choices of sides, and that many again for
 # each pair that fits.
@@ -122,7 +123,7 @@ def shapes(pipeline: Pipeline, num_micro_batches: int) -> tuple[Shape, ...]:
     """
     equal = Shape((1.0 / num_micro_batches,) * num_micro_batches, slope=1.0, relief=0.0)
     lines = _lines(pipeline, num_micro_batches)
-    return (*itertools.islice(lines, 2), equal) if num_micro_batches > 1 else (*lines,)
+    return (*lines[:2], equal) if num_micro_batches > 1 else tuple(lines)
 
 
 def ranges_of_numbers() -> Iterator[tuple[int, int]]:
@@ -161,28 +162,38 @@ def most_work_ms(
     return work_ms
 
 
-def _lines(pipeline: Pipeline, num_micro_batches: int) -> Iterator[Shape]:
-    """Lines for rising limits of t_max; solved on demand, as the first ones are often enough."""
+def _lines(pipeline: Pipeline, num_micro_batches: int) -> Sequence[Shape]:
+    """Lines for falling limits of t_max."""
     num, num_idle = num_micro_batches, 0
     if pipeline.num_stages == 1 or num > MAX_SHAPED:
-        return
+        return ()
     if num == 1:
-        yield Shape((1.0,), slope=float(pipeline.num_stages), relief=0.0)
-        return
+        return (Shape((1.0,), slope=float(pipeline.num_stages), relief=0.0),)
     if num > MAX_EXACT:
         first, num = next(each for each in _RANGES if each[1] >= num)
         num_idle = num - first
-    for ratio in _LARGEST_OVER_MEAN:
-        yield _best_shape(pipeline, num, num_idle, min(1.0, ratio / num))
+    return _best_shapes(pipeline, num, num_idle)
 
 
 @functools.lru_cache(maxsize=_MAX_CACHED_SHAPES)
-def _best_shape(pipeline: Pipeline, num: int, num_idle: int, largest: float) -> Shape:
-    """The best shape with no share above largest, for num - num_idle to num micro-batches."""
+def _best_shapes(pipeline: Pipeline, num: int, num_idle: int) -> tuple[Shape, ...]:
+    """The best shapes of num - num_idle to num micro-batches, for falling limits of t_max.
+
+    The tightest limit is solved first, as the number of iterations is then least.
+    """
     columns = PipelineColumns(pipeline, num, num_idle=num_idle)
-    solution = solve(_model(columns, [0.0] * num, largest), SolverLimits())
-    if solution.outcome is not Outcome.OPTIMAL:
+    model = _model(columns, [0.0] * num, 1.0)
+    limits = [min(1.0, ratio / num) for ratio in _LARGEST_OVER_MEAN[::-1]]
+    uppers = [np.concatenate((np.full(num, limit), model.upper[num:])) for limit in limits]
+    solutions = solve_series(model, uppers, SolverLimits())
+    if any(solution.outcome is not Outcome.OPTIMAL for solution in solutions):
         raise SolverError(f"no shape of {num} micro-batches on {pipeline.num_stages} stages")
+    found = [_shape(*each, num) for each in zip(solutions, limits, strict=True)]
+    return tuple(found[::-1])
+
+
+def _shape(solution: Solution, largest: float, num: int) -> Shape:
+    """The shape and line of an answer with no share above largest."""
     assert solution.values is not None  # an optimal linear program has both
     assert solution.column_duals is not None
     shares = np.maximum(solution.values[:num], 0.0)

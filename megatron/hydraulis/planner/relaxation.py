@@ -36,7 +36,13 @@ from megatron.hydraulis.planner.pipeline_bounds import (
     most_work_ms,
     ranges_of_numbers,
 )
-from megatron.hydraulis.planner.solver import LinearModel, Outcome, Solver, SolverLimits
+from megatron.hydraulis.planner.solver import (
+    LinearModel,
+    Outcome,
+    ProgramBuilder,
+    Solver,
+    SolverLimits,
+)
 
 _NUM_BUCKETS = 32
 _DUAL_FEASIBLE_FUNCTIONS = (1, 2, 3, 4)
@@ -218,45 +224,34 @@ class Relaxation:
         return choose_long_micro_batches(lengths[::-1], cost.max_tokens)
 
     def _model(self, modes: Sequence[Mode], able: NDArray[np.bool_]) -> LinearModel:
-        num_buckets, num_modes = able.shape
-        num_spread = num_buckets * num_modes
-        num_columns = num_spread + num_modes + num_buckets
-        uses = [self._uses(mode) for mode in modes]
-        num_uses = sum(len(of_mode) for of_mode in uses)
-        num_rows = num_buckets + num_uses + 2 * len(self.classes)
-        matrix = np.zeros((num_rows, num_columns))
-        row_lower, row_upper = np.full(num_rows, -np.inf), np.zeros(num_rows)
+        program = ProgramBuilder()
+        for is_able in able.ravel().tolist():
+            program.column(upper=math.inf if is_able else 0.0)
+        num_spread, num_modes = able.size, len(modes)
+        replicas = [program.column() for _ in modes]
         for place, bucket in enumerate(self.buckets):
-            matrix[place, place * num_modes : (place + 1) * num_modes] = 1.0
-            matrix[place, num_spread + num_modes + place] = 1.0
-            row_lower[place] = row_upper[place] = bucket.num_tokens
-        row = num_buckets
-        for column, of_mode in enumerate(uses):
-            for use, room in of_mode:
-                matrix[row, column:num_spread:num_modes] = use
-                matrix[row, num_spread + column] = -room
-                row += 1
+            spread = range(place * num_modes, (place + 1) * num_modes)
+            left_over = program.column(cost=1.0)
+            entries = dict.fromkeys((*spread, left_over), 1.0)
+            program.row(entries, bucket.num_tokens, bucket.num_tokens)
+        for place, mode in enumerate(modes):
+            spread = range(place, num_spread, num_modes)
+            for use, room in self._uses(mode):
+                entries = dict(zip(spread, use.tolist(), strict=True))
+                program.row(entries | {replicas[place]: -room}, -math.inf, 0.0)
         for index, replica_class in enumerate(self.classes):
-            row_upper[row : row + 2] = replica_class.num_replicas, np.inf
-            for column, mode in enumerate(modes):
-                if mode.replica_class == index:
-                    matrix[row, num_spread + column] = 1.0
-                    if mode.tier.num_least:
-                        matrix[row + 1, num_spread + column] = 1.0
-                        row_lower[row + 1] = mode.tier.num_least
-            row += 2
-        upper = np.full(num_columns, np.inf)
-        upper[:num_spread] = np.where(able, np.inf, 0.0).ravel()
-        cost = np.zeros(num_columns)
-        cost[num_spread + num_modes :] = 1.0
-        return LinearModel(
-            cost=cost,
-            lower=np.zeros(num_columns),
-            upper=upper,
-            matrix=matrix,
-            row_lower=row_lower,
-            row_upper=row_upper,
-        )
+            of_class = [
+                (mode.tier.num_least, column)
+                for mode, column in zip(modes, replicas, strict=True)
+                if mode.replica_class == index
+            ]
+            entries = {column: 1.0 for _, column in of_class}
+            program.row(entries, -math.inf, replica_class.num_replicas)
+            # Of all modes with a least number, which are of one tier.
+            entries = {column: 1.0 for num_least, column in of_class if num_least}
+            num_least = max((num for num, _ in of_class), default=0)
+            program.row(entries, num_least or -math.inf, math.inf)
+        return program.model()
 
     def _uses(self, mode: Mode) -> list[tuple[FloatArray, float]]:
         """Resources of a mode: what a token of each bucket uses, and how much a replica has."""

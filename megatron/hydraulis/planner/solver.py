@@ -7,6 +7,8 @@ simplex iterations, which are the same on every machine; the wall clock is a saf
 that it ended is marked OVERRUN.
 """
 
+from __future__ import annotations
+
 import contextlib
 import ctypes
 import dataclasses
@@ -16,7 +18,7 @@ import math
 import os
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
 import highspy
@@ -26,6 +28,7 @@ from numpy.typing import NDArray
 logger = logging.getLogger(__name__)
 
 FloatArray = NDArray[np.float64]
+IntArray = NDArray[np.int64]
 
 _NUM_THREADS = 1
 # HiGHS's own default: how far an integer variable may be from a whole number.
@@ -70,6 +73,31 @@ class SolverLimits:
     seed: int = 0
 
 
+@dataclass(frozen=True, slots=True)
+class SparseMatrix:
+    """The numbers of a matrix that are not 0, row by row: most are 0 in these programs."""
+
+    rows: IntArray
+    """Shape (num_entries,), like columns and values; rising."""
+    columns: IntArray
+    values: FloatArray
+    shape: tuple[int, int]
+
+    def times(self, vector: FloatArray) -> FloatArray:
+        """A·x, shape (num_rows,)."""
+        terms = self.values * vector[self.columns]
+        return np.bincount(self.rows, terms, self.shape[0])
+
+    def transposed_times(self, vector: FloatArray) -> FloatArray:
+        """y·A, shape (num_columns,)."""
+        terms = self.values * vector[self.rows]
+        return np.bincount(self.columns, terms, self.shape[1])
+
+    def magnitude(self) -> SparseMatrix:
+        """|A|."""
+        return dataclasses.replace(self, values=np.abs(self.values))
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LinearModel:
     """Minimise ``cost·x`` with ``lower <= x <= upper`` and ``row_lower <= A·x <= row_upper``."""
@@ -78,8 +106,8 @@ class LinearModel:
     """Shape (num_columns,)."""
     lower: FloatArray
     upper: FloatArray
-    matrix: FloatArray
-    """A, dense: shape (num_rows, num_columns)."""
+    matrix: SparseMatrix
+    """A."""
     row_lower: FloatArray
     row_upper: FloatArray
     is_integral: NDArray[np.bool_] | None = None
@@ -91,7 +119,9 @@ class ProgramBuilder:
 
     def __init__(self) -> None:
         self._columns: list[tuple[float, float, float, bool]] = []
-        self._rows: list[Mapping[int, float]] = []
+        self._columns_of_rows: list[int] = []
+        self._values: list[float] = []
+        self._nums_in_rows: list[int] = []
         self._limits: list[tuple[float, float]] = []
 
     def column(
@@ -108,7 +138,9 @@ class ProgramBuilder:
 
     def row(self, entries: Mapping[int, float], lower: float, upper: float) -> None:
         """Add a row; entries: coefficients by column."""
-        self._rows.append(entries)
+        self._columns_of_rows += entries
+        self._values += entries.values()
+        self._nums_in_rows.append(len(entries))
         self._limits.append((lower, upper))
 
     def model(self) -> LinearModel:
@@ -116,9 +148,12 @@ class ProgramBuilder:
         lower, upper, cost, is_integral = (
             np.array(of_columns) for of_columns in zip(*self._columns, strict=True)
         )
-        matrix = np.zeros((len(self._rows), len(self._columns)))
-        for place, entries in enumerate(self._rows):
-            matrix[place, list(entries)] = list(entries.values())
+        num_rows = len(self._limits)
+        rows = np.repeat(np.arange(num_rows), self._nums_in_rows)
+        columns = np.array(self._columns_of_rows, dtype=np.int64)
+        values = np.array(self._values, dtype=np.float64)
+        some = values != 0.0
+        matrix = SparseMatrix(rows[some], columns[some], values[some], (num_rows, len(cost)))
         row_lower, row_upper = (np.array(limits) for limits in zip(*self._limits, strict=True))
         return LinearModel(
             cost=cost,
@@ -166,6 +201,32 @@ def solve(
     return solution
 
 
+def solve_series(
+    model: LinearModel, uppers: Iterable[FloatArray], limits: SolverLimits
+) -> list[Solution]:
+    """Solve a linear program for several upper limits of its columns. Never raises.
+
+    Each starts from the optimum before it, which takes a fraction of the iterations. The last
+    solution is FAILED if not all have an answer.
+    """
+    found: list[Solution] = []
+    highs = None
+    try:
+        for upper in uppers:
+            limited = dataclasses.replace(model, upper=upper)
+            if highs is None:
+                highs = _new_highs(limited, limits, presolve="off")
+            else:
+                num = len(upper)
+                highs.changeColsBounds(num, np.arange(num, dtype=np.int32), model.lower, upper)
+            highs.run()
+            found.append(_solution(highs, limited))
+    except Exception as error:  # As in solve.
+        logger.warning("the solver failed and its answer is not used: %r", error)
+        found.append(Solution(outcome=Outcome.FAILED))
+    return found
+
+
 class Deadline:
     """Wall-clock time at which planning has to end; limit_s counts from now, None for no end."""
 
@@ -211,10 +272,16 @@ class Solver:
 def _run(model: LinearModel, limits: SolverLimits) -> Solution:
     # Linear programs are small here: presolving costs more than it saves.
     for presolve in ("choose", "off") if model.is_integral is not None else ("off",):
-        highs = _ended_highs(model, limits, presolve)
+        highs = _new_highs(model, limits, presolve)
+        highs.run()
         # When it undoes its presolve, HiGHS may break a row by slightly more than its tolerance.
         if highs.getModelStatus() != highspy.HighsModelStatus.kSolveError:
             break
+    return _solution(highs, model)
+
+
+def _solution(highs: highspy.Highs, model: LinearModel) -> Solution:
+    """The checked answer of a run that has ended."""
     outcome = _outcome(highs)
     if outcome is Outcome.OVERRUN:
         return Solution(outcome=outcome)
@@ -223,7 +290,7 @@ def _run(model: LinearModel, limits: SolverLimits) -> Solution:
     return _integer_solution(highs, model, outcome)
 
 
-def _ended_highs(model: LinearModel, limits: SolverLimits, presolve: str) -> highspy.Highs:
+def _new_highs(model: LinearModel, limits: SolverLimits, presolve: str) -> highspy.Highs:
     options: dict[str, bool | int | float | str] = {
         "output_flag": False,
         "threads": _NUM_THREADS,
@@ -241,7 +308,6 @@ def _ended_highs(model: LinearModel, limits: SolverLimits, presolve: str) -> hig
             raise RuntimeError(f"HiGHS refuses the option {name} = {value}")
     if highs.passModel(_to_highs(model)) == highspy.HighsStatus.kError:
         raise RuntimeError("HiGHS refuses the model")
-    highs.run()
     return highs
 
 
@@ -254,12 +320,12 @@ def _to_highs(model: LinearModel) -> highspy.HighsLp:
     program.col_upper_ = model.upper
     program.row_lower_ = model.row_lower
     program.row_upper_ = model.row_upper
-    rows, columns = np.nonzero(model.matrix)
-    counts = np.bincount(rows, minlength=len(model.row_lower))
+    matrix = model.matrix
+    counts = np.bincount(matrix.rows, minlength=matrix.shape[0])
     program.a_matrix_.format_ = highspy.MatrixFormat.kRowwise
     program.a_matrix_.start_ = np.concatenate(([0], np.cumsum(counts))).astype(np.int32)
-    program.a_matrix_.index_ = columns.astype(np.int32)
-    program.a_matrix_.value_ = model.matrix[rows, columns]
+    program.a_matrix_.index_ = matrix.columns.astype(np.int32)
+    program.a_matrix_.value_ = matrix.values
     if model.is_integral is not None:
         program.integrality_ = [
             highspy.HighsVarType.kInteger if integral else highspy.HighsVarType.kContinuous
@@ -335,8 +401,8 @@ def _checked_objective(model: LinearModel, values: FloatArray, claimed: float) -
 
 def _worst_excess(model: LinearModel, values: FloatArray) -> float:
     """Largest violation of a row or a column's limits, as a share of its size; NaN stays NaN."""
-    rows = model.matrix @ values
-    scale = 1.0 + np.abs(model.matrix) @ np.abs(values)
+    rows = model.matrix.times(values)
+    scale = 1.0 + model.matrix.magnitude().times(np.abs(values))
     of_rows = np.maximum(model.row_lower - rows, rows - model.row_upper) / scale
     of_columns = np.maximum(model.lower - values, values - model.upper) / (1.0 + np.abs(values))
     return float(np.concatenate(([0.0], of_rows, of_columns)).max())
@@ -354,10 +420,13 @@ def _implied_upper(model: LinearModel) -> FloatArray:
     """Upper limits of columns, including those implied by single rows without negative numbers."""
     if (model.lower < 0.0).any():
         return model.upper
-    is_bounding = np.isfinite(model.row_upper) & (model.matrix >= 0.0).all(axis=1)
-    rows, most = model.matrix[is_bounding], model.row_upper[is_bounding, None]
-    by_rows = np.divide(most, rows, out=np.full(rows.shape, np.inf), where=rows > 0.0)
-    upper: FloatArray = np.minimum(model.upper, by_rows.min(axis=0, initial=np.inf))
+    matrix = model.matrix
+    is_bounding = np.isfinite(model.row_upper)
+    is_bounding[matrix.rows[matrix.values < 0.0]] = False
+    some = is_bounding[matrix.rows] & (matrix.values > 0.0)
+    upper: FloatArray = model.upper.copy()
+    most = model.row_upper[matrix.rows[some]] / matrix.values[some]
+    np.minimum.at(upper, matrix.columns[some], most)
     return upper
 
 
@@ -371,7 +440,7 @@ def _proved_bound(model: LinearModel, row_duals: FloatArray) -> tuple[float, flo
     tolerance = _DUAL_TOLERANCE * (1.0 + float(np.abs(model.cost).max(initial=0.0)))
     row_limits = np.where(row_duals > 0.0, model.row_lower, model.row_upper)
     prices = np.where((np.abs(row_duals) <= tolerance) & np.isinf(row_limits), 0.0, row_duals)
-    reduced = model.cost - prices @ model.matrix
+    reduced = model.cost - model.matrix.transposed_times(prices)
     limits = np.where(reduced > 0.0, model.lower, model.upper)
     reduced = np.where((np.abs(reduced) <= tolerance) & np.isinf(limits), 0.0, reduced)
     if (np.isinf(limits) & (reduced < 0.0)).any():
