@@ -4,7 +4,6 @@ Sums are exactly rounded (math.fsum), so that bounds are the same on every machi
 """
 
 import math
-import operator
 from collections import Counter
 from collections.abc import Sequence
 
@@ -34,26 +33,22 @@ def dispatch_bound_ms(lengths: Sequence[int], costs: Sequence[SchemeCost]) -> fl
     weights here balance the work of replicas that could hold everything. Also, a sequence has to
     pass all stages of some replica: ``min_r pp_r·(a·s² + b·s + c)``.
     """
-    counts = Counter(lengths)
+    distinct, counts = np.unique(np.array(lengths, dtype=np.int64), return_counts=True)
     num_replicas = Counter(costs)
-    effective_ms = {cost: [_effective_ms(cost, s) for s in counts] for cost in num_replicas}
+    effective_ms = {cost: _effective_ms(cost, distinct.astype(np.float64)) for cost in num_replicas}
     whole_batch_ms = {
-        cost: math.fsum(map(operator.mul, of_cost_ms, counts.values()))
-        for cost, of_cost_ms in effective_ms.items()
+        cost: math.fsum(of_cost_ms * counts) for cost, of_cost_ms in effective_ms.items()
     }
     if min(whole_batch_ms.values()) == 0.0:
         return 0.0
     norm = math.fsum(num / whole_batch_ms[cost] for cost, num in num_replicas.items())
-    weighted = [
-        (cost.max_tokens, 1.0 / (norm * whole_batch_ms[cost]), of_cost_ms)
+    weighted_ms = [
+        np.where(distinct <= cost.max_tokens, of_cost_ms / (norm * whole_batch_ms[cost]), np.inf)
         for cost, of_cost_ms in effective_ms.items()
     ]
-    shared_ms = math.fsum(
-        num * min(weight * each_ms[i] for limit, weight, each_ms in weighted if s <= limit)
-        for i, (s, num) in enumerate(counts.items())
-    )
+    shared_ms = math.fsum(counts * np.min(weighted_ms, axis=0))
     # Shorter sequences take less: each replica is faster with them, and no fewer can hold them.
-    longest = max(counts)
+    longest = max(lengths)
     single_ms = min(
         cost.num_stages * cost.coefficients.time_ms((longest,))
         for cost in num_replicas
@@ -78,9 +73,9 @@ def packing_bound_ms(lengths: Sequence[int], cost: SchemeCost) -> float:
     return max(work_ms + num_fewest * c_ms + fill_ms, longest_ms)
 
 
-def _effective_ms(cost: SchemeCost, length: int) -> float:
-    share_ms = cost.coefficients.c_ms * length / cost.max_tokens
-    return cost.sequence_time_ms(length) + share_ms
+def _effective_ms(cost: SchemeCost, lengths: NDArray[np.float64]) -> NDArray[np.float64]:
+    work_ms: NDArray[np.float64] = cost.coefficients.sequence_time_ms(lengths)
+    return work_ms + cost.coefficients.c_ms * lengths / cost.max_tokens
 
 
 def fewest_micro_batches(lengths: Sequence[int], max_tokens: int) -> int:

@@ -24,15 +24,16 @@ from megatron.hydraulis.planner.plan import Packing
 # flat around its minimum, so a finer search gains little.
 _GROWTH = 1.25
 # So many of the longest sequences are dispatched one by one, the others in as many units.
-_NUM_SINGLE = 1000
+_NUM_SINGLE = 500
 # Tries without improvement after which larger numbers are not tried.
 _MAX_FRUITLESS_TRIES = 3
 
 
 def longest_first(lengths: Sequence[int], sequences: Iterable[int] | None = None) -> list[int]:
     """Sequences, by default all, by falling length; of equal ones the lower index is first."""
-    some = range(len(lengths)) if sequences is None else sequences
-    return sorted(some, key=lambda sequence: (-lengths[sequence], sequence))
+    some = range(len(lengths)) if sequences is None else sorted(sequences)
+    # Stable, also in reverse.
+    return sorted(some, key=lengths.__getitem__, reverse=True)
 
 
 def dispatch(
@@ -56,11 +57,11 @@ def dispatch(
         fitting = [heap for cost, heap in classes.items() if length <= cost.longest]
         if not fitting:
             raise ValueError(f"sequence {unit[0]} of {length} tokens fits no replica")
-        grown = [heap[0][2].with_sequences(length, len(unit)) for heap in fitting]
-        times_ms = [load.estimated_time_ms() for load in grown]
-        best = times_ms.index(min(times_ms))
-        replica = fitting[best][0][1]
-        heapq.heapreplace(fitting[best], (times_ms[best], replica, grown[best]))
+        times_ms = [heap[0][2].estimated_time_ms(length, len(unit)) for heap in fitting]
+        best = fitting[times_ms.index(min(times_ms))]
+        _, replica, load = best[0]
+        load.add(length, len(unit))
+        heapq.heapreplace(best, (min(times_ms), replica, load))
         shares[replica] += unit
     return shares
 
@@ -84,29 +85,29 @@ class _Load:
     longest_ms: float = 0.0
     """Work of the longest sequence."""
 
-    def with_sequences(self, length: int, num: int) -> "_Load":
-        """With num more sequences of at most this length."""
+    def add(self, length: int, num: int) -> None:
+        """Add sequences, of at most this length and of those before."""
         time_ms = self.cost.sequence_time_ms(length)
-        return _Load(
-            self.cost,
-            self.work_ms + num * time_ms,
-            self.num_tokens + num * length,
-            self.num_sequences + num,
-            max(self.longest_ms, time_ms),
-        )
+        self.work_ms += num * time_ms
+        self.num_tokens += num * length
+        self.num_sequences += num
+        self.longest_ms = max(self.longest_ms, time_ms)
 
-    def estimated_time_ms(self) -> float:
-        """``W + v·c + (pp-1)·(t + c)`` for a good v; t is the largest micro-batch's work if the
-        others are equal."""
-        num_fewest = -(-self.num_tokens // self.cost.max_tokens)
+    def estimated_time_ms(self, length: int, num: int) -> float:
+        """``W + v·c + (pp-1)·(t + c)`` for a good v, with so many more sequences; t is the largest
+        micro-batch's work if the others are equal."""
+        time_ms = self.cost.sequence_time_ms(length)
+        work_ms = self.work_ms + num * time_ms
+        num_fewest = -(-(self.num_tokens + num * length) // self.cost.max_tokens)
         c_ms = self.cost.coefficients.c_ms
         if self.cost.num_stages == 1:
-            return self.work_ms + num_fewest * c_ms
-        num_useful = min(self.num_sequences, useful_num_micro_batches(self.work_ms, self.cost))
+            return work_ms + num_fewest * c_ms
+        num_useful = useful_num_micro_batches(work_ms, self.cost)
+        num_useful = min(self.num_sequences + num, num_useful)
         num_micro_batches = max(num_fewest, math.floor(num_useful), 1)
-        largest_ms = max(self.longest_ms, self.work_ms / num_micro_batches)
+        largest_ms = max(self.longest_ms, time_ms, work_ms / num_micro_batches)
         fill_ms = (self.cost.num_stages - 1) * (largest_ms + c_ms)
-        return self.work_ms + num_micro_batches * c_ms + fill_ms
+        return work_ms + num_micro_batches * c_ms + fill_ms
 
 
 def useful_num_micro_batches(work_ms: float, cost: SchemeCost) -> float:
@@ -136,9 +137,11 @@ def pack(sequences: Sequence[int], lengths: Sequence[int], cost: SchemeCost) -> 
     if cost.num_stages == 1:
         return best
     num_fruitless = 0
-    work_ms = math.fsum(cost.sequence_time_ms(lengths[sequence]) for sequence in sequences)
-    for num_micro_batches in _candidates(len(densest), len(sequences), work_ms, cost):
-        dealt = _deal(sequences, lengths, tokens, cost, num_micro_batches)
+    works_ms = [cost.sequence_time_ms(length) for length in lengths]
+    work_ms = math.fsum(works_ms[sequence] for sequence in sequences)
+    for num in _candidates(len(densest), len(sequences), work_ms, cost):
+        rooms = [cost.max_tokens] * num
+        dealt = deal(sequences, works_ms, tokens, [[] for _ in range(num)], [0.0] * num, rooms)
         if dealt is None:
             continue
         candidate = _finish(dealt, lengths, cost)
@@ -181,31 +184,38 @@ def best_fit(sequences: Sequence[int], lengths: Sequence[int], max_tokens: int) 
     return packed
 
 
-def _deal(
+def deal(
     sequences: Sequence[int],
-    lengths: Sequence[int],
+    works_ms: Sequence[float],
     tokens: Sequence[int],
-    cost: SchemeCost,
-    num_micro_batches: int,
+    first: list[list[int]],
+    loads_ms: Sequence[float],
+    rooms: list[int],
 ) -> list[list[int]] | None:
-    """Each sequence to the micro-batch with the least work that has room; None if none has."""
-    packed: list[list[int]] = [[] for _ in range(num_micro_batches)]
-    num_tokens = [0] * num_micro_batches
-    # (work in ms, index into packed), a heap.
-    loads = [(0.0, index) for index in range(num_micro_batches)]
+    """Each sequence to the micro-batch with the least load that has room; None if none has.
+
+    sequences: by falling length; works_ms, tokens: of each sequence of the batch; first, loads_ms,
+    rooms: what the micro-batches hold already, their loads and the tokens that still fit. first and
+    rooms are changed. Returns the micro-batches that are not empty.
+    """
+    # (load in ms, index of the micro-batch), a heap.
+    loads = sorted((load_ms, index) for index, load_ms in enumerate(loads_ms))
+    # Those without room for now, (-room, load, index): they wait for shorter sequences.
+    full: list[tuple[int, float, int]] = []
     for sequence in sequences:
-        full: list[tuple[float, int]] = []
-        while loads and num_tokens[loads[0][1]] + tokens[sequence] > cost.max_tokens:
-            full.append(heapq.heappop(loads))
+        num_tokens = tokens[sequence]
+        while full and -full[0][0] >= num_tokens:
+            heapq.heappush(loads, heapq.heappop(full)[1:])
+        while loads and rooms[loads[0][1]] < num_tokens:
+            load_ms, index = heapq.heappop(loads)
+            heapq.heappush(full, (-rooms[index], load_ms, index))
         if not loads:
             return None
-        work_ms, index = loads[0]
-        heapq.heapreplace(loads, (work_ms + cost.sequence_time_ms(lengths[sequence]), index))
-        packed[index].append(sequence)
-        num_tokens[index] += tokens[sequence]
-        for entry in full:
-            heapq.heappush(loads, entry)
-    return [share for share in packed if share]
+        load_ms, index = loads[0]
+        heapq.heapreplace(loads, (load_ms + works_ms[sequence], index))
+        first[index].append(sequence)
+        rooms[index] -= num_tokens
+    return [share for share in first if share]
 
 
 def _finish(packed: list[list[int]], lengths: Sequence[int], cost: SchemeCost) -> Packing:

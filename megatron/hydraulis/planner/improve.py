@@ -337,17 +337,16 @@ def assign_owed(
     """
     taken: list[list[int]] = [[] for _ in program.classes]
     balance = [0.0] * len(program.classes)
-    lengths = packers[0].lengths
     remaining = iter(sequences)
     for bucket, of_bucket in zip(program.buckets[::-1], owed[::-1].tolist(), strict=True):
         balance = [before + more for before, more in zip(balance, of_bucket, strict=True)]
+        fitting = [
+            index
+            for index, replica_class in enumerate(program.classes)
+            if bucket.high <= replica_class.cost.longest
+        ]
         for sequence in itertools.islice(remaining, bucket.num_sequences):
-            fitting = (
-                index
-                for index, replica_class in enumerate(program.classes)
-                if lengths[sequence] <= replica_class.cost.longest
-            )
-            index = max(fitting, key=lambda index: (balance[index], -index))
+            index = max(fitting, key=balance.__getitem__)
             taken[index].append(sequence)
             balance[index] -= amounts[sequence]
     for replica_class, of_class in zip(program.classes, taken, strict=True):

@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megatron.hydraulis.planner.costs import Pipeline, SchemeCost
-from megatron.hydraulis.planner.greedy import best_fit
+from megatron.hydraulis.planner.greedy import best_fit, deal
 from megatron.hydraulis.planner.pipeline_bounds import (
     MAX_EXACT,
     LongOrder,
@@ -37,7 +37,7 @@ IntArray = NDArray[np.int64]
 
 # Numbers of micro-batches that are tried on each side of the most promising one.
 _NUM_MORE_PACKED = 1
-# With more sequences only that one is tried: its neighbours differ little.
+# With more sequences only that one is tried, in its best shape: the others differ little.
 _MANY_SEQUENCES = 256
 # The estimate stops after so many numbers of micro-batches without improvement.
 _MAX_FRUITLESS = 2
@@ -86,9 +86,11 @@ class ReplicaPacker:
         self.lengths = lengths
         self.tokens = cost.tokens(lengths)
         """Tokens of each sequence, padding included."""
-        self.works_ms = [cost.sequence_time_ms(length) for length in lengths]
+        self._works_array_ms: FloatArray = cost.coefficients.sequence_time_ms(
+            np.array(lengths, dtype=np.float64)
+        )
+        self.works_ms: list[float] = self._works_array_ms.tolist()
         self._solver = solver
-        self._works_array_ms = np.array(self.works_ms)
         self._tokens_array = np.array(self.tokens, dtype=np.int64)
         self._long_lines = long_micro_batch_lines(cost.pipeline)
         self._largest_ms = cost.largest_time_ms(max(lengths))
@@ -185,9 +187,9 @@ class ReplicaPacker:
         )
         if works_ms is None:
             return None
-        lacking_ms = [work - least for work, least in zip(works_ms, least_ms, strict=True)]
+        loads_ms = [least - work for work, least in zip(works_ms, least_ms, strict=True)]
         rooms = [self.cost.max_tokens - sum(self.tokens[s] for s in share) for share in first]
-        return self._deal(sequences[num_long:], first, lacking_ms, rooms)
+        return deal(sequences[num_long:], self.works_ms, self.tokens, first, loads_ms, rooms)
 
     def improve(
         self, packed: Packing, num_steps: int, effort: Effort, *, target_ms: float = 0.0
@@ -281,11 +283,21 @@ class ReplicaPacker:
     def _in_shapes(self, sequences: Sequence[int], work_ms: float, num: int) -> list[Packing]:
         """Packings to the shapes of num micro-batches, without those that lack room."""
         c_ms = self.cost.coefficients.c_ms
+        total_ms = work_ms + num * c_ms
+        some = self._shapes(num)
+        if len(sequences) > _MANY_SEQUENCES:
+            # The best one for micro-batches that are full at most.
+            num_tokens = sum(self.tokens[sequence] for sequence in sequences)
+            full_ms = work_ms * self.cost.max_tokens / num_tokens
+            largest_ms = max(self.works_ms[sequences[0]], full_ms) + c_ms
+            some = [max(some, key=lambda shape: shape.bound_ms(total_ms, largest_ms))]
         found = []
-        for shape in self._shapes(num):
-            lacking_ms = [max(x * (work_ms + num * c_ms) - c_ms, 0.0) for x in shape.shares]
+        for shape in some:
+            # Load 0 is what the shape gives each.
+            loads_ms = [min(c_ms - x * total_ms, 0.0) for x in shape.shares]
             rooms = [self.cost.max_tokens] * num
-            dealt = self._deal(sequences, [[] for _ in range(num)], lacking_ms, rooms)
+            first: list[list[int]] = [[] for _ in range(num)]
+            dealt = deal(sequences, self.works_ms, self.tokens, first, loads_ms, rooms)
             if dealt is not None:
                 found.append(self.packed(dealt))
         return found
@@ -303,27 +315,6 @@ class ReplicaPacker:
             )
             for shape in shapes(self.cost.pipeline, MAX_EXACT)
         )
-
-    def _deal(
-        self,
-        sequences: Sequence[int],
-        dealt: list[list[int]],
-        lacking_ms: list[float],
-        rooms: list[int],
-    ) -> list[list[int]] | None:
-        """Each to the micro-batch that lacks most work and has room; None if none has room."""
-        lacking, room = np.array(lacking_ms), np.array(rooms)
-        for sequence in sequences:
-            length = self.tokens[sequence]
-            place = int(lacking.argmax())
-            if room[place] < length:
-                place = int(np.where(room >= length, lacking, -np.inf).argmax())
-                if room[place] < length:
-                    return None
-            dealt[place].append(sequence)
-            lacking[place] -= self.works_ms[sequence]
-            room[place] -= length
-        return [share for share in dealt if share]
 
 
 def _growing(first: int, end: int) -> Iterator[int]:
