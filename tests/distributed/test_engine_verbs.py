@@ -31,6 +31,7 @@ from tests.support.law import FP64_TOLERANCE, MAIN_MODEL
 from tests.support.models import (
     Job,
     RankRun,
+    SmallModel,
     assemble,
     build_engine,
     rank_run,
@@ -107,9 +108,10 @@ def rollout() -> list[TokenSequence]:
     return found
 
 
-def make_engine(texts: Sequence[str] = STRATEGIES) -> Engine:
-    use_fp64_loss()
-    job = Job(MODEL, tuple(texts), (), (), (), num_atoms=8)
+def make_engine(texts: Sequence[str] = STRATEGIES, model: SmallModel = MODEL) -> Engine:
+    if model.dtype == torch.float64:
+        use_fp64_loss()
+    job = Job(model, tuple(texts), (), (), (), num_atoms=8)
     runtime = build_engine(job)
     cost_model = TableCostModel(default_limit=LIMIT)
     limits = Limits(cost_model)

@@ -286,8 +286,9 @@ class Corpus:
     def check_vocabulary(self, vocab_size: int, *, share: int = 0, num_shares: int = 1) -> None:
         """Refuse token ids from ``vocab_size`` on, now in a sample and later in ``tokens``.
 
-        Reads up to ``VOCABULARY_CHECK_TOKENS`` of each dataset, and their weights: all of a small
-        one, and stretches spread evenly over a larger one. Ids that no sequence trains are ignored.
+        Reads up to ``VOCABULARY_CHECK_TOKENS`` of each dataset: all of a small one, and stretches
+        spread evenly over a larger one. Ids that no sequence trains are ignored. Of weights, which
+        any program may have written, all are read.
 
         Args:
             vocab_size: token ids must be below it.
@@ -314,7 +315,9 @@ class Corpus:
                     self._check_sequences(dataset, stretch)
             weights = self._token_weights[dataset]
             if weights is not None:
-                for stretch in mine:
+                first, end = documents.token_range
+                for start in range(first, end, VOCABULARY_STRETCH_TOKENS)[share::num_shares]:
+                    stretch = range(start, min(start + VOCABULARY_STRETCH_TOKENS, end))
                     where = f"{weights_path(documents.index.prefix)}, from token {stretch.start}"
                     checked_weights(weights[stretch.start : stretch.stop], len(stretch), where)
 

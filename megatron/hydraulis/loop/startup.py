@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import pickle
 import resource
 import socket
 import sys
@@ -14,6 +15,7 @@ from datetime import timedelta
 import torch.distributed as dist
 from torch.distributed.rendezvous import rendezvous
 
+from megatron.hydraulis.checkpoint.collective_errors import failure_of, raise_first
 from megatron.hydraulis.errors import ConfigurationError, HydraulisError, listed
 
 _PLACE = "hydraulis_store"
@@ -94,27 +96,31 @@ def made_by_rank_0(
         store: None if there are no other ranks.
 
     Raises:
-        ConfigurationError: rank 0 raised an error, which it also does itself.
-        HydraulisError: rank 0 takes longer than the store waits.
+        HydraulisError: rank 0's, on every rank; or rank 0 takes longer than the store waits.
+        ConfigurationError: rank 0 raised an error that is not ours.
     """
     key = f"hydraulis_made_for_{option}"
     if rank == 0:
-        text = ""
+        text, failure = "", None
         try:
             text = make()
+        except HydraulisError as error:
+            failure = failure_of(error, option)
+            raise
         finally:
             if store is not None:
-                store.set(key, text)
+                store.set(key, pickle.dumps((text, failure)))  # type: ignore[arg-type]  # bytes, too
         return text
     assert store is not None  # only rank 0 runs alone
     begin_s = time.monotonic()
     try:
-        text = store.get(key).decode()
+        text, failure = pickle.loads(store.get(key))
     except RuntimeError as error:  # torch's errors of connections are RuntimeErrors
         raise HydraulisError(
             f"{option}: rank {rank} waited {time.monotonic() - begin_s:.0f} s for {what} of rank "
             f"0, which did not come; see its log, or raise --distributed-timeout-minutes"
         ) from error
+    raise_first([failure], option)
     if not text:
         raise ConfigurationError(
             f"{option}: rank 0 makes {what} but rank {rank} got none; see the error of rank 0"

@@ -159,6 +159,7 @@ def test_a_bad_weight_is_found_at_start_or_when_it_is_read(
     with pytest.raises(DataError, match=rf"corpus', document 2, tokens 0 to 3: .* is {value:g}"):
         corpus.token_weights(2)
     monkeypatch.setattr(corpus_module, "VOCABULARY_STRETCH_TOKENS", 5)
+    monkeypatch.setattr(corpus_module, "VOCABULARY_CHECK_TOKENS", 5)  # the first stretch alone
     with pytest.raises(DataError, match=rf"corpus\.weights, from token 5: .* 3 is {value:g}"):
         corpus.check_vocabulary(100)
 

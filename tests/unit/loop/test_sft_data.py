@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch.distributed as dist
 from megatron.core.datasets.utils import Split
 from megatron.training.datasets.sft_dataset import SFTDataset
 
@@ -179,3 +180,9 @@ def test_a_line_that_upstream_refuses(value: Any, says: str, model: Path, tmp_pa
     with pytest.raises(DataError, match=f"chat.jsonl, line 2: .*{says}"):
         write_dataset(str(data), str(tmp_path / "out"), tokenizer)
     assert not (tmp_path / "out.idx").exists()
+    store = dist.HashStore()
+    for rank in range(2):  # the others raise what rank 0 has found
+        args = arguments(model, "nemotron-h-aligned", data)
+        args.rank = rank
+        with pytest.raises(DataError, match=f"chat.jsonl, line 2: .*{says}"):
+            convert_data(args, tmp_path / "run", store)
