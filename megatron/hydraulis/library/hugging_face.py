@@ -5,8 +5,9 @@ from __future__ import annotations
 import os
 import shlex
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from itertools import groupby
 from pathlib import Path
 
@@ -44,7 +45,7 @@ from megatron.hydraulis.optimizer.shards import OwnedRectangle
 from megatron.hydraulis.quiet_imports import silence_upstream
 from megatron.hydraulis.runtime.engine import Engine
 from megatron.hydraulis.runtime.process_groups import of_all_ranks
-from megatron.hydraulis.transfer.canonical import ParameterSpec
+from megatron.hydraulis.transfer.canonical import Bucket, ParameterSpec, Piece
 
 _FLAG_OF_DTYPE = {torch.bfloat16: ("--bf16",), torch.float32: ()}
 _OF_PYTHON = {
@@ -162,33 +163,69 @@ def _check_options(flag_parser: FlagParser, options: Sequence[str]) -> None:
 def hf_tensors(engine: Engine, model: HuggingFaceModel) -> Iterator[tuple[str, Tensor]]:
     """Every tensor by Hugging Face's name, on every rank, on the job's device.
 
-    Collective: every rank exhausts the iterator. One of Megatron's tensors exists at a time: a rank
-    never holds the model.
+    Collective: every rank exhausts the iterator. A rank never holds the model: one of Megatron's
+    tensors and one bucket of the shards exist at a time.
     """
     engine.require_onloaded()
     engine.finish_regrouping()
-    owned = _owned(engine)
-    for spec, parts in _parameters(engine, model):
-        whole = torch.zeros(spec.shape, dtype=engine.dtype, device=engine.device)
+    layout = engine.layout
+    places: list[list[tuple[Bucket, Piece, int]]] = [[] for _ in layout.parameters]
+    for bucket in layout.buckets:
+        for piece, offset in zip(bucket.pieces, bucket.piece_offsets, strict=False):
+            places[piece.parameter].append((bucket, piece, offset))
+
+    @lru_cache(maxsize=1)
+    def gathered(index: int) -> Tensor:
+        return _gathered(engine, layout.buckets[index])
+
+    def of(spec: ParameterSpec) -> list[tuple[Bucket, Piece, int]]:
+        return places[layout.index_of[spec.name]]
+
+    # By buckets, so that each is gathered once.
+    for spec, parts in sorted(_parameters(engine, model), key=lambda each: of(each[0])[0][0].index):
+        whole = torch.empty(spec.shape, dtype=engine.dtype, device=engine.device)
         matrix = whole.view(spec.shape[0], -1)
-        for part, shard in owned.get(spec.name, ()):
-            matrix[_rows(part), _columns(part)] = shard.to(engine.dtype)
-        dist.all_reduce(whole)  # of every element one rank has the value and the others 0
+        for bucket, piece, offset in of(spec):
+            values = gathered(bucket.index)[offset : offset + piece.num_elements]
+            row, column = layout.global_rectangle(piece)
+            values = values.view(-1, piece.row_length)
+            matrix[row : row + len(values), column : column + piece.row_length] = values
         for tensor in parts:
             yield tensor.name, torch.cat([whole[first:end] for first, end in tensor.runs])
+
+
+def _gathered(engine: Engine, bucket: Bucket) -> Tensor:
+    """Collective: all shares of a bucket's parameters, flat."""
+    ranges = [bucket.shard_range(rank) for rank in range(engine.layout.num_ranks)]
+    most = max(stop - start for start, stop in ranges)  # a collective takes equal shares
+    own = engine.shards.bucket_parameters(bucket)
+    share = own.new_zeros(most, dtype=engine.dtype)
+    share[: len(own)] = own
+    shares = share.new_empty(len(ranges) * most)
+    dist.all_gather_into_tensor(shares, share)
+    flat = share.new_empty(bucket.num_elements)
+    for (start, stop), part in zip(ranges, shares.split(most), strict=True):
+        flat[start:stop] = part[: stop - start]
+    return flat
 
 
 def _fill(engine: Engine, folder: Path) -> None:
     """Set this rank's shards from the folder."""
     model, files, dtype = open_folder(folder)
-    owned = _owned(engine)
+    shards = engine.shards
+    owned: dict[str, list[OwnedRectangle]] = {}
+    for part in shards.rectangles():
+        owned.setdefault(shards.layout.parameters[part.parameter].name, []).append(part)
     for spec, parts in _parameters(engine, model):
         if spec.name not in owned:
             continue
         size = spec.shape if parts[0].layer is None else (1, *spec.shape)
         matrix = assembled(size, dtype, parts, files).view(spec.shape[0], -1)
-        for part, shard in owned[spec.name]:
-            shard.copy_(matrix[_rows(part), _columns(part)])
+        for part in owned[spec.name]:
+            rows = slice(part.first_row, part.first_row + part.num_rows)
+            columns = slice(part.first_column, part.first_column + part.num_columns)
+            flat = shards.parameters[part.shard_offset : part.shard_offset + part.num_elements]
+            flat.view(part.num_rows, part.num_columns).copy_(matrix[rows, columns])
 
 
 def _parameters(
@@ -201,22 +238,3 @@ def _parameters(
     for (key, layer), parts in groupby(tensor_rows(model), key=lambda row: (row.key, row.layer)):
         name = name_of[key if layer is None else f"{LAYERS}{layer}.{key}"]
         yield layout.parameters[layout.index_of[name]], list(parts)
-
-
-def _owned(engine: Engine) -> Mapping[str, list[tuple[OwnedRectangle, Tensor]]]:
-    """This rank's rectangles with (rows, columns) views of the shards, by names of parameters."""
-    shards = engine.shards
-    found: dict[str, list[tuple[OwnedRectangle, Tensor]]] = {}
-    for part in shards.rectangles():
-        flat = shards.parameters[part.shard_offset : part.shard_offset + part.num_elements]
-        view = flat.view(part.num_rows, part.num_columns)
-        found.setdefault(shards.layout.parameters[part.parameter].name, []).append((part, view))
-    return found
-
-
-def _rows(part: OwnedRectangle) -> slice:
-    return slice(part.first_row, part.first_row + part.num_rows)
-
-
-def _columns(part: OwnedRectangle) -> slice:
-    return slice(part.first_column, part.first_column + part.num_columns)

@@ -147,12 +147,15 @@ def build_model(
 ) -> torch.nn.Module:
     """One stage of the model in the caller's device context (normally `meta`)."""
     if definition.model_provider is not None:
-        return definition.model_provider(
+        model = definition.model_provider(
             pre_process=role.has_embedding,
             post_process=role.has_output,
             config=config,
             pg_collection=pg_collection,
         )
+        if type(model) is GPTModel:
+            PackedGPTModel.convert(model, definition.vocab_size, definition.loss_chunk_tokens)
+        return model
     return PackedGPTModel(
         config=config,
         transformer_layer_spec=_stage_spec(definition, role),
@@ -189,6 +192,17 @@ class PackedGPTModel(GPTModel):
         **kwargs: Any,
     ) -> None:
         super().__init__(*args, **kwargs)
+        self._chunk_outputs(num_tokens_in_vocabulary, loss_chunk_tokens)
+
+    @classmethod
+    def convert(
+        cls, model: GPTModel, num_tokens_in_vocabulary: int, loss_chunk_tokens: int | None
+    ) -> None:
+        """Give upstream's model this class, so that it holds no row of logits either."""
+        model.__class__ = cls
+        model._chunk_outputs(num_tokens_in_vocabulary, loss_chunk_tokens)
+
+    def _chunk_outputs(self, num_tokens_in_vocabulary: int, loss_chunk_tokens: int | None) -> None:
         if not self.post_process:
             return
         settings = OutputSettings(

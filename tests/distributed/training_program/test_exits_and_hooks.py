@@ -14,16 +14,16 @@ from typing import Any
 import pytest
 import torch
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+from megatron.core.models.gpt.gpt_model import GPTModel
 from torch.utils.tensorboard import SummaryWriter
 
 from megatron.hydraulis.loop import entry, job
 from megatron.hydraulis.runtime.executor import loss_func
-from megatron.hydraulis.runtime.model_building import PackedGPTModel, packed_block_spec
+from megatron.hydraulis.runtime.model_building import packed_block_spec
 from tests.support.forked_job import Kill, run_job
 from tests.support.tiny_corpus import (
     PADDED_VOCAB_SIZE,
     SEQ_LENGTH,
-    VOCAB_SIZE,
     tiny_command,
     write_corpus,
 )
@@ -142,6 +142,7 @@ def test_a_full_disk_is_one_error_of_the_rank_that_writes(writer: str, tmp_path:
 
 _USERS_MODULE = """
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.transformer.identity_op import IdentityFuncOp, IdentityOp
 
 
@@ -178,7 +179,7 @@ def test_a_users_loss_and_model_replace_ours(launch: Launch, main_run: Run) -> N
     ) -> torch.nn.Module:
         print(f"STAGE {config.num_layers} layers, {pre_process=} {post_process=}")
         layer = get_gpt_layer_local_spec(normalization="RMSNorm")
-        return PackedGPTModel(
+        return GPTModel(
             config=config,
             transformer_layer_spec=packed_block_spec(layer, config.num_layers),
             vocab_size=PADDED_VOCAB_SIZE,
@@ -189,7 +190,6 @@ def test_a_users_loss_and_model_replace_ours(launch: Launch, main_run: Run) -> N
             parallel_output=True,
             share_embeddings_and_output_weights=False,
             pg_collection=pg_collection,
-            num_tokens_in_vocabulary=VOCAB_SIZE,
         )
 
     def program(argv: Sequence[str]) -> None:
