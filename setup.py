@@ -71,6 +71,8 @@ EXTRAS = {
     # packed rows by every way to communicate.
     # It loads libcurand, which torch's wheels have ceased to bring and a node may not have.
     "te": ["transformer-engine[pytorch]>=2.20", "nvidia-curand>=10.4"],
+    # Imports its engine, megatron.hydraulis.library.verl_engine, which is written for this version.
+    "verl": ["verl==0.9.1"],
     "wandb": ["wandb"],
     "dev": [
         "hypothesis>=6.100",

@@ -1,0 +1,500 @@
+"""An engine for verl, whose trainers and workers then train through `library.engine.Engine`.
+
+verl imports this module if VERL_USE_EXTERNAL_MODULES names it; nothing else does. To verl every
+rank is a data-parallel rank: it brings its share of a batch and gets the outputs of that share,
+wherever the plan computes them.
+
+verl's loss is any function L of the log-probabilities and entropies of a rank's whole share. It is
+called after a forward pass, and a second pass of the same plan trains Σ (∂L/∂log p)·log p +
+(∂L/∂H)·H, whose gradient is that of L. The SFT loss is linear: its derivatives need no first pass.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from tensordict import TensorDict
+from torch import Tensor
+from verl.utils import tensordict_utils as tu
+from verl.utils.checkpoint.checkpoint_manager import BaseCheckpointManager
+from verl.utils.dataset.dataset_utils import DatasetPadMode
+from verl.utils.device import get_device_id, get_device_name
+from verl.utils.py_functional import append_to_dict
+from verl.utils.torch_functional import (
+    get_constant_schedule_with_warmup,
+    get_cosine_schedule_with_warmup,
+)
+from verl.workers.config import FSDPEngineConfig, FSDPOptimizerConfig, HFModelConfig
+from verl.workers.engine.base import BaseEngine, BaseEngineCtx, EngineRegistry
+from verl.workers.utils.losses import sft_loss
+
+from megatron.hydraulis.checkpoint.collective_errors import on_all_ranks, on_rank_0
+from megatron.hydraulis.checkpoint.hugging_face.export_hf import export_checkpoint
+from megatron.hydraulis.errors import ConfigurationError
+from megatron.hydraulis.library.engine import Engine
+from megatron.hydraulis.optimizer.sharded_adamw import AdamWSettings
+
+BACKEND = "hydraulis"
+"""The name of the strategy in verl's configuration."""
+SCHEDULE_FILE = "lr_schedule.json"
+MAX_FILE_BYTES = 5 * 10**9
+"""Tensors in one file of an exported Hugging Face folder."""
+
+_DTYPES = {
+    **dict.fromkeys(("bfloat16", "bf16"), torch.bfloat16),
+    **dict.fromkeys(("float32", "fp32"), torch.float32),
+}
+_ONLY_FSDP = {
+    "full_determinism": False,
+    "mixed_precision": None,
+    "offload_policy": False,
+    "pad_to_length": False,
+    "ulysses_sequence_parallel_size": 1,
+}
+"""Fields of FSDP's configuration that would be ignored, with the values that ask for nothing."""
+_NOT_IN_BATCHES = (
+    "calculate_sum_pi_squared",
+    "distillation_only",
+    "distillation_use_topk",
+    "enable_routing_replay",
+    "multi_modal_inputs",
+    "routed_experts",
+    "teacher_ids",
+    "teacher_logprobs",
+)
+"""What a batch asks for that log-probabilities and entropies of text do not give."""
+
+
+@dataclass
+class HydraulisEngineConfig(FSDPEngineConfig):
+    """FSDP's configuration, of which dtype, offloading and ``forward_only`` apply, and the pool.
+
+    Raises ConfigurationError for what the engine cannot do.
+    """
+
+    strategy: str = BACKEND
+    pool: Any = None
+    """As `Engine.from_hf` has it: a strategy, several, or the path of a pool file."""
+    cost_profile: str | None = None
+    max_tokens_per_micro_batch: int | None = None
+    options: list[str] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "strategy", BACKEND)  # FSDP's file of defaults says "fsdp"
+        super(FSDPEngineConfig, self).__post_init__()
+        if not self.pool:
+            raise ConfigurationError(
+                f"verl's engine '{BACKEND}' needs a pool but has {self.pool!r}; set pool in its "
+                "configuration, such as 'tp2+2*tp1'"
+            )
+        if self.dtype not in _DTYPES:
+            raise ConfigurationError(
+                f"parameters are bf16 or fp32 but dtype is {self.dtype!r}; set dtype=bfloat16"
+            )
+        ignored = [
+            f"{name}={self[name]}" for name, none in _ONLY_FSDP.items() if self[name] != none
+        ]
+        if self.router_replay.mode != "disabled":
+            ignored.append(f"router_replay.mode={self.router_replay.mode}")
+        if self.qat.enable:
+            ignored.append("qat.enable=True")
+        if ignored:
+            raise ConfigurationError(
+                f"verl's engine '{BACKEND}' cannot do all that FSDP's can, but has "
+                f"{', '.join(ignored)}; leave that out"
+            )
+        if self.param_offload != self.optimizer_offload:
+            raise ConfigurationError(
+                "parameters and optimizer state are offloaded together but param_offload is "
+                f"{self.param_offload} and optimizer_offload {self.optimizer_offload}; set both"
+            )
+
+
+@EngineRegistry.register(model_type="language_model", backend=BACKEND, device=["cuda", "cpu"])
+class HydraulisEngine(BaseEngine):
+    """verl's interface of an `Engine`. All methods are collective.
+
+    Raises ConfigurationError for a model, an optimizer or contents of checkpoints that `Engine`
+    has not.
+    """
+
+    def __init__(
+        self,
+        model_config: HFModelConfig,
+        engine_config: HydraulisEngineConfig,
+        optimizer_config: FSDPOptimizerConfig,
+        checkpoint_config: Any,
+    ) -> None:
+        _check_model(model_config)
+        if not engine_config.forward_only:
+            _check_training(optimizer_config, checkpoint_config)
+        self.mode: str | None = None
+        self._model_config = model_config
+        self._config = engine_config
+        self._optimizer_config = optimizer_config
+        self._checkpoints = BaseCheckpointManager(None, None, checkpoint_config=checkpoint_config)
+        self._engine: Engine | None = None
+        self._is_offloaded = False
+
+    @property
+    def is_param_offload_enabled(self) -> bool:
+        return self._config.param_offload
+
+    @property
+    def is_optimizer_offload_enabled(self) -> bool:
+        return self._config.optimizer_offload
+
+    def initialize(self) -> None:
+        """Build the engine from the model's folder; again if there is one."""
+        if self._engine is not None:
+            self._engine.close()
+        if "RAY_LOCAL_WORLD_SIZE" in os.environ:  # verl gives Ray's workers a LOCAL_WORLD_SIZE of 1
+            os.environ["LOCAL_WORLD_SIZE"] = os.environ["RAY_LOCAL_WORLD_SIZE"]
+        self._engine = Engine.from_hf(
+            self._model_config.local_path,
+            pool=self._config.pool,
+            optimizer=_settings(self._config, self._optimizer_config),
+            cost_profile=self._config.cost_profile,
+            dtype=_DTYPES[self._config.dtype],
+            max_tokens_per_micro_batch=self._config.max_tokens_per_micro_batch,
+            options=self._config.options,
+        )
+        self._is_offloaded = False
+        if not self._config.forward_only:
+            self._schedule = _schedule(self._optimizer_config)
+        if self.is_param_offload_enabled:
+            self.to("cpu")
+
+    @property
+    def engine(self) -> Engine:
+        """Built by `initialize`."""
+        assert self._engine is not None, "verl calls initialize first"
+        return self._engine
+
+    def train_mode(self, **kwargs: Any) -> BaseEngineCtx:
+        return _Mode(self, "train", **kwargs)
+
+    def eval_mode(self, **kwargs: Any) -> BaseEngineCtx:
+        return _Mode(self, "eval", **kwargs)
+
+    def get_data_parallel_rank(self) -> int:
+        return dist.get_rank()
+
+    def get_data_parallel_size(self) -> int:
+        return dist.get_world_size()
+
+    def get_data_parallel_group(self) -> Any:
+        return dist.group.WORLD
+
+    def is_mp_src_rank_with_outputs(self) -> bool:
+        return True
+
+    def forward_backward_batch(
+        self,
+        data: TensorDict,
+        loss_function: Callable[..., Any] | None,
+        forward_only: bool = False,
+    ) -> dict[str, Any]:
+        """See `BaseEngine`. The loss is called once, with this rank's share as one micro-batch.
+
+        Raises ConfigurationError for batches with more than text.
+        """
+        temperature = on_all_ranks(lambda: _checked_temperature(data), "verl's batch cannot be run")
+        data = data.to(get_device_id())
+        tokens = data["input_ids"]
+        lengths = tokens.offsets().diff().tolist()
+        batch = self.engine.plan([row.cpu().numpy() for row in tokens.unbind()], scatter=True)
+        names = ["log_probs"]
+        if tu.get_non_tensor_data(data, "calculate_entropy", default=False):
+            names.append("entropy")
+        is_linear = not forward_only and _is_linear(loss_function)
+        if is_linear:
+            flat = {"log_probs": torch.zeros(sum(lengths), device=tokens.device)}
+        else:
+            found = self.engine.forward(batch, names, temperature=temperature)
+            # verl's entry t is about predicting token t + 1.
+            flat = {name: torch.cat([row.roll(-1) for row in found[name]]) for name in names}
+
+        def nested() -> dict[str, Tensor]:
+            return {
+                name: torch.nested.nested_tensor_from_jagged(values, tokens.offsets())
+                for name, values in flat.items()
+            }
+
+        loss, metrics = 1.0, {}
+        if loss_function is not None:
+            self._count_tokens(data)
+            with torch.set_grad_enabled(not forward_only):
+                for values in flat.values():
+                    values.requires_grad_(not forward_only)
+                value, metrics = loss_function(
+                    model_output=nested(), data=data, dp_group=self.get_data_parallel_group()
+                )
+            loss = value.item()
+        if not forward_only:
+            value.backward()
+            derivatives = {
+                f"by_{name}": [row.roll(1) for row in _gradient(values).split(lengths)]
+                for name, values in flat.items()
+            }
+            total = self.engine.forward_backward(
+                batch.with_inputs(**derivatives), _linear_loss, temperature=temperature
+            )
+            if is_linear:  # zeros stood for its log-probabilities
+                loss = total.loss_sum / self.get_data_parallel_size()
+                flat = {}
+        flat = {name: values.detach() for name, values in flat.items()}
+        lists: dict[str, Any] = {}  # verl aggregates lists of micro-batches' metrics
+        append_to_dict(lists, metrics)
+        return {"model_output": nested(), "loss": [loss], "metrics": lists}
+
+    def _count_tokens(self, data: TensorDict) -> None:
+        """Give the loss what it divides by."""
+        num_tokens = data["loss_mask"].sum().double()
+        dist.all_reduce(num_tokens)
+        tu.assign_non_tensor(
+            data, batch_num_tokens=int(num_tokens.item()), dp_size=self.get_data_parallel_size()
+        )
+
+    def optimizer_zero_grad(self) -> None:
+        self.engine.discard_gradients()
+
+    def optimizer_step(self) -> float:
+        """Norm of the gradient before clipping; NaN where nothing could be updated."""
+        norm = self.engine.optim_step(
+            lr=self._schedule.get_last_lr()[0], divisor=self.get_data_parallel_size()
+        )
+        self._schedule.optimizer.step()  # has no gradients; its schedule wants to be behind
+        return math.nan if norm is None else norm
+
+    def lr_scheduler_step(self) -> float:
+        """The learning rate of the next update."""
+        self._schedule.step()
+        return self._schedule.get_last_lr()[0]
+
+    def get_per_tensor_param(self, **kwargs: Any) -> tuple[Iterator[tuple[str, Tensor]], None]:
+        """See `Engine.hf_tensors`; there is no adapter."""
+        self.to(get_device_name())
+        return self.engine.hf_tensors(), None
+
+    def to(
+        self, device: str, model: bool = True, optimizer: bool = True, grad: bool = True
+    ) -> None:
+        """Offload or load everything with the model; nothing without it."""
+        super().to(device, model=model, optimizer=optimizer, grad=grad)
+        offloads = device != get_device_name()
+        if not model or offloads == self._is_offloaded:
+            return
+        if offloads:
+            self.engine.offload()
+        else:
+            self.engine.onload()
+        self._is_offloaded = offloads
+
+    def save_checkpoint(
+        self,
+        local_path: str,
+        hdfs_path: str | None = None,
+        global_step: int = 0,
+        max_ckpt_to_keep: int | None = None,
+        **kwargs: Any,
+    ) -> None:
+        """Save with `Engine.save`, and the model for transformers if ``hf_model`` is asked for."""
+        _check_local(hdfs_path)
+        folder, manager = Path(local_path), self._checkpoints
+        what = f"{folder} cannot be saved"
+        on_rank_0(lambda: manager.ensure_checkpoint_capacity(max_ckpt_to_keep), what)
+        was_offloaded = self._is_offloaded
+        self.to(get_device_name())
+        self.engine.save(folder)
+
+        def complete() -> None:
+            state = {"num_steps": self._schedule.last_epoch}
+            (folder / SCHEDULE_FILE).write_text(json.dumps(state))
+            if manager.should_save_hf_model:
+                export_checkpoint(
+                    folder,
+                    folder / "huggingface",
+                    max_file_bytes=MAX_FILE_BYTES,
+                    checks_content=False,
+                    like=Path(self._model_config.local_path),
+                )
+            manager.register_checkpoint(local_path, max_ckpt_to_keep)
+
+        on_rank_0(complete, what)
+        if was_offloaded:
+            self.to("cpu")
+
+    def load_checkpoint(
+        self,
+        local_path: str,
+        hdfs_path: str | None = None,
+        del_local_after_load: bool = True,
+        **kwargs: Any,
+    ) -> None:
+        """Load what `save_checkpoint` has saved; the folder stays."""
+        _check_local(hdfs_path)
+        folder = Path(local_path)
+        was_offloaded = self._is_offloaded
+        self.to(get_device_name())
+        self.engine.load(folder)
+        state = on_rank_0(
+            lambda: json.loads((folder / SCHEDULE_FILE).read_text()), f"{folder} cannot be loaded"
+        )
+        self._schedule = _schedule(self._optimizer_config, num_steps=state["num_steps"])
+        if was_offloaded:
+            self.to("cpu")
+
+
+class _Mode(BaseEngineCtx):
+    """Loads and offloads the engine around its use, as verl's others do."""
+
+    def __enter__(self) -> None:
+        super().__enter__()
+        self.engine.engine.runtime.set_training(self.mode == "train")
+
+    def __exit__(self, kind: Any, error: Any, traceback: Any) -> None:
+        if kind is not None:  # other ranks may be elsewhere
+            self.engine.mode = None
+            return
+        if self.mode == "train" and self.zero_grad_on_exit:
+            self.engine.optimizer_zero_grad()
+        super().__exit__(kind, error, traceback)
+
+
+def _linear_loss(
+    log_probs: Tensor, entropy: Tensor, inputs: Mapping[str, Tensor], segments: Any
+) -> Tensor:
+    losses = inputs["by_log_probs"] * log_probs
+    if "by_entropy" in inputs:
+        losses = losses + inputs["by_entropy"] * entropy
+    return losses
+
+
+def _gradient(values: Tensor) -> Tensor:
+    return torch.zeros_like(values) if values.grad is None else values.grad
+
+
+def _is_linear(loss_function: Any) -> bool:
+    """Of verl's losses only that of SFT, which verl passes with its configuration bound."""
+    return getattr(loss_function, "func", loss_function) is sft_loss
+
+
+def _settings(config: HydraulisEngineConfig, optimizer: FSDPOptimizerConfig) -> AdamWSettings:
+    if config.forward_only:
+        return AdamWSettings(lr=0.0)
+    return AdamWSettings(
+        lr=optimizer.lr,
+        weight_decay=optimizer.weight_decay,
+        beta1=optimizer.betas[0],
+        beta2=optimizer.betas[1],
+        clip_grad=optimizer.clip_grad,
+    )
+
+
+def _schedule(config: FSDPOptimizerConfig, num_steps: int = 0) -> Any:
+    """verl's schedule after some steps; its optimizer only holds the learning rate."""
+    last_epoch = num_steps - 1  # torch makes a first step at once
+    holder = torch.optim.SGD([{"params": [torch.zeros(1)], "initial_lr": config.lr}], lr=config.lr)
+    num_warmup_steps = config.lr_warmup_steps
+    if num_warmup_steps is None or num_warmup_steps <= 0:
+        num_warmup_steps = int(config.lr_warmup_steps_ratio * config.total_training_steps)
+    if config.lr_scheduler_type == "constant":
+        return get_constant_schedule_with_warmup(holder, num_warmup_steps, last_epoch)
+    return get_cosine_schedule_with_warmup(
+        holder,
+        num_warmup_steps,
+        config.total_training_steps,
+        min_lr_ratio=config.min_lr_ratio,
+        num_cycles=config.num_cycles,
+        last_epoch=last_epoch,
+        zero_indexed_step=config.zero_indexed_step,
+    )
+
+
+def _check_model(config: HFModelConfig) -> None:
+    if not config.use_remove_padding:
+        raise ConfigurationError(
+            f"verl's engine '{BACKEND}' packs sequences without padding but model."
+            "use_remove_padding is False; set it to True"
+        )
+    found = [
+        name
+        for name, is_set in {
+            "lora_rank": config.lora_rank > 0 or config.lora.get("rank", 0) > 0,
+            "lora_adapter_path": config.lora_adapter_path is not None,
+            "mtp.enable": config.mtp.enable,
+            "override_config": bool({*config.override_config} - {"attn_implementation"}),
+        }.items()
+        if is_set
+    ]
+    if found:
+        raise ConfigurationError(
+            f"verl's engine '{BACKEND}' trains all parameters of the model in its folder but model "
+            f"sets {', '.join(found)}; leave that out"
+        )
+
+
+def _check_training(optimizer: Any, checkpoint: Any) -> None:
+    if not isinstance(optimizer, FSDPOptimizerConfig):
+        raise ConfigurationError(
+            "optim is verl's FSDPOptimizerConfig, whose learning-rate schedules apply, but is "
+            f"{type(optimizer).__name__}; leave optim=fsdp"
+        )
+    if optimizer.optimizer != "AdamW" or optimizer.override_optimizer_config:
+        raise ConfigurationError(
+            f"the optimizer is AdamW but optim has optimizer={optimizer.optimizer} and "
+            f"override_optimizer_config={optimizer.override_optimizer_config}; leave both out"
+        )
+    for name in ("save_contents", "load_contents"):
+        contents = set(checkpoint[name])
+        if not {"model", "optimizer", "extra"} <= contents:
+            raise ConfigurationError(
+                "a checkpoint has model, optimizer and extra but checkpoint."
+                f"{name} is {sorted(contents)}; add what is missing"
+            )
+
+
+def _check_local(hdfs_path: str | None) -> None:
+    if hdfs_path is not None:
+        raise ConfigurationError(
+            f"checkpoints are in a folder of a file system but hdfs_path is {hdfs_path}; leave it "
+            "out"
+        )
+
+
+def _checked_temperature(data: TensorDict) -> float:
+    """Of a batch that can be run."""
+    pad_mode = tu.get_non_tensor_data(data, "pad_mode", default=DatasetPadMode.NO_PADDING)
+    if pad_mode != DatasetPadMode.NO_PADDING or not data["input_ids"].is_nested:
+        raise ConfigurationError(
+            f"a batch has nested input_ids without padding but its pad_mode is {pad_mode}; set "
+            "data.pad_mode=no_padding"
+        )
+    wanted = [name for name in _NOT_IN_BATCHES if _is_given(tu.get(data, name))]
+    if wanted:
+        raise ConfigurationError(
+            "a batch is text, of which log-probabilities and entropies are computed, but it has "
+            f"{', '.join(wanted)}; use another engine for that"
+        )
+    temperatures = torch.as_tensor(tu.get(data, "temperature", default=1.0)).unique().tolist()
+    if len(temperatures) != 1:
+        raise ConfigurationError(
+            f"all sequences of a batch have one temperature but there are {temperatures}; sample "
+            "with one"
+        )
+    return float(temperatures[0])
+
+
+def _is_given(value: Any) -> bool:
+    if isinstance(value, Tensor):
+        return True
+    return any(value) if isinstance(value, list) else bool(value)

@@ -1,0 +1,433 @@
+"""verl's SFT trainer and actor worker train with our engine as one process of transformers does.
+
+``make verl-test`` installs verl into an environment and runs this file; the suite does not.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pandas
+import pytest
+import torch
+import torch.distributed as dist
+import verl
+from hydra import compose, initialize_config_dir
+from tensordict import TensorDict
+from torch import Tensor
+from transformers import AutoModelForCausalLM, AutoTokenizer, Qwen3Config, Qwen3ForCausalLM
+from verl.trainer.config import CheckpointConfig
+from verl.trainer.sft_trainer import SFTTrainer
+from verl.utils import tensordict_utils as tu
+from verl.utils.config import omega_conf_to_dataclass
+from verl.workers.config import FSDPOptimizerConfig, HFModelConfig
+from verl.workers.config.engine import EngineRouterReplayConfig
+from verl.workers.engine import EngineRegistry
+from verl.workers.engine_workers import ActorRolloutRefWorker
+from verl.workers.utils.losses import ppo_loss, sft_loss
+from verl.workers.utils.padding import left_right_2_no_padding, no_padding_2_padding
+
+from megatron.hydraulis.errors import ConfigurationError
+from megatron.hydraulis.library.verl_engine import HydraulisEngineConfig
+from tests.support.chat_tokenizer import make_chat_tokenizer
+from tests.support.gloo_pool import pool_of
+from tests.verl.cpu_platform import average_with_gloo
+
+NUM_RANKS = 4
+TOLERANCE = 1e-5
+LR = 1e-3
+TEMPERATURE = 0.7
+TIMEOUT_S = 240.0
+OUTPUTS = ("log_probs", "entropy")
+CONFIG = "megatron.hydraulis.library.verl_engine.HydraulisEngineConfig"
+Tensors = dict[str, Tensor]
+
+pytestmark = pytest.mark.timeout(2 * TIMEOUT_S)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A Qwen3 of random weights and a tokenizer of bytes."""
+    folder = make_chat_tokenizer(tmp_path_factory.mktemp("model"))
+    tokenizer: Any = AutoTokenizer.from_pretrained(folder)
+    tokenizer.pad_token = tokenizer.eos_token
+    tokenizer.save_pretrained(folder)
+    torch.manual_seed(1)
+    config = Qwen3Config(
+        vocab_size=len(tokenizer),
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=8,
+        max_position_embeddings=256,
+    )
+    Qwen3ForCausalLM(config).save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def chats(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    file = tmp_path_factory.mktemp("data") / "chats.parquet"
+    rows = [
+        [
+            {"role": "user", "content": f"What is {i} times {i}?"},
+            {"role": "assistant", "content": "Count. " * i + f"It is {i * i}."},
+        ]
+        for i in range(16)
+    ]
+    pandas.DataFrame({"messages": rows}).to_parquet(file)
+    return file
+
+
+# --- on every rank ---
+
+
+def composed(name: str, overrides: list[str]) -> Any:
+    folder = Path(verl.__file__).parent / "trainer" / "config"
+    with initialize_config_dir(str(folder), version_base=None):
+        return compose(name, overrides)
+
+
+def use_as_verl_rank() -> None:
+    """What torchrun and verl's own start of the process group would have set."""
+    if "MASTER_ADDR" not in os.environ:
+        average_with_gloo()
+    os.environ.update(
+        RANK=str(dist.get_rank()),
+        WORLD_SIZE=str(dist.get_world_size()),
+        LOCAL_RANK=str(dist.get_rank()),
+        RAY_LOCAL_WORLD_SIZE=str(dist.get_world_size()),
+        MASTER_ADDR="127.0.0.1",
+        MASTER_PORT="0",
+    )
+
+
+def engine_overrides(prefix: str, pool: str) -> list[str]:
+    return [
+        f"{prefix}._target_={CONFIG}",
+        f"{prefix}.dtype=float32",
+        f"+{prefix}.pool=[{pool}]",
+        f"+{prefix}.max_tokens_per_micro_batch=256",
+        f"+{prefix}.options=[--distributed-timeout-minutes,'1']",
+    ]
+
+
+def run_sft(
+    folder: Path, chats: Path, saved: Path, num_steps: int
+) -> tuple[list[Any], list[Any], Tensors]:
+    """Batches of this rank, metrics of each step, and the model at the end."""
+    use_as_verl_rank()
+    config = composed(
+        "sft_trainer_engine",
+        [
+            *engine_overrides("engine", "4*tp1,tp2+2*tp1"),
+            f"model.path={folder}",
+            *(f"data.train_files={chats}", f"data.val_files={chats}", "data.train_batch_size=8"),
+            *("data.num_workers=0", "data.max_length=256"),
+            *(f"optim.lr={LR}", "optim.weight_decay=0", "optim.lr_warmup_steps=2"),
+            *("trainer.total_epochs=2", f"trainer.total_training_steps={num_steps}"),
+            *("trainer.logger=[]", "trainer.save_freq=1", "trainer.device=cpu"),
+            *("trainer.max_ckpt_to_keep=1", f"trainer.default_local_dir={saved}"),
+            "checkpoint.save_contents=[model,optimizer,extra,hf_model]",
+        ],
+    )
+    trainer = SFTTrainer(config)
+    batches, metrics = [], []
+    train_batch = trainer.training_client.train_batch
+
+    def recorded(data: TensorDict) -> TensorDict:
+        batches.append([(data["input_ids"][i], data["loss_mask"][i]) for i in range(len(data))])
+        output = train_batch(data=data)
+        metrics.append(dict(tu.get(output, "metrics")))
+        return output
+
+    trainer.training_client.train_batch = recorded
+    trainer.fit()
+    tensors = dict(trainer.engine.get_per_tensor_param()[0])
+    trainer.engine.engine.close()
+    return batches, metrics, tensors
+
+
+def rollout(vocab_size: int) -> TensorDict:
+    """8 prompts, padded on the left, with responses, padded on the right."""
+    generator = torch.Generator().manual_seed(7)
+    num, prompt, response = 2 * NUM_RANKS, 6, 11
+    prompt_lengths = torch.randint(2, prompt + 1, (num, 1), generator=generator)
+    response_lengths = torch.randint(3, response + 1, (num, 1), generator=generator)
+    mask = torch.cat(
+        [
+            torch.arange(prompt) >= prompt - prompt_lengths,
+            torch.arange(response) < response_lengths,
+        ],
+        dim=1,
+    ).long()
+    tokens = torch.randint(3, vocab_size, (num, prompt + response), generator=generator) * mask
+    response_mask = mask[:, prompt:]
+    values = torch.randn(3, num, response, generator=generator)
+    return tu.get_tensordict(
+        {
+            "input_ids": tokens,
+            "prompts": tokens[:, :prompt],
+            "responses": tokens[:, prompt:],
+            "attention_mask": mask,
+            "position_ids": (mask.cumsum(1) - 1).clamp(min=0),
+            "response_mask": response_mask,
+            "advantages": values[0] * response_mask,
+            "old_log_probs": (values[1] * 0.1 - 5.5) * response_mask,
+            "ref_log_prob": (values[2] * 0.1 - 5.5) * response_mask,
+        },
+        {"temperature": TEMPERATURE},
+    )
+
+
+def actor_config(folder: Path) -> Any:
+    actor = "actor_rollout_ref.actor"
+    return composed(
+        "ppo_trainer",
+        [
+            *engine_overrides(f"{actor}.fsdp_config", "cp2+tp2"),
+            *engine_overrides("actor_rollout_ref.ref.fsdp_config", "pp2+2*tp1"),
+            f"{actor}.strategy=hydraulis",
+            f"actor_rollout_ref.model.path={folder}",
+            *(f"{actor}.ppo_mini_batch_size=4", f"{actor}.use_dynamic_bsz=True"),
+            *(f"{actor}.entropy_coeff=0.01", f"{actor}.use_kl_loss=True"),
+            f"{actor}.loss_agg_mode=seq-mean-token-mean",
+            *(f"{actor}.optim.lr={LR}", f"{actor}.optim.weight_decay=0"),
+            *("actor_rollout_ref.rollout.n=1", "actor_rollout_ref.rollout.name=vllm"),
+            "actor_rollout_ref.rollout.log_prob_use_dynamic_bsz=True",
+        ],
+    ).actor_rollout_ref
+
+
+def run_actor(folder: Path, vocab_size: int) -> tuple[Any, ...]:
+    """Outputs of this rank's responses by the actor and by the reference policy, metrics of each
+    mini-batch, and the model after the update."""
+    use_as_verl_rank()
+    config = actor_config(folder)
+    actor, policy = (ActorRolloutRefWorker(config, role=role) for role in ("actor", "ref"))
+    own = rollout(vocab_size)[2 * dist.get_rank() :][:2]
+    outputs = []
+    for worker, compute in (
+        (actor, actor.compute_log_prob),
+        (policy, policy.compute_ref_log_prob),
+    ):
+        worker.init_model()
+        data = left_right_2_no_padding(own.clone())
+        tu.assign_non_tensor(data, calculate_entropy=True, compute_loss=False)
+        found = compute(data)
+        outputs.append({name: no_padding_2_padding(found[name], data) for name in OUTPUTS})
+    policy.ref.engine.engine.close()
+    data = left_right_2_no_padding(own.clone())
+    tu.assign_non_tensor(
+        data,
+        calculate_entropy=True,
+        compute_loss=True,
+        global_batch_size=4,
+        mini_batch_size=4,
+        epochs=1,
+        seed=1,
+        dataloader_kwargs={"shuffle": False},
+    )
+    metrics = dict(tu.get(actor.update_actor(data), "metrics"))
+    engine = actor.actor.engine
+    engine.to("another device")
+    tensors = dict(engine.get_per_tensor_param()[0])
+    engine.engine.close()
+    return outputs, metrics, tensors
+
+
+# --- the reference: one process ---
+
+
+class Reference:
+    """transformers' model and torch's AdamW."""
+
+    def __init__(self, folder: Path) -> None:
+        self.model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=LR, weight_decay=0.0)
+
+    def outputs(self, tokens: list[Tensor], temperature: float = 1.0) -> dict[str, Tensor]:
+        """As verl's engines give them."""
+        found: dict[str, list[Tensor]] = {"log_probs": [], "entropy": []}
+        for row in tokens:
+            logits = self.model(row[None]).logits[0] / temperature
+            log_probs = logits.log_softmax(dim=1)
+            found["log_probs"].append(log_probs.gather(1, row.roll(-1)[:, None]).squeeze(1))
+            found["entropy"].append(-(log_probs.exp() * log_probs).sum(dim=1))
+        return {
+            name: torch.nested.as_nested_tensor(rows, layout=torch.jagged)
+            for name, rows in found.items()
+        }
+
+    def update(self, loss: Tensor, lr: float = LR) -> float:
+        """Norm of the gradient before clipping."""
+        self.optimizer.param_groups[0]["lr"] = lr
+        self.optimizer.zero_grad()
+        loss.backward()
+        norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
+        self.optimizer.step()
+        return norm.item()
+
+    def assert_is(self, tensors: Tensors) -> None:
+        own = self.model.state_dict()
+        assert tensors.keys() == own.keys() - {"lm_head.weight"} or tensors.keys() == own.keys()
+        for name, tensor in tensors.items():
+            torch.testing.assert_close(tensor, own[name], rtol=TOLERANCE, atol=TOLERANCE)
+
+
+def test_the_sft_trainer_trains_as_one_process(folder: Path, chats: Path, tmp_path: Path) -> None:
+    """Also after it has resumed from its checkpoint."""
+    pool, saved = pool_of(NUM_RANKS), tmp_path / "saved"
+    reference = Reference(folder)
+    lr = 0.0  # the warm-up's first
+    for last_step, num_steps in ((3, 3), (4, 1)):
+        ranks = pool.run(run_sft, folder, chats, saved, last_step, timeout_s=TIMEOUT_S)
+        for step, metrics in enumerate(ranks[0][1]):
+            rows = [row for batches, _, _ in ranks for row in batches[step]]
+            tokens, masks = zip(*rows, strict=True)
+            mask = torch.nested.as_nested_tensor(list(masks), layout=torch.jagged)
+            data = tu.get_tensordict(
+                {"loss_mask": mask}, {"dp_size": 1, "batch_num_tokens": int(mask.values().sum())}
+            )
+            loss, _ = sft_loss(None, reference.outputs(list(tokens)), data)
+            assert metrics["loss"] == pytest.approx(loss.item(), rel=TOLERANCE)
+            assert metrics["grad_norm"] == pytest.approx(reference.update(loss, lr), rel=TOLERANCE)
+            lr = metrics["lr"]
+        for _, metrics, tensors in ranks:
+            assert len(metrics) == num_steps
+            assert metrics[-1]["loss"] == ranks[0][1][-1]["loss"]
+            reference.assert_is(tensors)
+    kept = sorted(saved.glob("global_step_*"))
+    assert [each.name for each in kept] == ["global_step_3", "global_step_4"]  # one of each run
+    exported = AutoModelForCausalLM.from_pretrained(kept[-1] / "huggingface", dtype=torch.float32)
+    reference.assert_is(exported.state_dict())
+
+
+def test_an_actor_updates_as_one_process(folder: Path) -> None:
+    vocab_size = AutoModelForCausalLM.from_pretrained(folder).config.vocab_size
+    ranks = pool_of(NUM_RANKS).run(run_actor, folder, vocab_size, timeout_s=TIMEOUT_S)
+    reference = Reference(folder)
+    whole = rollout(vocab_size)
+    data = left_right_2_no_padding(whole.clone())
+    outputs = reference.outputs(list(data["input_ids"].unbind()), TEMPERATURE)
+    for policy in range(2):
+        for name in OUTPUTS:
+            wanted = no_padding_2_padding(outputs[name], data).detach()
+            found = torch.cat([rank[0][policy][name] for rank in ranks])
+            torch.testing.assert_close(found, wanted, rtol=TOLERANCE, atol=TOLERANCE)
+
+    loss_of = partial(ppo_loss, config=omega_conf_to_dataclass(actor_config(folder).actor))
+    for step in range(2):
+        data = left_right_2_no_padding(whole[step::2].clone())
+        tu.assign_non_tensor(
+            data,
+            dp_size=1,
+            batch_num_tokens=int(data["loss_mask"].sum()),
+            global_batch_size=4,
+        )
+        outputs = reference.outputs(list(data["input_ids"].unbind()), TEMPERATURE)
+        loss, metrics = loss_of(model_output=outputs, data=data)
+        norm = reference.update(loss)
+        wanted = {
+            "loss": loss.item(),
+            "grad_norm": norm,
+            **{name: metrics[name].aggregate() for name in ("kl_loss", "actor/entropy_loss")},
+        }
+        for _, found, _ in ranks:
+            assert {name: found[name][step] for name in wanted} == pytest.approx(
+                wanted, rel=TOLERANCE
+            )
+    for _, _, tensors in ranks:
+        reference.assert_is(tensors)
+
+
+# --- errors ---
+
+
+@pytest.mark.parametrize(
+    ("changes", "text"),
+    [
+        ({"pool": None}, "needs a pool but has None"),
+        ({"dtype": "float16"}, "dtype is 'float16'"),
+        ({"offload_policy": True}, "has offload_policy=True"),
+        (
+            {"router_replay": EngineRouterReplayConfig(mode="R2")},
+            "router_replay.mode=R2",
+        ),
+        ({"param_offload": True}, "optimizer_offload False"),
+    ],
+)
+def test_an_engine_refuses_what_it_cannot_do(changes: dict[str, Any], text: str) -> None:
+    with pytest.raises(ConfigurationError, match=re.escape(text)):
+        HydraulisEngineConfig(**{"pool": "4*tp1", **changes})
+
+
+@pytest.mark.parametrize(
+    ("model", "optimizer", "checkpoint", "text"),
+    [
+        ({"use_remove_padding": False}, {}, {}, "use_remove_padding is False"),
+        ({"lora_rank": 8}, {}, {}, "lora_rank"),
+        ({}, {"optimizer": "AdamW8bit"}, {}, "optimizer=AdamW8bit"),
+        ({}, {}, {"save_contents": ["model", "extra"]}, "save_contents is ['extra', 'model']"),
+    ],
+)
+def test_wrong_models_optimizers_and_checkpoints(
+    folder: Path,
+    model: dict[str, Any],
+    optimizer: dict[str, Any],
+    checkpoint: dict[str, Any],
+    text: str,
+) -> None:
+    with pytest.raises(ConfigurationError, match=re.escape(text)):
+        EngineRegistry.new(
+            "language_model",
+            "hydraulis",
+            model_config=HFModelConfig(path=str(folder), **model),
+            engine_config=HydraulisEngineConfig(pool="tp1"),
+            optimizer_config=FSDPOptimizerConfig(**optimizer),
+            checkpoint_config=CheckpointConfig(**checkpoint),
+        )
+
+
+def wrong_batches(folder: Path) -> list[str]:
+    """On every rank: the messages of batches that rank 1 alone has wrong."""
+    use_as_verl_rank()
+    engine = EngineRegistry.new(
+        "language_model",
+        "hydraulis",
+        model_config=HFModelConfig(path=str(folder)),
+        engine_config=HydraulisEngineConfig(pool="2*tp1", forward_only=True, dtype="fp32"),
+        optimizer_config=None,
+        checkpoint_config=CheckpointConfig(),
+    )
+    engine.initialize()
+    found = []
+    spoils: list[Callable[[TensorDict], Any]] = [
+        lambda data: tu.assign_non_tensor_stack(data, "multi_modal_inputs", [{}, {"images": 1}]),
+        lambda data: data.update({"temperature": torch.tensor([1.0, 0.5])}),
+        lambda data: tu.assign_non_tensor(data, calculate_sum_pi_squared=True),
+    ]
+    for spoil in spoils:
+        data = left_right_2_no_padding(rollout(20)[:2])
+        if dist.get_rank() == 1:
+            spoil(data)
+        with pytest.raises(ConfigurationError) as error:
+            engine.infer_batch(data)
+        found.append(str(error.value))
+    engine.engine.close()
+    return found
+
+
+def test_wrong_batches_raise_one_error_on_every_rank(folder: Path) -> None:
+    for found in pool_of(2).run(wrong_batches, folder, timeout_s=TIMEOUT_S):
+        for message, text in zip(
+            found, ("multi_modal_inputs", "[0.5, 1.0]", "calculate_sum_pi_squared"), strict=True
+        ):
+            assert text in message
