@@ -26,7 +26,6 @@ if TYPE_CHECKING:
     from megatron.hydraulis.planner.planned import PlannedBatch as PlannedBatch
     from megatron.hydraulis.proposal.propose import Proposal as Proposal
     from megatron.hydraulis.runtime.outcome import LossTotal as LossTotal
-    from megatron.hydraulis.runtime.outcome import LossTotal as LossTotal
     from megatron.hydraulis.runtime.outcome import StepOutcome as StepOutcome
     from megatron.hydraulis.runtime.token_loss import OUTPUTS as OUTPUTS
     from megatron.hydraulis.runtime.token_loss import Segments as Segments
@@ -41,7 +40,6 @@ _MODULES = {
     "Comparison": "simulator.comparison",
     "Engine": "library.engine",
     "HydraulisError": "errors",
-    "LossTotal": "runtime.outcome",
     "LossTotal": "runtime.outcome",
     "ModelLike": "library.plans",
     "ModelShape": "model_shape",
