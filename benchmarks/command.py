@@ -7,6 +7,8 @@ import json
 import logging
 import os
 import platform
+import subprocess
+import sys
 import warnings
 from datetime import UTC, datetime
 from pathlib import Path
@@ -40,6 +42,14 @@ def use_cpu() -> None:
     logging.disable(logging.WARNING)
     torch.set_num_threads(1)
     apply_cpu_backend()
+
+
+def torchrun(num_ranks: int, *words: str) -> None:
+    """Run a program on every rank; its output goes to standard error."""
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+    command += ["--nproc-per-node", str(num_ranks), *words]
+    environment = dict(os.environ, OMP_NUM_THREADS="1")
+    subprocess.run(command, check=True, stdout=sys.stderr, env=environment)
 
 
 def counted_progress(unit: str = "") -> Progress:

@@ -5,6 +5,8 @@ command ``profile``, then ``pretrain_gpt.py`` with the profile that it wrote, on
 tail. Every iteration of the run has the time that its plan predicted before it ran and the time
 that it took; the figure is the median of ``|measured / predicted - 1|``. Nothing is fitted to the
 run, except in the additional runs of --refit.
+
+With --pool it compares the gain of a proposed pool instead, see `pool_gain.py`.
 """
 
 from __future__ import annotations
@@ -15,7 +17,6 @@ import json
 import os
 import random
 import statistics
-import subprocess
 import sys
 import tempfile
 from collections.abc import Sequence
@@ -26,7 +27,8 @@ import numpy as np
 import torch
 from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
 
-from benchmarks.command import make_parser, write_figures
+from benchmarks import pool_gain
+from benchmarks.command import make_parser, torchrun, write_figures
 from megatron.hydraulis.observability.records import IterationRecord, read_metrics
 from megatron.hydraulis.terminal import figures_table, results_console
 
@@ -41,8 +43,9 @@ MODEL_FLAGS = (
     *("--swiglu", "--normalization", "RMSNorm", "--disable-bias-linear"),
     *("--position-embedding-type", "rope", "--untie-embeddings-and-output-weights"),
     *("--seq-length", str(SEQ_LENGTH), "--tokenizer-type", "NullTokenizer"),
-    *("--vocab-size", str(VOCAB_SIZE - 1), "--max-tokens-per-micro-batch", "1024"),
+    *("--vocab-size", str(VOCAB_SIZE - 1)),
 )
+LIMIT_FLAGS = ("--max-tokens-per-micro-batch", "1024")
 NUM_FIRST_LEFT_OUT = 2
 """Iterations that also build models and start the planner."""
 
@@ -75,6 +78,16 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--iterations", type=int, default=24, metavar="N", help="of each run")
     parser.add_argument("--global-batch-tokens", type=int, default=8192, metavar="N")
     parser.add_argument("--refit", action="store_true", help="one more run each, refitted online")
+    parser.add_argument(
+        "--pool", action="store_true", help="instead: the gain of a proposed pool, in turn"
+    )
+    parser.add_argument(
+        "--rank-megabytes",
+        type=float,
+        default=95.0,
+        metavar="X",
+        help="with --pool: memory of a rank by which the memory model limits micro-batches",
+    )
     parser.add_argument("--folder", type=Path, metavar="DIR", help="keep profile and runs here")
     arguments = parser.parse_args(argv)
     num_ranks = arguments.num_ranks
@@ -82,7 +95,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     with tempfile.TemporaryDirectory() as temporary:
         folder = arguments.folder or Path(temporary)
         folder.mkdir(parents=True, exist_ok=True)
-        corpus = _write_corpus(folder)
+        corpus, lengths = _write_corpus(folder)
+        if arguments.pool:
+            return pool_gain.run(folder, lengths, MODEL_FLAGS, arguments)
         found = [
             errors
             for strategy in strategies
@@ -116,10 +131,10 @@ def _errors_of(
     name = "".join(c if c.isalnum() else "_" for c in strategy)
     profile = folder / f"{name}.json"
     lengths = folder / "lengths.json"
-    _torchrun(
+    torchrun(
         arguments.num_ranks,
         *("-m", "megatron.hydraulis", "profile", "--out", str(profile)),
-        *("--lengths", str(lengths), "--", *MODEL_FLAGS, "--strategy", strategy),
+        *("--lengths", str(lengths), "--", *MODEL_FLAGS, *LIMIT_FLAGS, "--strategy", strategy),
     )
     runs: list[tuple[str, tuple[str, ...]]] = [(strategy, ())]
     if arguments.refit:
@@ -127,9 +142,9 @@ def _errors_of(
     found = []
     for index, (label, flags) in enumerate(runs):
         run_dir = folder / f"{name}_{index}"
-        _torchrun(
+        torchrun(
             arguments.num_ranks,
-            *("pretrain_gpt.py", *MODEL_FLAGS, "--strategy", strategy),
+            *("pretrain_gpt.py", *MODEL_FLAGS, *LIMIT_FLAGS, "--strategy", strategy),
             *("--data-path", str(corpus), "--split", "100,0,0", "--run-dir", str(run_dir)),
             *("--cost-profile", str(profile), "--train-iters", str(arguments.iterations)),
             *("--global-batch-tokens", str(arguments.global_batch_tokens)),
@@ -156,16 +171,8 @@ def figures(name: str, strategy: str, records: Sequence[IterationRecord]) -> Run
     )
 
 
-def _torchrun(num_ranks: int, *words: str) -> None:
-    """Run a program on every rank; its output goes to standard error."""
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-    command += ["--nproc-per-node", str(num_ranks), *words]
-    environment = dict(os.environ, OMP_NUM_THREADS="1")
-    subprocess.run(command, check=True, stdout=sys.stderr, env=environment)
-
-
-def _write_corpus(folder: Path) -> Path:
-    """Random documents with a long tail, and the lengths of their sequences."""
+def _write_corpus(folder: Path) -> tuple[Path, list[int]]:
+    """Random documents with a long tail, and the lengths of their sequences, also in a file."""
     draw = random.Random(1)
     lengths = [
         max(2, min(SEQ_LENGTH, round(draw.lognormvariate(np.log(MEDIAN_TOKENS), SIGMA))))
@@ -179,7 +186,7 @@ def _write_corpus(folder: Path) -> Path:
         builder.add_document(torch.from_numpy(document), [length + 1])
     builder.finalize(f"{prefix}.idx")
     (folder / "lengths.json").write_text(json.dumps(lengths))
-    return prefix
+    return prefix, lengths
 
 
 if __name__ == "__main__":

@@ -15,11 +15,12 @@ from benchmarks.alternating_pool import (
     block_plans,
 )
 from benchmarks.paired_statistics import paired_ratio
+from benchmarks.pool_gain import Iteration, PoolGain
 from benchmarks.prediction_error import figures
 from benchmarks.static_against_megatron import SideSteps, loss_difference
 from benchmarks.step_report import Spent, StepClock, StepReport, Traffic
 from benchmarks.workload import Workload
-from megatron.hydraulis.strategy import Scheme, Strategy
+from megatron.hydraulis.strategy import Pool, Scheme, Strategy
 from megatron.hydraulis.terminal import table_text
 from tests.unit.observability.run_folders import make_record
 
@@ -198,3 +199,25 @@ def test_the_table_of_cases_ends_with_mean_and_least_gain() -> None:
     assert rows["mean"].count("1.100") == 2
     assert rows["least"].count("1.000") >= 2
     assert "2.200" in rows["mean"]
+
+
+def test_the_gain_of_a_pool_is_the_median_over_pairs() -> None:
+    def side(predicted_s: list[float], measured_s: list[float]) -> list[Iteration]:
+        return [
+            Iteration("S", predicted, 0.0, measured, (), 0.0, 0.0)
+            for predicted, measured in zip(predicted_s, measured_s, strict=True)
+        ]
+
+    gain = PoolGain(
+        pool=Pool.of(Strategy.parse("tp2+2*tp1", 4)),
+        static="2*tp2",
+        proposed=1.2,
+        limits_tokens={},
+        iterations={
+            "static": side([1.2, 2.4, 3.6], [1.3, 20.0, 3.9]),
+            "pool": side([1.0, 2.0, 3.0], [1.0, 2.0, 3.0]),
+        },
+    )
+    assert gain.predicted.value == pytest.approx(1.2)
+    assert gain.measured.value == pytest.approx(1.3)
+    assert gain.gap_points == pytest.approx(-10.0)

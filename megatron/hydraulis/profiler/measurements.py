@@ -140,7 +140,7 @@ class MeasuredStrategy:
     iteration_ms: float
     """Of an iteration with a few micro-batches."""
     makespan_ms: float
-    """Of its micro-batches alone, by the measured time of each."""
+    """Of its micro-batches alone, by the time that they took in this iteration."""
     optimizer_ms: float
     regroup: RegroupSpeed
     replicas: str | None = None

@@ -40,6 +40,8 @@ from megatron.hydraulis.strategy import Replica, Scheme, Strategy
 
 _NS_PER_MS = 1e6
 _MS_PER_S = 1e3
+_FEWEST_MICRO_BATCHES = 4
+"""Of a measured iteration: two that do not overlap regrouping, and the first and the last one."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,6 +64,30 @@ class _RankTimes:
     total_ms: float
     """Of forward and backward."""
     peak_bytes: int
+
+
+@dataclass(frozen=True)
+class RankIteration:
+    """The times of an iteration on one rank."""
+
+    wall_ms: float
+    optimizer_ms: float
+    micro_batch_ms: float
+    """Forward and backward of one that does not overlap regrouping; 0 if the rank is idle."""
+
+    @classmethod
+    def of(
+        cls, spans: Sequence[RecordedSpan], wall_ms: float, *, num_micro_batches: int
+    ) -> RankIteration:
+        inner = range(1, num_micro_batches - 1)
+        return cls(
+            wall_ms=wall_ms,
+            optimizer_ms=sum(map(_duration_ms, _named(spans, "optimizer"))),
+            micro_batch_ms=_median_ms(spans, "forward", inner)
+            + _median_ms(spans, "backward", inner)
+            if inner
+            else 0.0,
+        )
 
 
 class EngineRig:
@@ -138,16 +164,22 @@ class EngineRig:
     ) -> MeasuredStrategy:
         """Measure iterations, and regrouping alone.
 
+        The makespan follows from micro-batches of the same iteration, as the machine may have been
+        faster or slower when points were measured. The first micro-batch, which overlaps a gather,
+        and the last one, which overlaps a scatter, do not count. The result is that of the
+        iteration with the median overhead.
+
         points: for each scheme of the strategy, a measured micro-batch of which iterations are
         made. Cp ranks that may split run as one group.
         """
         engine = self.engine
         mine = strategy.replica_of(self._rank)
+        used = {scheme: points[scheme.group_schemes[0]] for scheme in strategy.schemes}
+        numbers = numbers_of_micro_batches(used)
         batches: list[PackedBatch] = []
         if mine is not None:
-            point = points[mine.scheme.group_schemes[0]].point
-            batches = [self._packed(point, mine)] * _num_micro_batches(mine.scheme)
-        walls_ms, optimizers_ms = [], []
+            batches = [self._packed(used[mine.scheme].point, mine)] * numbers[mine.scheme]
+        found: list[RankIteration] = []
         self._recorder.take()
         for number in range(self._repeats.num_warmup + 1 + self._repeats.num_measured):
             dist.barrier()
@@ -158,35 +190,30 @@ class EngineRig:
             if torch.cuda.is_available():
                 torch.cuda.synchronize()
             wall_ms = (time.perf_counter() - start_s) * _MS_PER_S
-            optimizer_ms = sum(map(_duration_ms, _named(self._recorder.take(), "optimizer")))
+            spans = self._recorder.take()
             # In later iterations the parameters are gathered already.
             if number > self._repeats.num_warmup:
-                walls_ms.append(wall_ms)
-                optimizers_ms.append(optimizer_ms)
+                found.append(RankIteration.of(spans, wall_ms, num_micro_batches=len(batches)))
         regroup = self._regroup_speed(strategy)
-        all_walls_ms, all_optimizers_ms, speeds = zip(
-            *of_all_ranks((statistics.median(walls_ms), statistics.median(optimizers_ms), regroup)),
-            strict=True,
-        )
-        makespan_ms = max(
-            pipeline_time_ms(
-                [points[scheme.group_schemes[0]].time_ms] * _num_micro_batches(scheme), scheme.pp
+        everyone, speeds = zip(*of_all_ranks((found, regroup)), strict=True)
+        iterations = [
+            MeasuredStrategy(
+                name=strategy.name,
+                replicas=str(strategy),
+                iteration_ms=max(rank.wall_ms for rank in ranks),
+                makespan_ms=makespan_ms(strategy, numbers, ranks),
+                optimizer_ms=max(rank.optimizer_ms for rank in ranks),
+                regroup=RegroupSpeed(
+                    gather_bytes=max(speed.gather_bytes for speed in speeds),
+                    gather_ms=max(speed.gather_ms for speed in speeds),
+                    scatter_bytes=max(speed.scatter_bytes for speed in speeds),
+                    scatter_ms=max(speed.scatter_ms for speed in speeds),
+                ),
             )
-            for scheme in strategy.schemes
-        )
-        return MeasuredStrategy(
-            name=strategy.name,
-            replicas=str(strategy),
-            iteration_ms=max(all_walls_ms),
-            makespan_ms=makespan_ms,
-            optimizer_ms=max(all_optimizers_ms),
-            regroup=RegroupSpeed(
-                gather_bytes=max(speed.gather_bytes for speed in speeds),
-                gather_ms=max(speed.gather_ms for speed in speeds),
-                scatter_bytes=max(speed.scatter_bytes for speed in speeds),
-                scatter_ms=max(speed.scatter_ms for speed in speeds),
-            ),
-        )
+            for ranks in zip(*everyone, strict=True)
+        ]
+        iterations.sort(key=lambda each: each.iteration_ms - each.makespan_ms)
+        return iterations[len(iterations) // 2]
 
     def close(self) -> None:
         """To be called before the process groups are destroyed."""
@@ -261,9 +288,36 @@ class EngineRig:
         return part.to(self.engine.device)
 
 
-def _num_micro_batches(scheme: Scheme) -> int:
-    """Of a measured iteration: enough to fill the pipeline."""
-    return 2 * scheme.pp
+def numbers_of_micro_batches(points: Mapping[Scheme, MeasuredPoint]) -> dict[Scheme, int]:
+    """Of a replica in a measured iteration, by scheme: enough to fill a pipeline, and as many more
+    as keep it at work until the slowest replica ends, as in training."""
+    fewest = {scheme: max(_FEWEST_MICRO_BATCHES, 2 * scheme.pp) for scheme in points}
+    longest_ms = max(
+        (num + scheme.pp - 1) * points[scheme].time_ms for scheme, num in fewest.items()
+    )
+    return {
+        scheme: max(num, int(longest_ms / points[scheme].time_ms) - scheme.pp + 1)
+        for scheme, num in fewest.items()
+    }
+
+
+def makespan_ms(
+    strategy: Strategy, numbers: Mapping[Scheme, int], ranks: Sequence[RankIteration]
+) -> float:
+    """Of equal micro-batches, numbers of them by scheme."""
+
+    def stage_ms(replica: Replica, stage: int) -> float:
+        in_step = [r for cp in range(replica.scheme.cp) for r in replica.tp_ranks(stage, cp)]
+        return statistics.fmean(ranks[rank].micro_batch_ms for rank in in_step)
+
+    return max(
+        pipeline_time_ms(
+            [max(stage_ms(replica, stage) for stage in range(replica.scheme.pp))]
+            * numbers[replica.scheme],
+            replica.scheme.pp,
+        )
+        for replica in strategy.replicas
+    )
 
 
 def _measured(scheme: str, point: GridPoint, everyone: Sequence[_RankTimes]) -> MeasuredPoint:
