@@ -1,7 +1,6 @@
 """What every test shares: one thread a process, hypothesis profiles, quiet logs, pools closed; what
 garbage collection leaves out, and which worker of pytest-xdist runs which files."""
 
-import gc
 import logging
 import os
 import sys
@@ -29,9 +28,6 @@ settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "default"))
 
 # Upstream announces HybridModel at every GPTModel built, in every worker.
 logging.getLogger("megatron.core.models.gpt.gpt_model").setLevel(logging.ERROR)
-
-# Else a collection in a forked rank visits, and so copies, all that the parent had imported.
-os.register_at_fork(after_in_child=gc.freeze)
 
 
 @pytest.hookimpl(wrapper=True)

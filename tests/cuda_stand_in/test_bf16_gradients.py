@@ -12,12 +12,12 @@ from tests.cuda_stand_in.lone_ranks import log_of
 from tests.cuda_stand_in.order import Call, check_order, read_log
 from tests.cuda_stand_in.pool import run_logged
 from tests.support.gloo_pool import pool_of
-from tests.support.law import MAIN_MODEL, SPLITS, assert_law, law_job, waves
+from tests.support.law import SHORT_MODEL, SPLITS, assert_law, law_job, waves
 from tests.support.models import Job, run_job
 
 pytestmark = pytest.mark.distributed
 
-MODEL = replace(MAIN_MODEL, dtype=torch.float32)
+MODEL = replace(SHORT_MODEL, dtype=torch.float32)
 """Nothing but gradients travels in bf16."""
 NUM_RANKS = 4
 BF16 = 9

@@ -15,7 +15,7 @@ from megatron.hydraulis.runtime.engine import Engine
 from megatron.hydraulis.runtime.executor import make_forward_step
 from tests.support.comparison import assert_same
 from tests.support.gloo_pool import pool_of
-from tests.support.law import FP64_TOLERANCE, MAIN_MODEL, law_job, law_reference
+from tests.support.law import FP64_TOLERANCE, law_job, law_reference
 from tests.support.models import (
     Job,
     RankRun,
@@ -67,7 +67,7 @@ def test_two_calls_and_an_update_are_those_of_both_batches(
 ) -> None:
     job = replace(law_job(4, strategies[0]), strategies=strategies, ranks_per_node=ranks_per_node)
     runs: list[RankRun] = pool_of(4).run(accumulate, job)
-    expected = law_reference(MAIN_MODEL)
+    expected = law_reference(job.model)
     for i, gradients in enumerate(expected.gradients):
         found = assemble(runs, [run.parameters[i] for run in runs])
         assert_same(found, expected.parameters[i], FP64_TOLERANCE)

@@ -35,18 +35,20 @@ pytestmark = pytest.mark.distributed
 
 TIED = replace(MAIN_MODEL, tied=True, qk_layernorm=True, bias=True)
 JOBS = {
-    "one rank each": law_job(4, "4*tp1"),
-    "one rank each, relays": replace(law_job(4, "4*tp1"), ranks_per_node=2),
-    "mixed tp": law_job(4, "tp2+2*tp1"),
-    "mixed tp, relays": replace(law_job(4, "tp2+2*tp1"), ranks_per_node=2),
-    "pipeline": law_job(4, "pp2+tp2"),
-    "pipeline of tp": law_job(4, "tp2pp2"),
+    "one rank each": law_job(4, "4*tp1", MAIN_MODEL),
+    "one rank each, relays": replace(law_job(4, "4*tp1", MAIN_MODEL), ranks_per_node=2),
+    "mixed tp": law_job(4, "tp2+2*tp1", MAIN_MODEL),
+    "mixed tp, relays": replace(law_job(4, "tp2+2*tp1", MAIN_MODEL), ranks_per_node=2),
+    "pipeline": law_job(4, "pp2+tp2", MAIN_MODEL),
+    "pipeline of tp": law_job(4, "tp2pp2", MAIN_MODEL),
     "tied embeddings and partial sums": law_job(4, "tp2@0,3+pp2@2,1", TIED),
-    "cp": law_job(4, "2*cp2"),
-    "waves": waves(list(SPLITS.values())),
+    "cp": law_job(4, "2*cp2", MAIN_MODEL),
+    "waves": waves(list(SPLITS.values()), MAIN_MODEL),
     "changing": changing(("tp2+2*tp1", "cp2@2,0+tp2@3,1", "pp3:2,1,1+idle")),
-    "owners chosen": replace(law_job(4, "tp2@0,3+pp2@2,1"), owners_for="tp2@0,3+pp2@2,1"),
-    "without overlap": replace(law_job(4, "tp2@0,3+pp2@2,1"), overlap=False),
+    "owners chosen": replace(
+        law_job(4, "tp2@0,3+pp2@2,1", MAIN_MODEL), owners_for="tp2@0,3+pp2@2,1"
+    ),
+    "without overlap": replace(law_job(4, "tp2@0,3+pp2@2,1", MAIN_MODEL), overlap=False),
 }
 EVERY_RANK_HOLDS_ALL = ("one rank each", "one rank each, relays", "cp", "waves")
 

@@ -16,7 +16,7 @@ from tests.support.gloo_pool import pool_of
 from tests.support.law import (
     FP64_TOLERANCE,
     LENGTHS,
-    MAIN_MODEL,
+    SHORT_MODEL,
     SPLITS,
     assert_law,
     law_job,
@@ -26,8 +26,6 @@ from tests.support.models import Job, SmallModel, assemble, run_job
 from tests.support.recomputed_models import RecomputedModel
 
 pytestmark = pytest.mark.distributed
-
-MODEL = replace(MAIN_MODEL, num_layers=2)
 
 
 @dataclass(frozen=True)
@@ -55,9 +53,9 @@ def combined(model: SmallModel, **settings: object) -> CombinedModel:
 def job_of(text: str) -> Job:
     """The law's job on one replica, with all splits of waves."""
     if "~" not in text:
-        return law_job(4, text, MODEL)
+        return law_job(4, text, SHORT_MODEL)
     splits = list(SPLITS.values()) if "cp4" in text else [[(0, 1), (1, 1)], [(0, 2)]]
-    return replace(waves(splits, MODEL), strategies=(text,))
+    return replace(waves(splits, SHORT_MODEL), strategies=(text,))
 
 
 ROTARY: dict[str, dict[str, object]] = {
@@ -73,10 +71,10 @@ ROTARY: dict[str, dict[str, object]] = {
 @pytest.mark.parametrize("name", ROTARY)
 @pytest.mark.parametrize(("text", "way"), [("tp2cp2", "a2a"), ("cp2~pp2", "all_gather")])
 def test_rotary_positions_of_every_kind(text: str, way: str, name: str) -> None:
-    model = combined(MODEL, cp_comm_type=way, **ROTARY[name])
+    model = combined(SHORT_MODEL, cp_comm_type=way, **ROTARY[name])
     runs = pool_of(4).run(run_job, replace(job_of(text), model=model))
     alone = pool_of(1).run(run_job, law_job(1, "tp1", model))
-    plain = pool_of(1).run(run_job, law_job(1, "tp1", MODEL))
+    plain = pool_of(1).run(run_job, law_job(1, "tp1", SHORT_MODEL))
     for i in range(len(LENGTHS)):
         expected = assemble(alone, [alone[0].gradients[i]])
         found = assemble(runs, [run.gradients[i] for run in runs])
@@ -88,7 +86,7 @@ def test_rotary_positions_of_every_kind(text: str, way: str, name: str) -> None:
 @pytest.mark.parametrize("text", ["cp2~pp2", "tp2cp2~", "cp4~"])
 def test_tied_embeddings_and_full_recompute_in_waves(text: str, way: str) -> None:
     """On cp4~ with groups of four ranks but two query groups, and norms of queries and keys."""
-    model = replace(MODEL, tied=True, num_groups=2, qk_layernorm=True)
+    model = replace(SHORT_MODEL, tied=True, num_groups=2, qk_layernorm=True)
     recomputed = combined(
         model, cp_comm_type=way, granularity="full", method="uniform", num_layers_recomputed=1
     )
@@ -98,7 +96,7 @@ def test_tied_embeddings_and_full_recompute_in_waves(text: str, way: str) -> Non
 
 def test_evaluation_between_iterations_in_strategies_with_cp() -> None:
     texts = ("tp2cp2", "cp4", "4*tp1")
-    jobs = [law_job(4, text, MODEL) for text in texts]
+    jobs = [law_job(4, text, SHORT_MODEL) for text in texts]
     job = replace(
         jobs[0],
         strategies=texts,

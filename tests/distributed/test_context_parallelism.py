@@ -15,7 +15,7 @@ from megatron.hydraulis.strategy import Strategy
 from tests.support.gloo_pool import WorkerFailure, pool_of
 from tests.support.law import (
     LENGTHS,
-    MAIN_MODEL,
+    SHORT_MODEL,
     SPLITS,
     changing,
     check_law,
@@ -26,7 +26,6 @@ from tests.support.models import Job, build_engine
 
 pytestmark = pytest.mark.distributed
 
-SHORT_MODEL = replace(MAIN_MODEL, num_layers=2)
 MODELS = {
     "fp32": replace(SHORT_MODEL, dtype=torch.float32),
     "tied embeddings": replace(SHORT_MODEL, tied=True),
@@ -58,7 +57,7 @@ STRATEGIES = [
 
 @pytest.mark.parametrize(("num_ranks", "text"), STRATEGIES)
 def test_cp_ranks_give_the_same_update(num_ranks: int, text: str) -> None:
-    check_law(law_job(num_ranks, text, SHORT_MODEL), num_ranks)
+    check_law(law_job(num_ranks, text), num_ranks)
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -69,12 +68,12 @@ def test_every_model_gives_the_same_update(name: str) -> None:
 
 @pytest.mark.parametrize("name", SPLITS)
 def test_every_split_of_a_wave_gives_the_same_update(name: str) -> None:
-    check_law(waves([SPLITS[name]], SHORT_MODEL), 4)
+    check_law(waves([SPLITS[name]]), 4)
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
 def test_waves_may_be_cut_differently(dtype: torch.dtype) -> None:
-    job = waves(list(SPLITS.values()), SHORT_MODEL)
+    job = waves(list(SPLITS.values()))
     model = replace(SHORT_MODEL, dtype=dtype)
     settings = law_job(4, "cp4", model).settings
     check_law(replace(job, model=model, settings=settings), 4)
@@ -82,19 +81,19 @@ def test_waves_may_be_cut_differently(dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("text", ["cp2~pp2", "tp2cp2~", "tp2cp2~@3,1,0,2"])
 def test_pipelines_and_tensor_parallel_ranks_may_split(text: str) -> None:
-    job = waves([[(0, 1), (1, 1)], [(0, 2)], [(0, 1), (1, 1)]], SHORT_MODEL)
+    job = waves([[(0, 1), (1, 1)], [(0, 2)], [(0, 1), (1, 1)]])
     check_law(replace(job, strategies=(text,)), 4)
 
 
 def test_a_wave_may_leave_groups_without_sequences() -> None:
-    job = waves([SPLITS["1+1+1+1"], SPLITS["2+2"]], SHORT_MODEL)
+    job = waves([SPLITS["1+1+1+1"], SPLITS["2+2"]])
     counts = [[group[2] for group in wave] for a in job.assignments for wave in a.groups[0]]
     assert any(0 in wave and sum(wave) for wave in counts)
     assert any(wave[0] == 0 for wave in counts)
 
 
 def test_strategies_with_and_without_cp_may_alternate() -> None:
-    check_law(changing(("tp2cp2", "cp2~+2*tp1", "4*tp1"), SHORT_MODEL), 4)
+    check_law(changing(("tp2cp2", "cp2~+2*tp1", "4*tp1")), 4)
 
 
 def run_uncut(job: Job) -> None:
@@ -113,9 +112,9 @@ def run_misplaced(job: Job) -> None:
 def test_packs_with_invalid_groups_are_refused() -> None:
     """Each rank would train whole rows, and every token count twice."""
     with pytest.raises(WorkerFailure, match=r"context group of 1: .* of all 2 cp ranks"):
-        pool_of(2).run(run_uncut, law_job(2, "cp2", SHORT_MODEL))
+        pool_of(2).run(run_uncut, law_job(2, "cp2"))
     with pytest.raises(WorkerFailure, match="aligned powers of two; pack micro-batches by"):
-        pool_of(4).run(run_misplaced, law_job(4, "cp4~", SHORT_MODEL))
+        pool_of(4).run(run_misplaced, law_job(4, "cp4~"))
 
 
 def test_every_job_has_short_sequences() -> None:

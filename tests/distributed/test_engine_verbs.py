@@ -27,7 +27,7 @@ from megatron.hydraulis.runtime.token_loss import Segments
 from megatron.hydraulis.strategy import Pool
 from tests.support.comparison import assert_same
 from tests.support.gloo_pool import pool_of
-from tests.support.law import FP64_TOLERANCE, MAIN_MODEL
+from tests.support.law import FP64_TOLERANCE, SHORT_MODEL
 from tests.support.models import (
     Job,
     RankRun,
@@ -43,7 +43,6 @@ from tests.support.reference import build_upstream_model
 
 pytestmark = pytest.mark.distributed
 
-MODEL = replace(MAIN_MODEL, num_layers=2)
 LENGTHS = [17, 5, 9, 30, 3, 12, 8, 21]
 """Tokens to predict of each sequence."""
 STRATEGIES = ("4*tp1", "tp2+2*tp1", "tp2pp2", "2*cp2", "cp4~", "pp2+tp1+idle")
@@ -87,7 +86,7 @@ def rollout() -> list[TokenSequence]:
     """Responses with advantages; weights of 0 for prompts, 1 sequence without any weight."""
     rng = np.random.default_rng(5)
     found = []
-    for number, tokens in enumerate(sequences(rng, LENGTHS, MODEL.vocab_size)):
+    for number, tokens in enumerate(sequences(rng, LENGTHS, SHORT_MODEL.vocab_size)):
         prompt = 1 + number % 3
         mask = np.ones(len(tokens))
         mask[:prompt] = 0
@@ -108,7 +107,7 @@ def rollout() -> list[TokenSequence]:
     return found
 
 
-def make_engine(texts: Sequence[str] = STRATEGIES, model: SmallModel = MODEL) -> Engine:
+def make_engine(texts: Sequence[str] = STRATEGIES, model: SmallModel = SHORT_MODEL) -> Engine:
     if model.dtype == torch.float64:
         use_fp64_loss()
     job = Job(model, tuple(texts), (), (), (), num_atoms=8)
@@ -202,7 +201,7 @@ def run_reference() -> dict[str, dict[str, np.ndarray]]:
     provide_memory_buffer()
     found = {}
     for case in CASES:
-        model = build_upstream_model(MODEL, Job(MODEL, (), (), (), ()).seed)
+        model = build_upstream_model(SHORT_MODEL, Job(SHORT_MODEL, (), (), (), ()).seed)
         total = reference_loss(model, case)
         total.backward()
         found[case] = {name: each.grad.numpy() for name, each in model.named_parameters()}
@@ -322,7 +321,7 @@ def probe_verbs() -> VerbsProbe:
 def run_reference_outputs(temperature: float) -> list[tuple[np.ndarray, np.ndarray]]:
     use_fp64_loss()
     provide_memory_buffer()
-    model = build_upstream_model(MODEL, Job(MODEL, (), (), (), ()).seed)
+    model = build_upstream_model(SHORT_MODEL, Job(SHORT_MODEL, (), (), (), ()).seed)
     with torch.no_grad():
         return [
             tuple(

@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 
 from tests.support.distributions import ROOT
+from tests.support.forked_job import free_port
 from tests.support.tiny_corpus import SEQ_LENGTH, document_lengths, tiny_command
 
 EXAMPLES = ROOT / "examples"
@@ -42,13 +43,14 @@ class Environment:
     def install(self, *arguments: str) -> None:
         self.run(sys.executable, "-m", "pip", "--python", str(self.folder), "install", *arguments)
 
-    def run(self, *command: str) -> str:
-        """Run a command of this environment in the folder; returns what it printed."""
+    def run(self, *command: str, **more: str) -> str:
+        """Run a command of this environment in the folder, with more variables; what it printed."""
         variables = {
             **{name: os.environ[name] for name in os.environ if name != "PYTHONPATH"},
             "PATH": f"{self.folder / 'bin'}{os.pathsep}{os.environ['PATH']}",
             "CUDA_VISIBLE_DEVICES": "",
             "OMP_NUM_THREADS": "1",
+            **more,
         }
         done = subprocess.run(
             [shutil.which(command[0], path=variables["PATH"]) or command[0], *command[1:]],
@@ -64,7 +66,8 @@ class Environment:
 
 def check_imports_come_from_the_wheel(environment: Environment) -> None:
     modules = ("megatron.hydraulis", "megatron.hydraulis.loop", "hydraulis_patches")
-    code = f"import {', '.join(modules)}; print({', '.join(f'{m}.__file__' for m in modules)})"
+    found = ", ".join(f"find_spec({module!r}).origin" for module in modules)
+    code = f"from importlib.util import find_spec; print({found})"
     for path in environment.run("python", "-c", code).split():
         assert Path(path).is_relative_to(environment.site_packages)
 
@@ -79,7 +82,9 @@ def check_planning(environment: Environment) -> None:
     environment.run("hydraulis", "check-plan", *inputs, "--plan", "plan.json")
 
 
-def check_training(environment: Environment, num_ranks: int, *program: str) -> None:
+def check_training(
+    environment: Environment, num_ranks: int, *program: str, **variables: str
+) -> None:
     """Preprocess a corpus and train two iterations."""
     corpus = environment.work_dir / "corpus.jsonl"
     with open(corpus, "w", encoding="utf-8") as file:
@@ -94,10 +99,9 @@ def check_training(environment: Environment, num_ranks: int, *program: str) -> N
     )
     run_dir = environment.work_dir / "run"
     flags = tiny_command("data/corpus", run_dir, *tokenizer, "--strategy", f"tp{num_ranks}")
-    launcher = ["--standalone", "--nproc-per-node", str(num_ranks)]
     environment.run(
-        *("python", "-m", "torch.distributed.run", *launcher, *program, "train", *flags),
-        *("--train-iters", "2", "--seq-length", str(SEQ_LENGTH)),
+        *(*program, "train", *flags, "--train-iters", "2", "--seq-length", str(SEQ_LENGTH)),
+        **variables,
     )
     records = (run_dir / "metrics.jsonl").read_text().splitlines()
     assert [json.loads(record)["iteration"] for record in records] == [1, 2]
@@ -112,11 +116,14 @@ def test_the_wheel_plans_and_trains_outside_the_checkout(
     not run the .pth files in it, of which one leads to the checkout."""
     wheel, _ = distributions
     environment = Environment.make(tmp_path)
-    environment.install("--quiet", "--no-index", "--no-deps", str(wheel))
+    environment.install("--quiet", "--no-index", "--no-deps", "--no-compile", str(wheel))
     (environment.site_packages / "dependencies.pth").write_text(sysconfig.get_path("purelib"))
     check_imports_come_from_the_wheel(environment)
     check_planning(environment)
-    check_training(environment, 1, "--no-python", "hydraulis")
+    # A launcher would import torch once more to set these.
+    rank = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1"}
+    master = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    check_training(environment, 1, "hydraulis", **rank, **master)
 
 
 @pytest.mark.nightly
@@ -131,5 +138,6 @@ def test_the_wheel_brings_all_its_dependencies(
     assert environment.run("hydraulis", "--version").startswith("hydraulis ")
     check_imports_come_from_the_wheel(environment)
     check_planning(environment)
-    check_training(environment, 2, "-m", "megatron.hydraulis")
+    launcher = ("python", "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
+    check_training(environment, 2, *launcher, "-m", "megatron.hydraulis")
     shutil.rmtree(environment.folder)

@@ -36,7 +36,7 @@ HANG_S = 30.0
 
 def changing_job(num_ranks: int, *texts: str, **changes: object) -> Job:
     """The law's three iterations, each in another of the strategies."""
-    jobs = [law_job(num_ranks, text) for text in texts]
+    jobs = [law_job(num_ranks, text, MAIN_MODEL) for text in texts]
     schedule = tuple(i % len(texts) for i in range(len(LENGTHS)))
     job = replace(
         jobs[0],
@@ -89,7 +89,7 @@ def test_different_pipelines_do_not_deadlock_with_one_slot(
 
 
 def test_with_one_hardware_queue_later_stages_scatter_after_their_schedule() -> None:
-    job = law_job(4, "tp2pp2")
+    job = law_job(4, "tp2pp2", MAIN_MODEL)
     assert_law(job, pool_of(4).run(run_as_with_one_queue, job, timeout_s=HANG_S))
     by_rank = pool_of(4).run(spans_as_with_one_queue, job)
     for rank, iterations in enumerate(by_rank):
@@ -144,7 +144,7 @@ class TestSpans:
     """Overlap in the spans of a trace."""
 
     def spans(self, text: str) -> list[list[RecordedSpan]]:
-        job = law_job(2, text)
+        job = law_job(2, text, MAIN_MODEL)
         runs: list[list[list[RecordedSpan]]] = pool_of(2).run(spans_of_job, job, 1)
         return runs[0]
 
@@ -276,13 +276,14 @@ class TestMemory:
 
     def probes(self, num_strategies: int) -> list[MemoryProbe]:
         texts = self.SEVEN[:num_strategies]
+        job = law_job(4, texts[0], MAIN_MODEL)
         job = replace(
-            law_job(4, texts[0]),
+            job,
             strategies=texts,
             assignments=tuple(
-                spread(len(LENGTHS[0]), len(Strategy.parse(text, 4).replicas)) for text in texts
+                spread(4, len(Strategy.parse(text, 4).replicas), 4) for text in texts
             ),
-            batches=law_job(4, texts[0]).batches[:1] * len(texts),
+            batches=(job.batches[0][:4],) * len(texts),
         )
         found: list[MemoryProbe] = pool_of(4).run(probe_memory, job)
         return found
@@ -339,7 +340,7 @@ class TestFaults:
             # A second one waits for the first one, which waits for this gather.
             ("gather", 1, ("gather of bucket 0, unit embedding", "rank 1: regrouping failed")),
             ("forward", 1, ("rank 1, phase 'forward-backward'",)),
-            ("scatter", 1, ("scatter of bucket 5, unit output", "rank 1, phase 'scatter'")),
+            ("scatter", 1, ("scatter of bucket 3, unit output", "rank 1, phase 'scatter'")),
             ("optimizer", 1, ("rank 1, phase 'optimizer'",)),
         ],
     )

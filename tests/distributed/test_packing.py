@@ -9,8 +9,8 @@ from tests.support.gloo_pool import pool_of
 from tests.support.law import (
     BIASED_MODEL,
     FP64_TOLERANCE,
-    MAIN_MODEL,
     NUM_ATOMS,
+    SHORT_MODEL,
     SPLITS,
     check_law,
     law_job,
@@ -21,7 +21,7 @@ from tests.support.models import Assignment, Job, RankRun, assemble, run_job
 
 pytestmark = pytest.mark.distributed
 
-MODELS = {"rotary positions": MAIN_MODEL, "learned positions": BIASED_MODEL}
+MODELS = {"rotary positions": SHORT_MODEL, "learned positions": BIASED_MODEL}
 
 
 def one_iteration(job: Job, *replicas: tuple[tuple[int, ...], ...]) -> Job:

@@ -32,11 +32,13 @@ from tests.support.gloo_pool import WorkerFailure, pool_of
 from tests.support.law import (
     MAIN_MODEL,
     NUM_ATOMS,
+    SHORT_MODEL,
     SPLITS,
     changing,
     check_law,
     law_job,
     law_reference,
+    model_for,
     waves,
     wrong_gradients,
 )
@@ -323,7 +325,6 @@ FP32_STRATEGIES = [
 """Each for one iteration; not those with other placements or idle ranks, which compute the same as
 another one."""
 
-SHORT_MODEL = replace(MAIN_MODEL, num_layers=2)
 GPT2_LIKE = replace(
     SHORT_MODEL,
     normalization="LayerNorm",
@@ -362,7 +363,8 @@ def test_every_strategy_gives_the_same_update(num_ranks: int, text: str) -> None
 def test_every_strategy_gives_the_same_update_in_fp32(
     num_ranks: int, texts: tuple[str, ...]
 ) -> None:
-    check_law(changing(texts, replace(MAIN_MODEL, dtype=torch.float32), num_ranks), num_ranks)
+    model = replace(model_for(num_ranks, *texts), dtype=torch.float32)
+    check_law(changing(texts, model, num_ranks), num_ranks)
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -424,8 +426,8 @@ class TestMutationsAreDetected:
         }
 
     def test_sequence_parallel_norms_replicated(self) -> None:
-        wrong = self.wrong("sequence-parallel norms replicated", 3, "tp2+tp1", MAIN_MODEL)
-        norms = {name for name in law_reference(MAIN_MODEL).gradients[0] if "layernorm" in name}
+        wrong = self.wrong("sequence-parallel norms replicated", 3, "tp2+tp1", SHORT_MODEL)
+        norms = {name for name in law_reference(SHORT_MODEL).gradients[0] if "layernorm" in name}
         assert wrong == norms
 
     def test_replicated_biases_summed(self) -> None:
@@ -436,7 +438,7 @@ class TestMutationsAreDetected:
         assert "decoder.layers.0.mlp.linear_fc1.bias" not in wrong
 
     def test_gate_and_up_not_cut_apart(self) -> None:
-        self.wrong("gate and up not cut apart", 3, "tp2+tp1", MAIN_MODEL)
+        self.wrong("gate and up not cut apart", 3, "tp2+tp1", SHORT_MODEL)
 
     def test_tied_output_end_forgotten(self) -> None:
         wrong = self.wrong("tied output end forgotten", 3, "pp2+tp1", MODELS["tied embeddings"])
@@ -456,8 +458,8 @@ class TestMutationsAreDetected:
         }
 
     def test_mean_of_each_micro_batch(self) -> None:
-        wrong = self.wrong("mean of each micro-batch", 2, "2*tp1", MAIN_MODEL)
-        assert wrong == set(law_reference(MAIN_MODEL).gradients[0])
+        wrong = self.wrong("mean of each micro-batch", 2, "2*tp1", SHORT_MODEL)
+        assert wrong == set(law_reference(SHORT_MODEL).gradients[0])
 
     def test_every_mutation_has_a_test(self) -> None:
         tested = {name.removeprefix("test_") for name in dir(self) if name.startswith("test_")}
@@ -469,7 +471,7 @@ class TestInitialWeights:
     """They depend only on the seed and the parameters' names."""
 
     def weights(self, num_ranks: int, text: str, **changes: object) -> dict[str, np.ndarray]:
-        job = replace(law_job(num_ranks, text), **changes)  # type: ignore[arg-type]
+        job = replace(law_job(num_ranks, text, SHORT_MODEL), **changes)  # type: ignore[arg-type]
         runs: list[RankRun] = pool_of(num_ranks).run(run_initial_weights, job)
         return assemble(runs, [run.parameters[0] for run in runs])
 

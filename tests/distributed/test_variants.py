@@ -9,20 +9,18 @@ import pytest
 from megatron.core.activations import squared_relu
 from megatron.core.fusions.fused_bias_geglu import quick_gelu
 
-from tests.support.law import MAIN_MODEL, SPLITS, changing, check_law, law_reference, waves
+from tests.support.law import SHORT_MODEL, SPLITS, changing, check_law, law_reference, waves
 from tests.support.models import SmallModel
 from tests.support.reference import initial_parameters
 
 pytestmark = pytest.mark.distributed
 
-MODEL = replace(MAIN_MODEL, num_layers=2)
 
-
-def _model(model: SmallModel = MODEL, **variant: Any) -> SmallModel:
+def _model(model: SmallModel = SHORT_MODEL, **variant: Any) -> SmallModel:
     return replace(model, variant=tuple(variant.items()))
 
 
-_GPT = replace(MODEL, swiglu=False)
+_GPT = replace(SHORT_MODEL, swiglu=False)
 _WINDOW: dict[str, Any] = {"window_size": (6, 0)}
 MODELS = {
     "windows in all layers": _model(**_WINDOW),
@@ -39,14 +37,17 @@ MODELS = {
         activation_func=quick_gelu, glu_linear_offset=1.0, activation_func_clamp_value=0.05
     ),
     "norms around one": _model(
-        replace(MODEL, qk_layernorm=True), layernorm_zero_centered_gamma=True
+        replace(SHORT_MODEL, qk_layernorm=True), layernorm_zero_centered_gamma=True
     ),
     "layer norms around one": _model(
-        replace(MODEL, normalization="LayerNorm", bias=True), layernorm_zero_centered_gamma=True
+        replace(SHORT_MODEL, normalization="LayerNorm", bias=True),
+        layernorm_zero_centered_gamma=True,
     ),
     "layers without positions": _model(no_rope_freq=2),
-    "gated attention": _model(replace(MODEL, qk_layernorm=True), attention_output_gate=True),
-    "decayed norms of queries and keys": replace(MODEL, qk_layernorm=True, decays_qk_norms=True),
+    "gated attention": _model(replace(SHORT_MODEL, qk_layernorm=True), attention_output_gate=True),
+    "decayed norms of queries and keys": replace(
+        SHORT_MODEL, qk_layernorm=True, decays_qk_norms=True
+    ),
 }
 STRATEGIES = ("tp2cp2", "tp2@0,3+pp2@2,1", "tp2+2*tp1")
 """One for each iteration."""
@@ -84,5 +85,5 @@ def test_norms_around_one_begin_at_zero_and_offsets_as_matrices_do() -> None:
             assert not value.any(), name
     offsets = initial_parameters(MODELS["learnable softmax"], seed=1)
     offset = offsets["decoder.layers.1.self_attention.core_attention.softmax_offset"]
-    assert offset.shape == (MODEL.num_heads,)
+    assert offset.shape == (SHORT_MODEL.num_heads,)
     assert 0.02 < float(offset.std()) < 0.5

@@ -25,7 +25,7 @@ from torch.multiprocessing.spawn import ProcessContext
 
 from megatron.hydraulis.loop import entry
 from megatron.hydraulis.observability.records import read_metrics
-from tests.support.forked_job import Program, _free_port, _prepare_once, enter_rank
+from tests.support.forked_job import Program, _prepare_once, enter_rank, free_port
 
 SHUTDOWN_S = 2
 """From the signal by which the agent ends a rank to SIGKILL, which also ends a frozen rank. Before
@@ -83,7 +83,7 @@ def run_elastic_job(
         max_restarts: number of restarts after which a failure is final.
         timeout_s: for the whole job; then agent and ranks are killed.
     """
-    agent = _start_agent(argv, num_ranks, folder, program, max_restarts, _free_port(), 1)
+    agent = _start_agent(argv, num_ranks, folder, program, max_restarts, free_port(), 1)
     agent.join(timeout_s)
     status = agent.exitcode
     if status is None:
@@ -114,7 +114,7 @@ def run_elastic_nodes(
         max_restarts: of every agent.
         timeout_s: for the whole job.
     """
-    port = _free_port()
+    port = free_port()
     folders = [folder / f"node{number}" for number in range(num_nodes)]
     all_came = folder / "all_came"
 

@@ -138,7 +138,7 @@ def run_job(
     _prepare_once()
     folder.mkdir(parents=True, exist_ok=True)
     ranks = range(num_ranks) if started is None else started
-    port = _free_port()
+    port = free_port()
     context = multiprocessing.get_context("fork")
     processes = {
         rank: context.Process(
@@ -298,7 +298,8 @@ def _read_docstrings_once() -> None:
     FlagParser()
 
 
-def _free_port() -> int:
+def free_port() -> int:
+    """A port of this machine that nobody listens on."""
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
         return int(listener.getsockname()[1])

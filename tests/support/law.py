@@ -47,9 +47,10 @@ in the parameter, on one process as on many."""
 
 MAIN_MODEL = SmallModel(num_heads=8, num_groups=4)
 """GQA, SwiGLU, RMSNorm, RoPE, untied, padded vocabulary, sequence parallel."""
+SHORT_MODEL = replace(MAIN_MODEL, num_layers=2)
+"""Layers enough for pipelines of two stages."""
 BIASED_MODEL = replace(
-    MAIN_MODEL,
-    num_layers=2,
+    SHORT_MODEL,
     position_embedding="learned_absolute",
     normalization="LayerNorm",
     swiglu=False,
@@ -58,13 +59,25 @@ BIASED_MODEL = replace(
 """Learned positions, LayerNorm, GeLU and biases."""
 
 
+def model_for(num_ranks: int, *texts: str) -> SmallModel:
+    """The main model, with no more layers than the stages of the strategies need."""
+    replicas = [each for text in texts for each in Strategy.parse(text, num_ranks).replicas]
+    is_short = all(each.scheme.pp <= 2 and each.scheme.layers is None for each in replicas)
+    return SHORT_MODEL if is_short else MAIN_MODEL
+
+
 def law_job(
-    num_ranks: int, text: str, model: SmallModel = MAIN_MODEL, num_atoms: int | None = NUM_ATOMS
+    num_ranks: int,
+    text: str,
+    model: SmallModel | None = None,
+    num_atoms: int | None = NUM_ATOMS,
 ) -> Job:
     """Three iterations of a strategy, with unequal numbers of micro-batches, of weighted tokens.
 
-    Where there are several replicas, the first has no sequence in the second iteration.
+    Where there are several replicas, the first has no sequence in the second iteration. Without a
+    model it is `model_for` the strategy.
     """
+    model = model or model_for(num_ranks, text)
     num_replicas = len(Strategy.parse(text, num_ranks).replicas)
     settings = FP64_SETTINGS if model.dtype == torch.float64 else FP32_SETTINGS
     uneven = spread(len(LENGTHS[0]), num_replicas)
@@ -117,7 +130,7 @@ SPLITS = {
 """All splits of a width of 4 into aligned groups: offsets and sizes."""
 
 
-def waves(splits: list[list[tuple[int, int]]], model: SmallModel = MAIN_MODEL) -> Job:
+def waves(splits: list[list[tuple[int, int]]], model: SmallModel = SHORT_MODEL) -> Job:
     """The law's job on one replica, its micro-batches in groups of the given splits, in turn.
 
     Groups get unequal shares, some of them none: which ones changes from wave to wave.
@@ -146,8 +159,9 @@ def waves(splits: list[list[tuple[int, int]]], model: SmallModel = MAIN_MODEL) -
     )
 
 
-def changing(texts: tuple[str, ...], model: SmallModel = MAIN_MODEL, num_ranks: int = 4) -> Job:
+def changing(texts: tuple[str, ...], model: SmallModel | None = None, num_ranks: int = 4) -> Job:
     """The law's job on another strategy in each of its iterations, of which there are three."""
+    model = model or model_for(num_ranks, *texts)
     jobs = [law_job(num_ranks, text, model) for text in texts]
     return replace(
         jobs[0],

@@ -98,6 +98,11 @@ def page_alone(run_dir: Path) -> str:
     return make_page(run, figures_of(run))
 
 
+def text_alone(run_dir: Path) -> PageReader:
+    """Also without the figures, which take nearly all the rest."""
+    return PageReader(make_page(read_run(run_dir), ()))
+
+
 def numbers(run_dir: Path, capsys: pytest.CaptureFixture[str], *flags: str) -> dict[str, Any]:
     capsys.readouterr()
     assert main(["report", str(run_dir), "--json", *flags]) == 0
@@ -113,12 +118,12 @@ def test_the_page_compares_the_pool_with_its_best_strategy(tmp_path: Path) -> No
     times_s = {"pairs": {"bound_s": 0.8, "found_s": 1.0}, "long": {"bound_s": 1.1, "found_s": 1.25}}
     write_run(tmp_path, [make_record(1, strategy_times_s=times_s)])
     assert "the best static strategy of the pool, pairs: predicted 1.00 s" in "".join(
-        report(tmp_path).text
+        text_alone(tmp_path).text
     )
     times_s = {"long": {"bound_s": 1.1, "found_s": 1.25}, "pairs": {"bound_s": 1.3, "found_s": 2.0}}
     write_run(tmp_path, [make_record(2, strategy_times_s=times_s)])
     # long takes 1.25 + 1.25 s instead of 1 + 1.25 s, pairs at least 1 + 1.3 s.
-    text = "".join(report(tmp_path).text)
+    text = "".join(text_alone(tmp_path).text)
     assert "the best static strategy of the pool, long: predicted 2.50 s, at least 2.30 s" in text
     assert "As planned: predicted 2.25 s, a gain of 1.022× to 1.111×." in text
 
@@ -167,7 +172,7 @@ def test_the_page_shows_the_figures_of_metrics_jsonl(
     records = make_pool_records()
     write_run(tmp_path, records)
     write_config(tmp_path, ("pairs", "long"), train_iters=12)
-    page = PageReader(page_alone(tmp_path))
+    page = text_alone(tmp_path)
     lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").open()]
     for line in lines:
         (row,) = [row for row in page.rows if row[:1] == [str(line["iteration"])]]
@@ -192,11 +197,11 @@ def test_the_page_shows_the_figures_of_metrics_jsonl(
 def test_the_page_shows_the_sizes_of_a_batch_that_grows(tmp_path: Path) -> None:
     write_run(tmp_path, make_pool_records())
     write_config(tmp_path, ("pairs", "long"))
-    assert "global batch 16 sequences" in PageReader(page_alone(tmp_path)).words
+    assert "global batch 16 sequences" in text_alone(tmp_path).words
     path = tmp_path / "config.json"
     sizes = {"unit": "tokens", "steps": [[0, 1024], [4096, 2048], [9000, 8192]]}
     path.write_text(json.dumps(json.loads(path.read_text()) | {"batch_sizes": sizes}))
-    assert "global batch 1,024 to 8,192 tokens" in PageReader(page_alone(tmp_path)).words
+    assert "global batch 1,024 to 8,192 tokens" in text_alone(tmp_path).words
 
 
 def test_json_writes_no_file_and_is_json_of_any_run(
