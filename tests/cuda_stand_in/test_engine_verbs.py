@@ -16,13 +16,13 @@ from tests.cuda_stand_in.lone_ranks import log_of
 from tests.cuda_stand_in.order import check_order, read_log
 from tests.cuda_stand_in.pool import run_logged
 from tests.cuda_stand_in.races import AccessMarks, find_races
-from tests.distributed.test_engine_verbs import MODEL, gspo, in_strategy, make_engine, rollout
+from tests.distributed.test_engine_verbs import gspo, in_strategy, make_engine, rollout
 from tests.support.gloo_pool import pool_of
-from tests.support.law import FP32_RTOL
+from tests.support.law import FP32_RTOL, SHORT_MODEL
 
 pytestmark = pytest.mark.distributed
 
-FP32_MODEL = replace(MODEL, dtype=torch.float32)
+FP32_MODEL = replace(SHORT_MODEL, dtype=torch.float32)
 STRATEGIES = ("cp4~", "tp2pp2")
 """One in which `segments.sum` adds over ranks, and one with messages between stages."""
 
