@@ -42,6 +42,7 @@ NUM_RANKS = 4
 TOLERANCE = 1e-5
 LR = 1e-3
 TEMPERATURE = 0.7
+NUM_VALIDATION_BATCHES = 2
 TIMEOUT_S = 240.0
 OUTPUTS = ("log_probs", "entropy")
 CONFIG = "megatron.hydraulis.library.verl_engine.HydraulisEngineConfig"
@@ -122,7 +123,8 @@ def engine_overrides(prefix: str, pool: str) -> list[str]:
 def run_sft(
     folder: Path, chats: Path, saved: Path, num_steps: int
 ) -> tuple[list[Any], list[Any], Tensors]:
-    """Batches of this rank, metrics of each step, and the model at the end."""
+    """Batches of this rank, metrics of each, of steps and then of the validation, and the model at
+    the end."""
     use_as_verl_rank()
     config = composed(
         "sft_trainer_engine",
@@ -140,15 +142,16 @@ def run_sft(
     )
     trainer = SFTTrainer(config)
     batches, metrics = [], []
-    train_batch = trainer.training_client.train_batch
+    client = trainer.training_client
 
-    def recorded(data: TensorDict) -> TensorDict:
+    def recorded(call: Callable[[TensorDict], TensorDict], data: TensorDict) -> TensorDict:
         batches.append([(data["input_ids"][i], data["loss_mask"][i]) for i in range(len(data))])
-        output = train_batch(data=data)
+        output = call(data)
         metrics.append(dict(tu.get(output, "metrics")))
         return output
 
-    trainer.training_client.train_batch = recorded
+    client.train_batch = partial(recorded, client.train_batch)
+    client.infer_batch = partial(recorded, client.infer_batch)
     trainer.fit()
     tensors = dict(trainer.engine.get_per_tensor_param()[0])
     trainer.engine.engine.close()
@@ -298,10 +301,12 @@ def test_the_sft_trainer_trains_as_one_process(folder: Path, chats: Path, tmp_pa
             )
             loss, _ = sft_loss(None, reference.outputs(list(tokens)), data)
             assert metrics["loss"] == pytest.approx(loss.item(), rel=TOLERANCE)
-            assert metrics["grad_norm"] == pytest.approx(reference.update(loss, lr), rel=TOLERANCE)
-            lr = metrics["lr"]
+            if step < num_steps:
+                norm = reference.update(loss, lr)
+                assert metrics["grad_norm"] == pytest.approx(norm, rel=TOLERANCE)
+                lr = metrics["lr"]
         for _, metrics, tensors in ranks:
-            assert len(metrics) == num_steps
+            assert len(metrics) == num_steps + NUM_VALIDATION_BATCHES
             assert metrics[-1]["loss"] == ranks[0][1][-1]["loss"]
             reference.assert_is(tensors)
     kept = sorted(saved.glob("global_step_*"))

@@ -208,16 +208,17 @@ class HydraulisEngine(BaseEngine):
         Raises ConfigurationError for batches with more than text.
         """
         temperature = on_all_ranks(lambda: _checked_temperature(data), "verl's batch cannot be run")
+        tokens = [row.numpy() for row in data["input_ids"].cpu().unbind()]
+        lengths = [len(row) for row in tokens]
+        batch = self.engine.plan(tokens, scatter=True)
         data = data.to(get_device_id())
-        tokens = data["input_ids"]
-        lengths = tokens.offsets().diff().tolist()
-        batch = self.engine.plan([row.cpu().numpy() for row in tokens.unbind()], scatter=True)
+        offsets = data["input_ids"].offsets()
         names = ["log_probs"]
         if tu.get_non_tensor_data(data, "calculate_entropy", default=False):
             names.append("entropy")
         is_linear = not forward_only and _is_linear(loss_function)
         if is_linear:
-            flat = {"log_probs": torch.zeros(sum(lengths), device=tokens.device)}
+            flat = {"log_probs": torch.zeros(sum(lengths), device=offsets.device)}
         else:
             found = self.engine.forward(batch, names, temperature=temperature)
             # verl's entry t is about predicting token t + 1.
@@ -225,7 +226,7 @@ class HydraulisEngine(BaseEngine):
 
         def nested() -> dict[str, Tensor]:
             return {
-                name: torch.nested.nested_tensor_from_jagged(values, tokens.offsets())
+                name: torch.nested.nested_tensor_from_jagged(values, offsets)
                 for name, values in flat.items()
             }
 
