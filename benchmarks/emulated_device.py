@@ -128,7 +128,8 @@ class EmulatedDevice:
 
         Tensor parallelism cannot divide fewer tokens among its ranks. A context-parallel group of
         c ranks runs a row of one segment, of which each rank has the first 2·tp tokens of its
-        part, and takes the time of the scheme with cp = c.
+        part, and takes the time of the scheme with cp = c. The tokens get the largest weights of
+        the row: with their own ones, a masked prompt would train nothing.
 
         Raises StrategyError for a scheme that is not in the profile.
         """
@@ -139,7 +140,7 @@ class EmulatedDevice:
         time_s = coefficients.time_ms(lengths) / MS_PER_S
         forward_s = coefficients.forward_share * time_s
         num_kept = min(scheme.tp * (1 if size == 1 else 2), batch.tokens.size(-1))
-        weights = batch.weights[:, :num_kept]
+        weights = batch.weights.topk(num_kept, dim=1).values
         num_tokens = min(num_kept, batch.num_tokens)
         if size == 1:
             kept = batch.cu_seqlens.clamp(max=num_kept).unique()

@@ -142,6 +142,17 @@ def test_only_the_beginning_of_the_row_is_run(lengths: tuple[int, ...], scheme: 
     assert batch.num_tokens + batch.num_padding == scheme.tp
 
 
+def test_a_row_that_begins_with_a_masked_prompt_trains() -> None:
+    tokens = [np.arange(10)]
+    device = EmulatedDevice.read(A800)
+    for num_answer_tokens in (0, 1, 9):
+        weights = np.zeros(10, dtype=np.float32)
+        weights[10 - num_answer_tokens :] = 0.5
+        batch = device.shorten(pack(tokens, 4, weights=[weights]), TP4)
+        assert batch.trained_tokens == min(num_answer_tokens, 4)
+        assert float(batch.weights.sum()) == 0.5 * batch.trained_tokens
+
+
 @pytest.mark.parametrize("size", [1, 2])
 @pytest.mark.parametrize("rank", [0, 1])
 @pytest.mark.parametrize("lengths", [LENGTHS, (3,), ()])
