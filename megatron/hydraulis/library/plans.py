@@ -321,7 +321,7 @@ def as_pool(pool: PoolLike, ranks_per_node: int | None = None) -> Pool:
         return pool.pool
     if isinstance(pool, os.PathLike) or (isinstance(pool, str) and Path(pool).suffix == ".json"):
         return Pool.read(Path(pool))
-    texts = _listed(pool, "pool", "strategies in notation, a Pool, or the path of a pool file")
+    texts = _listed(pool, "pool", "a list of strategies, a Pool or the path of a pool file")
     if not texts:
         raise StrategyError("pool: a pool needs at least 1 strategy but has 0; add one")
     num_ranks = max(map(num_ranks_of, texts))
@@ -355,12 +355,14 @@ def as_shape(model: ModelLike) -> ModelShape:
     return model_from_config(content, str(path)).shape(VOCABULARY_MULTIPLE)
 
 
+def _refusal(given: Any, name: str, kinds: str) -> ConfigurationError:
+    return ConfigurationError(f"{name} is {kinds} but this is {given!r:.60}; correct it")
+
+
 def _path(given: Any, name: str, kind: str) -> Path:
     if isinstance(given, str | os.PathLike):
         return Path(given)
-    raise ConfigurationError(
-        f"{name}: {kind}, or the path of one, but this is {given!r:.60}; give one of these"
-    )
+    raise _refusal(given, name, f"{kind} or its path")
 
 
 def _listed(given: Any, name: str, kinds: str, kind: type = str) -> list[Any]:
@@ -370,7 +372,7 @@ def _listed(given: Any, name: str, kinds: str, kind: type = str) -> list[Any]:
         found = list(found)
         if all(isinstance(each, str | kind) for each in found):
             return found
-    raise ConfigurationError(f"{name}: {kinds}, but this is {given!r:.60}; give one of these")
+    raise _refusal(given, name, kinds)
 
 
 def _options(model: ModelLike | None, device: str | None, grad_reduce_in_bf16: bool) -> JobOptions:
@@ -396,7 +398,7 @@ def _pool_and_profile(
 def _ranks_per_node(num_ranks: int, given: int | None) -> int:
     for name, value in (("num_ranks", num_ranks), ("ranks_per_node", given or 0)):
         if not isinstance(value, Integral):
-            raise ConfigurationError(f"{name} is a whole number but is {value!r:.60}; correct it")
+            raise _refusal(value, name, "a whole number")
     return whole_nodes(
         num_ranks, min(_RANKS_PER_NODE, num_ranks) if given is None else given, "ranks_per_node"
     )
@@ -405,7 +407,7 @@ def _ranks_per_node(num_ranks: int, given: int | None) -> int:
 def _schemes(schemes: Iterable[str | Scheme]) -> list[Scheme]:
     return [
         each if isinstance(each, Scheme) else parse_scheme(each, label="schemes")
-        for each in _listed(schemes, "schemes", "schemes such as ['tp4pp2', 'tp2']", Scheme)
+        for each in _listed(schemes, "schemes", "a list such as ['tp4pp2', 'tp2']", Scheme)
     ]
 
 
