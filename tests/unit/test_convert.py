@@ -359,6 +359,15 @@ def test_the_command_calls_the_program_as_the_script_does(
         "for N in 1 2 3; do [ $N = 2 ] && break; done; CALL $N",
         "for N in 1 2 3; do [ $N = 3 ] && continue; M=$N; done; CALL $M",
         "f() { for N in 1 2; do return; done; }; f; CALL $N",
+        "for N in 1 2; do for M in 3 4; do break 2; done; done; CALL $N $M",
+        "for N in 1 2; do for M in 3 4; do continue 2; done; K=5; done; CALL $N $M ${K:-no}",
+        "for N in 1 2; do continue 9; done; CALL $N",
+        "for N in 1 2; do for M in 3 4; do break; done; done; CALL $N $M",
+        "X=1; X=2 & wait; CALL $X",
+        "X=1; X=2 && Y=3 & wait; CALL $X ${Y:-no}",
+        "set -- --x 3; CALL $2 $1",
+        'f() { set -- --y "$@"; CALL "$@"; }; f 4; CALL $1',
+        "set -- $2 $1; shift; CALL $1",
         "shift; CALL $1",
         "M=big; [ $M = big ] && TP=4 || TP=1; CALL $TP",
         "M=big; [ $M = big ] && M=small || M=big; CALL $M",
@@ -389,6 +398,12 @@ def test_values_are_those_of_bash(script: str) -> None:
         ("N=1; let N=3; CALL $N", True),
         ("N=1; read -r N < file; CALL $N", True),
         ("N=1; printf -v N 2; CALL $N", True),
+        ("f() { local -n M=$1; M=2; }; N=1; f N; CALL $N", True),
+        ("N=1; declare -n M=N; CALL $N", True),
+        (
+            "N=1; for M in 1 2; do for K in 3; do [ -d x ] && break 2; done; N=2; done; CALL $N",
+            False,
+        ),
         ("f() { if [ -d x ]; then N=8; return; fi; N=16; }; f; CALL $N", False),
         ("for N in 1 2; do [ -d x ] && break; done; CALL $N", False),
         ("if [ -d x ]; then N=1; else N=2; fi; N=$N; CALL $N", False),
@@ -400,6 +415,11 @@ def test_what_is_not_followed_is_listed(script: str, unset: bool) -> None:
     names = [line.partition(":")[0] for line in _unset(launch)]
     changed = [line.partition(" ")[0] for line in launch.script.changed]
     assert (names, changed) == ((["N"], []) if unset else ([], ["N"]))
+
+
+def test_arguments_that_a_branch_may_set_are_listed() -> None:
+    launch = read_launch_command("if [ -d x ]; then set -- --a 2; fi; python pretrain_gpt.py $1")
+    assert launch.script.changed == ("$@ = none, --a 2",)
 
 
 def test_variables_without_a_value_are_named_with_their_lines(

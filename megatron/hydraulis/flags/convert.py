@@ -8,7 +8,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path, PurePath
 
 from megatron.hydraulis.errors import ConfigurationError
-from megatron.hydraulis.flags.shell_script import Call, Script, Unknown, endings
+from megatron.hydraulis.flags.shell_script import Script
+from megatron.hydraulis.flags.shell_words import Call, Unknown, endings
 
 _GIVEN_LATER = ("tokenizer_type", "data_path")
 """Attributes that a file of options may leave to the command line."""

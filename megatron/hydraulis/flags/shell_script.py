@@ -12,15 +12,27 @@ from __future__ import annotations
 import fnmatch
 import operator
 import re
-import shlex
-import textwrap
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass, replace
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import replace
 from pathlib import Path, PurePath
 from typing import TYPE_CHECKING
 
 from megatron.hydraulis.errors import ConfigurationError
+from megatron.hydraulis.flags.shell_words import (
+    MARK,
+    NONE,
+    NUMBER,
+    TO_SPLIT,
+    Call,
+    Shell,
+    Unknown,
+    Unknowns,
+    decided,
+    endings,
+    shortened,
+    tested,
+)
 
 if TYPE_CHECKING:
     from tree_sitter import Node
@@ -40,8 +52,6 @@ _SET_BY_ARITHMETIC = re.compile(
     r"(?:\+\+|--)\s*([A-Za-z_]\w*)|"
     r"([A-Za-z_]\w*)(?:\[[^]]*\])?\s*(?:\+\+|--|(?:[-+*/%&|^]|<<|>>)?=(?!=))"
 )
-_NUMBER = re.compile(r"-?(0|[1-9]\d*)")
-"""Whole numbers, but not 010, which is 8 where bash calculates."""
 _ARITHMETIC: Mapping[str, Callable[[int, int], int]] = {
     "+": operator.add,
     "-": operator.sub,
@@ -59,98 +69,6 @@ _EXPANSIONS = (
 _STRINGS = ("string", "raw_string", "ansi_c_string")
 _MOST_NESTED = 20
 """Sourced files and texts handed to other shells within each other."""
-_MOST_SHOWN = 60
-"""Characters of a value that is shown."""
-_NONE = "none"
-"""Stands for no value where values are listed."""
-# Tangut: letters, which Python prints as they are.
-_FIRST_MARK, _LAST_MARK = 0x17000, 0x187F7
-_MARK = re.compile(f"[{chr(_FIRST_MARK)}-{chr(_LAST_MARK)}]")
-_TO_SPLIT = {mark: mark + 1 for mark in range(_FIRST_MARK, _LAST_MARK, 2)}
-
-
-@dataclass(frozen=True, slots=True)
-class Unknown:
-    """An expansion whose value reading does not give."""
-
-    source: str
-    """As a shell reads it: ``$NAME``, ``$(date)``."""
-    name: str
-    """The variable; empty for a command."""
-    depth: int
-    """How many shells, one within the other, have read the text that it stands in."""
-    is_set_by_job: bool
-    """Whether the script, Slurm or the shell gives it a value when the job runs."""
-    where: str
-    """The line that uses it, or that sets the variable."""
-
-
-class Unknowns:
-    """Those of a script. A character stands for each in a text, another one where it is unquoted,
-    so that a shell would split its value."""
-
-    def __init__(self) -> None:
-        self._all: list[Unknown] = []
-
-    def mark(self, unknown: Unknown) -> str:
-        """The character for a quoted one."""
-        if unknown not in self._all:
-            self._all.append(unknown)
-        return chr(_FIRST_MARK + 2 * self._all.index(unknown))
-
-    def of(self, text: str) -> list[Unknown]:
-        """Those in a text."""
-        return [self._all[(ord(mark) - _FIRST_MARK) // 2] for mark in _MARK.findall(text)]
-
-    def shown(self, text: str) -> str:
-        """The text as the script writes it."""
-        return _MARK.sub(lambda mark: self.of(mark[0])[0].source, text)
-
-    def typed(self, word: str, depth: int) -> str:
-        """A word as one types it into the shell of a depth, which expands its own unknowns."""
-        assigned = re.match(r"[A-Za-z_]\w*=(?=.)", word)
-        if assigned is not None:
-            return assigned[0] + self.typed(word[assigned.end() :], depth)
-        live = {mark for mark in _MARK.findall(word) if self.of(mark)[0].depth == depth}
-        if _MARK.fullmatch(word) and (ord(word) - _FIRST_MARK) % 2:
-            return self.shown(word) if live else word
-        if not live:
-            return shlex.quote(word)
-        escaped = re.sub(r'([\\"$`])', r"\\\1", word)
-        return '"' + "".join(self.shown(c) if c in live else c for c in escaped) + '"'
-
-
-@dataclass(frozen=True, slots=True)
-class Shell:
-    """A command that hands a text to another shell, as in ``srun bash -c '…'``."""
-
-    before: tuple[str, ...]
-    """Its words before the text."""
-    around: tuple[str, str]
-    """The text before and after the command in it that leads to the program."""
-    after: tuple[str, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class Call:
-    """A command that calls the program; characters in its words stand for unknowns."""
-
-    launcher: tuple[str, ...]
-    """The words before the program."""
-    options: tuple[str, ...]
-    """The words after the program."""
-    place: str
-    """Its line."""
-    around: tuple[str, str]
-    """The text of the innermost shell before and after it."""
-    shells: tuple[Shell, ...] = ()
-    """Those that lead to it, outermost first."""
-
-    @property
-    def words_around(self) -> tuple[str, ...]:
-        """All words but the program and its options."""
-        outer = (word for shell in self.shells for word in (*shell.before, *shell.after))
-        return (*outer, *self.launcher)
 
 
 class Script:
@@ -176,6 +94,9 @@ class Script:
         """Files that the script reads and that are not here."""
         self._num_shifted = 0
         self._left_by = ""
+        self._num_loops = 0
+        """That are being followed, one inside the other."""
+        self._num_loops_to_leave = 1
         self._may_be_left_by: frozenset[str] = frozenset()
         # What follows holds for the text or function that is being followed, see _within.
         self._arguments: list[str] | None = None
@@ -189,7 +110,7 @@ class Script:
 
     def read_all(self, text: str) -> None:
         """Follow a script; without a call, also functions and here-documents that nobody reads."""
-        self._read(_MARK.sub("?", text))
+        self._read(MARK.sub("?", text))
         for name, (body, _) in tuple(self._functions.items()):
             if not self.calls and name not in self._followed:
                 with self._process():
@@ -229,6 +150,7 @@ class Script:
             _num_shifted=self._num_shifted,
             _outer=dict(self._outer),
             _left_by="",
+            _num_loops_to_leave=1,
             _may_be_left_by=frozenset(),
         )
 
@@ -251,10 +173,13 @@ class Script:
     def _until(self, *commands: str) -> Iterator[None]:
         """Follow up to one of these commands; after one that is not certain nothing is."""
         before = self._may_be_left_by
-        with self._within(_leaving=self._leaving.union(commands)):
+        num_loops = self._num_loops + ("break" in commands)
+        with self._within(_leaving=self._leaving.union(commands), _num_loops=num_loops):
             yield
         self._may_be_left_by = before | self._may_be_left_by.difference(commands)
-        if self._left_by in commands:
+        if self._num_loops_to_leave > 1:
+            self._num_loops_to_leave -= "break" in commands
+        elif self._left_by in commands:
             self._left_by = ""
 
     def _read(self, text: str, *, is_lenient: bool = False) -> None:
@@ -268,7 +193,7 @@ class Script:
             line = [*text.splitlines(), ""][wrong.start_point.row]
             raise ConfigurationError(
                 f"a launch script is one that bash can read, but {self._at(wrong)} is "
-                f"{_shortened(self.unknowns.shown(line))!r}; correct it: is a quote or bracket not "
+                f"{shortened(self.unknowns.shown(line))!r}; correct it: is a quote or bracket not "
                 "closed?"
             )
         with self._within(_text=text.encode(), _nesting=self._nesting + 1):
@@ -288,6 +213,12 @@ class Script:
         """Follow what the node of a syntax tree does."""
         if self._left_by:
             return
+        after = node.next_sibling
+        in_background = after is not None and after.type == "&"
+        with self._process() if in_background else nullcontext():
+            self._follow_here(node)
+
+    def _follow_here(self, node: Node) -> None:
         match node.type:
             case "command":
                 self._follow_command(node)
@@ -363,7 +294,7 @@ class Script:
             values = item.children_by_field_name("value")
             patterns = [self._one_word(value) for value in values]
             outcome: bool | None = any(fnmatch.fnmatchcase(subject, each) for each in patterns)
-            if "*" not in patterns and _MARK.search(subject + "".join(patterns)):
+            if "*" not in patterns and MARK.search(subject + "".join(patterns)):
                 outcome = None
             if item.type == "case_item":
                 yield outcome, [child for child in item.named_children if child not in values]
@@ -393,13 +324,13 @@ class Script:
                 if outcome is (sign == "||"):
                     return outcome
                 with self._within(_is_decided=self._is_decided and outcome is not None):
-                    return _decided({outcome, self._outcome(then)}, sign)
+                    return decided({outcome, self._outcome(then)}, sign)
         self._follow(node)
         match node.type:
             case "variable_assignment" | "variable_assignments":
                 return None if re.search(r"\$\(|`", _text_of(node)) else True
             case "test_command" | "command":
-                return _tested([*self._tested_words(node)])
+                return tested([*self._tested_words(node)])
         return None
 
     def _tested_words(self, node: Node) -> Iterator[str]:
@@ -427,14 +358,19 @@ class Script:
         self._assign(_text_of(name), values, node, added=added)
 
     def _follow_declaration(self, node: Node) -> None:
+        may_be_local = _text_of(node.children[0]) in ("local", "declare", "typeset")
+        is_reference = False
         for child in node.named_children:
-            name = re.match(r"\w+", _text_of(child))
-            is_local = _text_of(node.children[0]) in ("local", "declare", "typeset")
-            if is_local and name is not None and self._arguments is not None:
+            text = _text_of(child)
+            is_reference |= may_be_local and re.fullmatch(r"-\w*n\w*", text) is not None
+            name = re.match(r"\w+", text)
+            if may_be_local and name is not None and self._arguments is not None:
                 self._make_local(name[0])
                 if child.type == "variable_name" and name[0] not in self._fixed:
                     self._values.pop(name[0], None)
             self._follow(child)
+            if is_reference and name is not None:
+                self._forget((name[0], *self._values.get(name[0], ())), node)
 
     def _forget(self, words: Iterable[str], node: Node) -> None:
         """Make the variables that words begin with unknown."""
@@ -457,20 +393,20 @@ class Script:
         shown = self.unknowns.shown(" ".join(" ".join(values).split()))
         history = self._histories.get(name, [])
         if not self._is_certain:
-            history = [*history, shown] if history else [_NONE, shown]
-            history = history[1:] if history[0] == _NONE and len(history) > 2 else history
+            history = [*history, shown] if history else [NONE, shown]
+            history = history[1:] if history[0] == NONE and len(history) > 2 else history
         elif added:
             history = [f"{each} {self.unknowns.shown(added)}" for each in history]
         else:
             history = [shown]
         self._histories[name] = history
         before, unknowns = self._values.get(name), self.unknowns.of("".join(values))
-        if not self._is_certain and unknowns and before and not _MARK.search("".join(before)):
+        if not self._is_certain and unknowns and before and not MARK.search("".join(before)):
             return
         is_set_by_job = all(unknown.is_set_by_job for unknown in unknowns)
         if unknowns and is_set_by_job and len(values) == 1 and not re.search(r"\s", values[0]):
             # The script runs the command, or asks Slurm, once.
-            where = f"{self._at(node)} sets it to {_shortened(shown)}"
+            where = f"{self._at(node)} sets it to {shortened(shown)}"
             unknown = Unknown(f"${{{name}}}", name, self._depth, True, where)
             values = [self.unknowns.mark(unknown)]
         self._values[name] = values
@@ -515,16 +451,25 @@ class Script:
             with self._within(_span=span, _place=self._at(node)):
                 self._read(" ".join(words[1:])) if program == "eval" else self._source(words[1:])
         elif program in self._leaving:
+            num_loops = 1
+            if program in ("break", "continue") and words[1:] and words[1].isdecimal():
+                num_loops = min(int(words[1]), self._num_loops)
             if self._is_certain:
-                self._left_by = program
-            elif program != "exit":
-                self._may_be_left_by |= {program}
+                self._left_by, self._num_loops_to_leave = program, num_loops
+            elif program != "exit":  # no loop's end makes sure that an outer one goes on
+                self._may_be_left_by |= {program if num_loops == 1 else "break 2"}
         elif program == "shift":
             num_shifted = int(words[1]) if words[1:] and words[1].isdecimal() else 1
             if self._arguments is not None:
                 del self._arguments[:num_shifted]
             elif self._is_certain:
                 self._num_shifted += num_shifted
+        elif words[:2] == ["set", "--"]:
+            self._arguments = words[2:]
+            if not self._is_certain:
+                self._changed["$@"] = (
+                    f"{NONE}, {shortened(self.unknowns.shown(' '.join(words[2:])))}"
+                )
         elif program in _SETTERS or words[:2] == ["printf", "-v"]:
             self._forget(words[1:], node)
         elif function is not None and function[1] == self._depth:
@@ -534,7 +479,7 @@ class Script:
                 self._follow(function[0])
             self._functions.setdefault(program, function)
         elif program.startswith("-"):
-            shown = _shortened(self.unknowns.shown(" ".join(words)))
+            shown = shortened(self.unknowns.shown(" ".join(words)))
             self.cut_off.append(f"{self._at(node)}, {shown}")
         elif PurePath(program).name not in _NO_LAUNCHER:
             self._call(words, prefix, node, name)
@@ -566,7 +511,7 @@ class Script:
 
     def _source(self, words: Sequence[str]) -> None:
         """Follow a file; one in an unknown folder is looked for in that of the script."""
-        name = _MARK.split(words[0])[-1] if words else ""
+        name = MARK.split(words[0])[-1] if words else ""
         path = self._folder / (name if words and name == words[0] else name.lstrip("/"))
         if not path.is_file():
             shown = self.unknowns.shown(" ".join(words[:1]))
@@ -574,7 +519,7 @@ class Script:
             return
         with self._within(_place="", _file=f"{path.name} "), self._until("return"):
             text = path.read_text(encoding="utf-8", errors="replace")
-            self._read(_MARK.sub("?", text), is_lenient=True)
+            self._read(MARK.sub("?", text), is_lenient=True)
 
     # --- words ---
 
@@ -596,7 +541,7 @@ class Script:
                 texts = self._expand(piece, splits=splits)
                 texts = texts if splits else [" ".join(texts)]
             elif piece.type != "comment":
-                text = re.sub(r"\\(\n|(.))", r"\2", _text_of(piece)).translate(_TO_SPLIT)
+                text = re.sub(r"\\(\n|(.))", r"\2", _text_of(piece)).translate(TO_SPLIT)
                 if re.match(r"~(/|$)", text) and words == [""]:
                     text = self._mark("$HOME", "HOME", piece) + text[1:]
                 texts = [text]
@@ -659,7 +604,7 @@ class Script:
                         return words
             elif values is None or sign not in ("", "?", ":?") or node.children[1] != subject:
                 words = [self._mark(source, name, node, is_set_by_job=values is not None)]
-        return " ".join(words).translate(_TO_SPLIT).split() if splits else words
+        return " ".join(words).translate(TO_SPLIT).split() if splits else words
 
     def _computed(self, node: Node, source: str) -> str:
         """The value of ``$((…))``, or what stands for that of a command."""
@@ -693,7 +638,7 @@ class Script:
                 text = "".join(self._elements(name, "") or [self._mark(f"${name}", name, node)])
             case _:
                 text = self._one_word(node)
-        return int(text) if _NUMBER.fullmatch(text) else text
+        return int(text) if NUMBER.fullmatch(text) else text
 
     def _elements(self, name: str, index: str) -> list[str] | None:
         """The value of a variable, of one element of an array or of all; None if it has none."""
@@ -743,60 +688,3 @@ def _text_of(node: Node) -> str:
 def _unescaped(text: bytes) -> str:
     """What stands between double quotes, without the backslashes that quote something."""
     return re.sub(r'\\(\n|([\\"$`]))', r"\2", text.decode(errors="replace"))
-
-
-def _decided(outcomes: set[bool | None], sign: str) -> bool | None:
-    """What two conditions with && or || between them find."""
-    decisive = sign == "||"
-    if decisive in outcomes:
-        return decisive
-    return None if None in outcomes else not decisive
-
-
-def _tested(words: Sequence[str]) -> bool | None:
-    """What a test like ``[ A = B ]`` finds; None if it is no test or not all of it is known."""
-    match words:
-        case ["!", *others]:
-            outcome = _tested(others)
-            return None if outcome is None else not outcome
-        case ["[", *inside, "]"] | ["[[", *inside, "]]"] | ["test", *inside]:
-            pass
-        case _:
-            return None
-    for sign in ("||", "&&"):
-        if sign in inside:
-            at = inside.index(sign)
-            halves = (inside[:at], inside[at + 1 :])
-            return _decided({_tested(["test", *half]) for half in halves}, sign)
-    if any(_MARK.search(word) for word in inside):
-        return None
-    match inside:
-        case ["!", *others]:
-            return _tested(["!", "test", *others])
-        case ["-z", text]:
-            return not text
-        case ["-n", text]:
-            return bool(text)
-        case [left, "=" | "==" | "!=" as sign, right] if not re.search(r"[*?\[]", right):
-            return (left == right) == (sign != "!=")
-        case [left, sign, right] if _NUMBER.fullmatch(left) and _NUMBER.fullmatch(right):
-            if re.fullmatch("-(eq|ne|lt|le|gt|ge)", sign):
-                return bool(getattr(operator, sign[1:])(int(left), int(right)))
-    return None
-
-
-def _shortened(text: str) -> str:
-    return textwrap.shorten(text, _MOST_SHOWN, placeholder=" …")
-
-
-def endings(values: Iterable[str]) -> list[str]:
-    """Texts to compare; if one is long, each without the words with which all begin."""
-    texts = list(values)
-    lists = [text.split() for text in texts]
-    num_common = 0
-    if max(map(len, texts)) > _MOST_SHOWN:
-        columns = zip(*lists, strict=False)
-        differing = (at for at, words in enumerate(columns) if len(set(words)) > 1)
-        num_common = next(differing, min(map(len, lists)))
-    start = ["…"] if num_common else []
-    return [_shortened(" ".join(start + words[num_common:])) or _NONE for words in lists]
