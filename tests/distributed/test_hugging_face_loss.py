@@ -23,7 +23,7 @@ from megatron.hydraulis.checkpoint.manifest import model_of
 from megatron.hydraulis.checkpoint.names import stored_objects, stored_parameters
 from megatron.hydraulis.checkpoint.saving import CheckpointSaver, SavedState
 from megatron.hydraulis.checkpoint.torch_dist import LAYERS, StoredCheckpoint
-from megatron.hydraulis.checkpoint.upstream_entries import optimizer_entry, plain_arguments
+from megatron.hydraulis.checkpoint.upstream_entries import upstream_entries
 from megatron.hydraulis.data.packed_batch import pack
 from megatron.hydraulis.library.building import definition_of
 from megatron.hydraulis.runtime.executor import make_forward_step
@@ -85,7 +85,7 @@ def load_train_save(
     with tempfile.TemporaryDirectory() as folder:
         resolved = parse(Path(folder), *words, num_ranks=1)
     engine = make_engine(definition_of(resolved, "sdpa"), (strategy,), seed=99)
-    model = model_of(resolved.args) | {"vocab_size": resolved.vocabulary.size}
+    model = model_of(resolved.args, resolved.vocabulary.size)
     loaded = load_checkpoint(Path(root) / "release", engine, model)
     assert not loaded.with_optimizer
     stored = StoredCheckpoint(loaded.path)._metadata.state_dict_metadata
@@ -98,11 +98,7 @@ def load_train_save(
             saver = CheckpointSaver(
                 CheckpointFolder(Path(root)), engine, stored_parameters(engine.definition)
             )
-            upstream = {
-                "args": plain_arguments(resolved.args),
-                "iteration": ITERATION,
-                "optimizer": optimizer_entry(engine.optimizer),
-            }
+            upstream = upstream_entries(resolved.args, ITERATION, engine.optimizer)
             saver.save(SavedState(ITERATION, model, {}, {}, upstream))
             saver.finish()
     return losses

@@ -241,14 +241,19 @@ def known_settings(arguments: Mapping[str, Any]) -> dict[str, Any]:
     return given
 
 
-def model_of(args: Any) -> dict[str, Any]:
-    """The arguments of Megatron that make the model; of `OFF_BY_DEFAULT` those that are on."""
+def model_of(args: Any, vocab_size: int | None = None) -> dict[str, Any]:
+    """The arguments of Megatron that make the model; of `OFF_BY_DEFAULT` those that are on.
+
+    vocab_size: tokens that exist, in place of the argument, which may be a default.
+    """
     given = known_settings(vars(args))
     model = {name: given[name] for name in MODEL_ARGUMENTS if name in given}
     if not given.get("group_query_attention", True):
         model["num_query_groups"] = given["num_attention_heads"]
     if not model.get("use_rope_scaling", True):
         model.pop("rope_scaling_factor", None)  # without effect
+    if vocab_size is not None:
+        model["vocab_size"] = vocab_size
     on = {name: given[name] for name in OFF_BY_DEFAULT if given.get(name)}
     # As JSON returns them.
     return model | {n: list(v) if isinstance(v, tuple) else v for n, v in on.items()}

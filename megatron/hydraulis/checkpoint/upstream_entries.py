@@ -8,12 +8,29 @@ from typing import Any
 from megatron.hydraulis.checkpoint.names import sharding_metadata
 from megatron.hydraulis.optimizer.sharded_adamw import ShardedAdamW
 
-UPSTREAM_VERSION = 3.0
+_VERSION = 3.0
 """Of upstream's state dict."""
 _PLAIN = (str, int, float, bool, type(None))
 
 
-def plain_arguments(args: Namespace) -> Namespace:
+def upstream_entries(
+    args: Namespace,
+    iteration: int,
+    optimizer: ShardedAdamW,
+    *,
+    num_floating_point_operations: float = 0.0,
+) -> dict[str, Any]:
+    """What Megatron needs to read a checkpoint, in any program that saves one."""
+    return {
+        "args": _plain_arguments(args),
+        "checkpoint_version": _VERSION,
+        "iteration": iteration,
+        "num_floating_point_operations_so_far": num_floating_point_operations,
+        "optimizer": optimizer_entry(optimizer),
+    }
+
+
+def _plain_arguments(args: Namespace) -> Namespace:
     """Upstream's arguments that can be read without running code."""
     return Namespace(**{key: value for key, value in vars(args).items() if _is_plain(value)})
 

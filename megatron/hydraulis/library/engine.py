@@ -20,11 +20,7 @@ from megatron.hydraulis.checkpoint.loading import find_checkpoints, load_checkpo
 from megatron.hydraulis.checkpoint.manifest import model_of
 from megatron.hydraulis.checkpoint.names import stored_parameters
 from megatron.hydraulis.checkpoint.saving import CheckpointSaver, SavedState
-from megatron.hydraulis.checkpoint.upstream_entries import (
-    UPSTREAM_VERSION,
-    optimizer_entry,
-    plain_arguments,
-)
+from megatron.hydraulis.checkpoint.upstream_entries import upstream_entries
 from megatron.hydraulis.cost_model.limits import Limits
 from megatron.hydraulis.data.packed_batch import PackedBatch, token_places
 from megatron.hydraulis.errors import CheckpointError, ConfigurationError
@@ -328,7 +324,7 @@ class Engine:
         ``--load DIR --finetune`` starts from it. Raises CheckpointError, and ConfigurationError
         unless the engine comes from `from_hf`.
         """
-        arguments = plain_arguments(self._source.resolved.args)
+        args = self._source.resolved.args
         self.runtime.require_onloaded()
         num_steps = int(self.runtime.optimizer.num_steps.item())
         saver = CheckpointSaver(
@@ -343,13 +339,7 @@ class Engine:
                 model=self._model,
                 state={},
                 configuration={},
-                upstream={
-                    "args": arguments,
-                    "checkpoint_version": UPSTREAM_VERSION,
-                    "iteration": num_steps,
-                    "num_floating_point_operations_so_far": 0,
-                    "optimizer": optimizer_entry(self.runtime.optimizer),
-                },
+                upstream=upstream_entries(args, num_steps, self.runtime.optimizer),
             )
         )
         saver.finish()
@@ -390,8 +380,8 @@ class Engine:
 
     @property
     def _model(self) -> dict[str, Any]:
-        source = self._source
-        return model_of(source.resolved.args) | {"vocab_size": source.resolved.vocabulary.size}
+        resolved = self._source.resolved
+        return model_of(resolved.args, resolved.vocabulary.size)
 
     def _step(self, lr: float | None, divisor: float | None) -> StepOutcome:
         if lr is not None:

@@ -36,11 +36,7 @@ from megatron.hydraulis.checkpoint.manifest import Manifest, model_of
 from megatron.hydraulis.checkpoint.names import stored_parameters
 from megatron.hydraulis.checkpoint.save_lock import SaveLock, Writer, writer_of
 from megatron.hydraulis.checkpoint.saving import CheckpointSaver, SavedState
-from megatron.hydraulis.checkpoint.upstream_entries import (
-    UPSTREAM_VERSION,
-    optimizer_entry,
-    plain_arguments,
-)
+from megatron.hydraulis.checkpoint.upstream_entries import upstream_entries
 from megatron.hydraulis.data.fingerprint import (
     DatasetFingerprint,
     data_differences,
@@ -145,12 +141,13 @@ class RunCheckpoints:
                 },
                 configuration=self._planning.description_of(self._resolved),
                 upstream={
-                    "args": plain_arguments(args),
-                    "checkpoint_version": UPSTREAM_VERSION,
-                    "iteration": iteration,
-                    "num_floating_point_operations_so_far": num_floating_point_operations_so_far,
+                    **upstream_entries(
+                        args,
+                        iteration,
+                        optimizer,
+                        num_floating_point_operations=num_floating_point_operations_so_far,
+                    ),
                     "opt_param_scheduler": opt_param_scheduler.state_dict(),
-                    "optimizer": optimizer_entry(optimizer),
                     "rng_state": _rng_entry(),
                 },
             )
@@ -284,7 +281,7 @@ class RunCheckpoints:
         return self._saver
 
     def _model(self) -> dict[str, Any]:
-        return model_of(self._resolved.args) | {"vocab_size": self._resolved.vocabulary.size}
+        return model_of(self._resolved.args, self._resolved.vocabulary.size)
 
     def _begin_without(self, folder: CheckpointFolder, args: Namespace) -> None:
         """Start without a checkpoint: an error unless it is the first start of a run."""

@@ -148,7 +148,7 @@ def import_folder(source: Path, output: Path, *, vocab_divisor: int = 128) -> Co
         Manifest(
             iteration=0,
             num_ranks=1,
-            model=model_of(arguments) | {"vocab_size": model.vocab_size},
+            model=model_of(arguments, model.vocab_size),
             state={},
             configuration={"imported_from": source.resolve().name, "family": model.family},
             files=records_of(new, {written.name: written.record}),
