@@ -7,6 +7,7 @@ everything to torch but maps CUDA to the CPU. torch itself is not touched.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import inspect
 from typing import Any
@@ -70,8 +71,16 @@ class CpuCuda:
         """Nothing to do: there is no caching allocator."""
 
     def current_stream(self, device: Any = None) -> Any:
-        """A stream that is only waited for."""
-        return _Stream()
+        """The only stream."""
+        return _STREAM
+
+    def Stream(self, device: Any = None) -> Any:
+        """The only stream again: operations run in the order of the program."""
+        return _STREAM
+
+    def stream(self, stream: Any) -> Any:
+        """A context in which nothing changes."""
+        return contextlib.nullcontext()
 
     def memory_allocated(self, device: Any = None) -> int:
         """0: not measured on a CPU."""
@@ -95,6 +104,16 @@ class CpuCuda:
 class _Stream:
     def wait_stream(self, other: Any) -> None:
         """Nothing to wait for: CPU operations are complete when they return."""
+
+    def record_event(self) -> Any:
+        """What waits for it need not wait either."""
+        return self
+
+    def synchronize(self) -> None:
+        """Likewise."""
+
+
+_STREAM = _Stream()
 
 
 class CpuTorch:

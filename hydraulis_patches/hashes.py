@@ -9,6 +9,8 @@ CPU_BACKEND_HASHES = {
     "megatron.core.tensor_parallel.mappings": "a91d34138309d787",
     "megatron.core.tensor_parallel.random": "c2bc8b53e27f0a88",
     "megatron.core.tensor_parallel.utils": "931a35e7113d28b6",
+    "megatron.core.transformer.moe.router": "1a1b6a2b82dc2883",
+    "megatron.core.transformer.moe.token_dispatcher": "7af2746153268f5c",
     "megatron.core.timers": "14e76e6578adf7e6",
     "megatron.core.utils": "c4ed73957e283126",
     "megatron.training.training": "d968ef8216f63d63",

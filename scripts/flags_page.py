@@ -29,11 +29,9 @@ from megatron.hydraulis.flags.config import FIELDS_BY_TOPIC, HydraulisConfig, op
 from megatron.hydraulis.flags.options import (  # noqa: E402
     HONOURED,
     HONOURED_BY_TOPIC,
-    Honoured,
-    Refused,
-    Taken,
 )
 from megatron.hydraulis.flags.parser import FlagParser  # noqa: E402
+from megatron.hydraulis.flags.rows import Honoured, Refused, Taken  # noqa: E402
 
 PAGE = ROOT / "docs" / "flags.md"
 COMING_FROM = ROOT / "docs" / "coming-from-megatron.md"

@@ -46,6 +46,19 @@ class AttentionWindow:
         return lengths * lengths - self.share * (beyond * beyond)
 
 
+def layers_with_experts(num_layers: int, frequency: int | Sequence[int]) -> list[bool]:
+    """Whether each layer of a model with experts has them.
+
+    Args:
+        num_layers: of the model.
+        frequency: --moe-layer-freq: a period of at least 1 layer, the first of which has experts,
+            or 1 or 0 for each layer.
+    """
+    if isinstance(frequency, int):
+        return [layer % frequency == 0 for layer in range(num_layers)]
+    return [bool(each) for each in frequency]
+
+
 def count_windowed_layers(num_layers: int, skip_frequency: int | Sequence[int] | None) -> int:
     """Layers with a window of a model that has one.
 
@@ -88,6 +101,16 @@ class ModelShape:
     """Layers whose tokens attend to a window."""
     window_tokens: int = 0
     """Tokens to which a token of these layers attends, itself included; 0 without such layers."""
+    num_experts: int = 0
+    """Experts of a layer that has them; 0 in a model whose layers all have an MLP."""
+    num_expert_layers: int = 0
+    """Layers with experts; the others have an MLP."""
+    experts_per_token: int = 0
+    """Experts that a token passes."""
+    expert_ffn_hidden_size: int = 0
+    """Width inside an expert, as ``ffn_hidden_size`` of an MLP."""
+    shared_expert_ffn_hidden_size: int = 0
+    """Width inside the experts that every token passes, together; 0 without any."""
 
     def __post_init__(self) -> None:
         for field in fields(self):
@@ -110,6 +133,29 @@ class ModelShape:
                 f"model: some of {self.num_layers} layers have a window of at least 1 token, or "
                 f"none has, but num_windowed_layers is {num_windowed} and window_tokens {window}; "
                 f"correct them"
+            )
+
+        self._check_experts()
+
+    def _check_experts(self) -> None:
+        needed = (
+            self.num_experts,
+            self.num_expert_layers,
+            self.experts_per_token,
+            self.expert_ffn_hidden_size,
+        )
+        most = (self.num_experts, self.num_layers, self.num_experts, math.inf)
+        is_right = all(1 <= each <= limit for each, limit in zip(needed, most, strict=True))
+        if not (is_right and self.shared_expert_ffn_hidden_size >= 0) and any(
+            (*needed, self.shared_expert_ffn_hidden_size)
+        ):
+            raise ConfigurationError(
+                f"model: a model with experts has at least 1 of them in 1 to {self.num_layers} "
+                f"layers, and a token passes 1 to all of them, but num_experts is "
+                f"{self.num_experts}, num_expert_layers {self.num_expert_layers}, "
+                f"experts_per_token {self.experts_per_token}, expert_ffn_hidden_size "
+                f"{self.expert_ffn_hidden_size} and shared_expert_ffn_hidden_size "
+                f"{self.shared_expert_ffn_hidden_size}; correct them"
             )
 
     @classmethod
@@ -144,6 +190,11 @@ class ModelShape:
             output_gate=model.flag("output_gate", default=False),
             num_windowed_layers=model.integer("num_windowed_layers", default=0),
             window_tokens=model.integer("window_tokens", default=0),
+            num_experts=model.integer("num_experts", default=0),
+            num_expert_layers=model.integer("num_expert_layers", default=0),
+            experts_per_token=model.integer("experts_per_token", default=0),
+            expert_ffn_hidden_size=model.integer("expert_ffn_hidden_size", default=0),
+            shared_expert_ffn_hidden_size=model.integer("shared_expert_ffn_hidden_size", default=0),
         )
 
     @property
@@ -160,22 +211,69 @@ class ModelShape:
 
     @property
     def num_matrix_parameters_per_layer(self) -> int:
-        """Entries of one layer's matrices: query, gate, key, value, projection, fc1, fc2."""
-        key_value_size = 2 * self.num_query_groups * self.kv_channels
-        num_query_matrices = 3 if self.output_gate else 2  # queries, output, gate
-        attention = self.hidden_size * (num_query_matrices * self.query_size + key_value_size)
-        return attention + self.num_mlp_parameters_per_layer
+        """Entries of the matrices that a token passes in a layer, mean over the layers."""
+        return self.num_attention_entries + self.num_mlp_parameters_per_layer
 
     @property
     def num_mlp_parameters_per_layer(self) -> int:
-        """Entries of fc1, of both its halves when the MLP is gated, and fc2."""
-        num_mlp_matrices = 3 if self.gated_mlp else 2
-        return num_mlp_matrices * self.hidden_size * self.ffn_hidden_size
+        """Likewise of fc1, with both halves if gated, and fc2; with experts, of the router and of
+        those that a token passes."""
+        num_experts_passed = self._num_entries_of_experts(self.experts_per_token)
+        num_dense = self.num_layers - self.num_expert_layers
+        total = num_dense * self.num_mlp_entries
+        return round((total + self.num_expert_layers * num_experts_passed) / self.num_layers)
+
+    @property
+    def mlp_width(self) -> int:
+        """Width inside an MLP, or inside all experts that a token passes, whichever is larger."""
+        experts = self.experts_per_token * self.expert_ffn_hidden_size
+        experts += self.shared_expert_ffn_hidden_size
+        has_mlp = self.num_expert_layers < self.num_layers
+        return max(experts, self.ffn_hidden_size if has_mlp else 0)
 
     @property
     def num_parameters_per_layer(self) -> int:
-        """The matrices and the two norm weights of a layer, without biases."""
-        return self.num_matrix_parameters_per_layer + 2 * self.hidden_size
+        """The matrices and the two norm weights of the largest layer, without biases."""
+        return self.num_parameters_of_layers(1)
+
+    def num_parameters_of_layers(self, num_layers: int) -> int:
+        """Likewise of so many layers, as many of the larger kind among them as the model has."""
+        num_dense = self.num_layers - self.num_expert_layers
+        kinds = [
+            (self.num_expert_entries, self.num_expert_layers),
+            (self.num_mlp_entries, num_dense),
+        ]
+        total = num_layers * (self.num_attention_entries + 2 * self.hidden_size)
+        for num_entries, number in sorted(kinds, reverse=True):
+            total += min(num_layers, number) * num_entries
+            num_layers -= min(num_layers, number)
+        return total
+
+    @property
+    def num_mlp_entries(self) -> int:
+        """Entries of the matrices of a layer's MLP."""
+        return self._num_entries_of_mlp(self.ffn_hidden_size)
+
+    @property
+    def num_expert_entries(self) -> int:
+        """Entries of the matrices of a layer's experts, those of its router included."""
+        return self._num_entries_of_experts(self.num_experts)
+
+    @property
+    def num_attention_entries(self) -> int:
+        """Entries of the matrices of a layer's attention: query, gate, key, value, projection."""
+        key_value_size = 2 * self.num_query_groups * self.kv_channels
+        num_query_matrices = 3 if self.output_gate else 2  # queries, output, gate
+        return self.hidden_size * (num_query_matrices * self.query_size + key_value_size)
+
+    def _num_entries_of_mlp(self, width: int) -> int:
+        return (3 if self.gated_mlp else 2) * self.hidden_size * width
+
+    def _num_entries_of_experts(self, number: int) -> int:
+        """Of so many experts of a layer, those that all tokens pass, and the router."""
+        router = self.hidden_size * self.num_experts
+        width = number * self.expert_ffn_hidden_size + self.shared_expert_ffn_hidden_size
+        return router + self._num_entries_of_mlp(width)
 
     @property
     def num_embedding_parameters(self) -> int:
@@ -187,7 +285,7 @@ class ModelShape:
         """All weights: layers, final norm, embedding and, unless tied, the output layer."""
         num_ends = 1 if self.tied_embeddings else 2
         return (
-            self.num_layers * self.num_parameters_per_layer
+            self.num_parameters_of_layers(self.num_layers)
             + self.hidden_size
             + num_ends * self.num_embedding_parameters
         )

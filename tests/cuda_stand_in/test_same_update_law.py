@@ -15,6 +15,7 @@ from tests.cuda_stand_in.lone_ranks import log_of
 from tests.cuda_stand_in.order import check_order, read_log
 from tests.cuda_stand_in.pool import run_logged
 from tests.distributed.test_accumulation import accumulate
+from tests.distributed.test_experts import MODELS as EXPERT_MODELS
 from tests.support.bf16_error import MOST_OF_ONE_PROCESS, gradients_of, worst_ratio
 from tests.support.comparison import assert_close
 from tests.support.gloo_pool import pool_of
@@ -73,7 +74,17 @@ NAMES = [
 @pytest.mark.parametrize("name", NAMES)
 def test_in_fp32(name: str, tmp_path: Path) -> None:
     """One order contains all NCCL calls, too, with torch's default backend for NCCL."""
-    job = JOBS[name](FP32_MODEL)
+    _check_in_fp32(JOBS[name](FP32_MODEL), tmp_path)
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("name", ["top 2, gathered", "shared experts and a gate"])
+def test_experts_in_fp32(name: str, tmp_path: Path) -> None:
+    model = replace(EXPERT_MODELS[name], dtype=torch.float32)
+    _check_in_fp32(JOBS["changing"](replace(model, num_layers=4)), tmp_path)
+
+
+def _check_in_fp32(job: Job, tmp_path: Path) -> None:
     runs: list[RankRun] = pool_of(4, "cuda").run(run_logged, tmp_path, run_job, job)
     assert_law(job, runs)
     report = check_order([read_log(log_of(tmp_path, rank)) for rank in range(4)])

@@ -120,8 +120,8 @@ _FLAGS = [
         id="a micro-batch that cannot hold the longest sequence",
     ),
     pytest.param(
-        ["--strategy", "4*tp1", "--num-experts", "8"],
-        ["--num-experts"],
+        ["--strategy", "4*tp1", "--mtp-num-layers", "1"],
+        ["--mtp-num-layers"],
         id="an upstream flag that is not honoured",
     ),
     pytest.param(

@@ -5,12 +5,14 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, field
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 import torch
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.tensor_parallel.cross_entropy import VocabParallelCrossEntropy
 from megatron.core.transformer.attention import Attention
+from megatron.core.transformer.moe import moe_utils, router
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch.nn.functional import gelu, silu
 
@@ -21,7 +23,11 @@ from megatron.hydraulis.planner.replica_plan import ContextGroup, MicroBatch
 from megatron.hydraulis.runtime.core_attention import CoreAttentionName
 from megatron.hydraulis.runtime.engine import Engine
 from megatron.hydraulis.runtime.executor import make_forward_step
-from megatron.hydraulis.runtime.model_building import ModelDefinition, te_layer_spec
+from megatron.hydraulis.runtime.model_building import (
+    ModelDefinition,
+    expert_layer_spec,
+    te_layer_spec,
+)
 from megatron.hydraulis.runtime.spans import NO_SPANS, SpanRecorder
 from megatron.hydraulis.strategy import Pool, Strategy
 from tests.support.gloo_pool import worker_groups
@@ -61,6 +67,11 @@ class SmallModel:
 
     def transformer(self) -> TransformerConfig:
         """Upstream's configuration of the whole model."""
+        # Fields have to be hashable here, and lists there.
+        variant = {
+            name: list(value) if name == "moe_layer_freq" and isinstance(value, tuple) else value
+            for name, value in self.variant
+        }
         return TransformerConfig(
             num_layers=self.num_layers,
             hidden_size=self.hidden_size,
@@ -72,7 +83,7 @@ class SmallModel:
             bf16=self.dtype == torch.bfloat16,
             normalization=self.normalization,
             gated_linear_unit=self.swiglu,
-            **({"activation_func": silu if self.swiglu else gelu} | dict(self.variant)),
+            **({"activation_func": silu if self.swiglu else gelu} | variant),
             add_bias_linear=self.bias,
             add_qkv_bias=self.bias,
             qk_layernorm=self.qk_layernorm,
@@ -89,16 +100,21 @@ class SmallModel:
             init_method_std=0.1,
         )
 
-    def definition(self) -> ModelDefinition:
-        """What the engine takes."""
-        spec = get_gpt_layer_local_spec(
+    def layer_spec(self, transformer: TransformerConfig) -> Any:
+        """Upstream's local layers."""
+        if transformer.num_moe_experts is not None:
+            return expert_layer_spec(transformer)
+        return get_gpt_layer_local_spec(
             qk_layernorm=self.qk_layernorm, normalization=self.normalization
         )
+
+    def definition(self) -> ModelDefinition:
+        """What the engine takes."""
         transformer = self.transformer()
         has_te = self.has_te_layers and torch.cuda.is_available()
         return ModelDefinition(
             transformer=transformer,
-            layer_spec=spec,
+            layer_spec=self.layer_spec(transformer),
             built_layer_spec=te_layer_spec(transformer) if has_te else None,
             vocab_size=self.vocab_size,
             padded_vocab_size=self.padded_vocab_size,
@@ -236,7 +252,8 @@ def _starts(count: int, size: int) -> list[int]:
 
 
 def use_fp64_loss() -> None:
-    """Upstream's cross entropy and output gate round to fp32; comparisons to 1e-10 must not."""
+    """Upstream's cross entropy, output gate and routers round to fp32; comparisons to 1e-10 must
+    not."""
 
     def calculate_logits_max(logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         logits = logits if logits.dtype == torch.float64 else logits.float()
@@ -247,6 +264,35 @@ def use_fp64_loss() -> None:
 
     VocabParallelCrossEntropy.calculate_logits_max = staticmethod(calculate_logits_max)
     Attention._apply_output_gate = apply_output_gate
+    for name in ("topk_routing_with_score_function", "compute_routing_scores_for_aux_loss"):
+        setattr(router, name, _without_fp32(getattr(moe_utils, name)))
+
+
+class _WideTorch:
+    """Replaces the module `torch` for functions that round to fp32 by name."""
+
+    float32 = torch.float64
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(torch, name)
+
+
+def _without_fp32(function: Any) -> Any:
+    """A function of `moe_utils` that computes with fp64 tensors in fp64."""
+
+    def keep(tensor: torch.Tensor) -> torch.Tensor:
+        return tensor.to(torch.promote_types(tensor.dtype, torch.float32))
+
+    def call(logits: torch.Tensor, *arguments: Any, **named: Any) -> Any:
+        if logits.dtype != torch.float64:
+            return function(logits, *arguments, **named)
+        with (
+            patch.object(moe_utils, "torch", _WideTorch()),
+            patch.object(torch.Tensor, "float", keep),
+        ):
+            return function(logits, *arguments, **named)
+
+    return call
 
 
 def run_job(job: Job) -> RankRun:

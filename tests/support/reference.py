@@ -13,7 +13,6 @@ from unittest.mock import patch
 
 import numpy as np
 import torch
-from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.transformer import dot_product_attention
 from megatron.core.transformer import utils as attention_masks
@@ -61,9 +60,7 @@ def build_upstream_model(
     config.layernorm_zero_centered_gamma = False
     reference = GPTModel(
         config=config,
-        transformer_layer_spec=get_gpt_layer_local_spec(
-            qk_layernorm=model.qk_layernorm, normalization=model.normalization
-        ),
+        transformer_layer_spec=model.layer_spec(config),
         vocab_size=model.vocab_size,
         max_sequence_length=256,
         position_embedding_type=model.position_embedding,

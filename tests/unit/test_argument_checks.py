@@ -16,6 +16,7 @@ pytestmark = pytest.mark.usefixtures("plain_environment")
 
 _TOKENS = ("--global-batch-size",)
 _ITERATIONS = ("--train-iters",)
+_EXPERTS = "--num-experts 4 --disable-bias-linear"
 _BAD_INPUT = [
     ("--swiglu --squared-relu", (), ["one activation", "--swiglu and --squared-relu give 2"]),
     ("--window-size 8,1", (), ["--window-size", "none after it", "is 8,1", "write N,0"]),
@@ -226,6 +227,26 @@ _BAD_INPUT = [
     ("--exit-signal-handler --exit-signal 15", (), ["--exit-signal takes", "'15'", "SIGUSR1"]),
     ("--seed 0", (), ["--seed must be at least 1 but is 0"]),
     ("--seed 4294967296", (), ["--seed must be at most 4,294,967,295 but is 4294967296"]),
+    (
+        f"{_EXPERTS} --moe-router-topk 5",
+        (),
+        ["--moe-router-topk is 5 and --num-experts 4", "at most 4"],
+    ),
+    (f"{_EXPERTS} --moe-router-topk 1", (), ["the softmax over", "add --moe-router-pre-softmax"]),
+    (f"{_EXPERTS} --moe-router-group-topk 1", (), ["--moe-router-num-groups is missing"]),
+    (
+        f"{_EXPERTS} --moe-router-num-groups 3 --moe-router-group-topk 1",
+        (),
+        ["--num-experts 4 are in --moe-router-num-groups 3", "change one"],
+    ),
+    (f"{_EXPERTS} --moe-layer-freq [1,0]", (), ["each of --num-layers 4", "lists 2 values"]),
+    ("--num-experts 4", (), ["have no biases", "add --disable-bias-linear"]),
+    (
+        f"{_EXPERTS} --moe-router-score-function sqrtsoftplus",
+        (),
+        ["sqrtsoftplus is not honoured", "use softmax or sigmoid"],
+    ),
+    (f"{_EXPERTS} --expert-model-parallel-size 2", (), ["is not honoured", "tp cuts every expert"]),
     ("--spec one", (), ["1 values: one", "write --spec package.module name"]),
     ("--spec no.such name", (), ["cannot be imported", "PYTHONPATH"]),
     ("--spec math no_such", (), ["the module has no no_such", "name a layer spec"]),
@@ -251,6 +272,14 @@ def test_bad_input_gives_one_line_with_rule_numbers_and_fix(
         assert part in message
     assert "\n" not in message
     assert "; " in message
+
+
+def test_experts_that_a_strategy_cannot_cut_are_refused(tmp_path: Path) -> None:
+    typed = [*_EXPERTS.split(), "--strategy", "2*tp2"]
+    with pytest.raises(StrategyError, match="ffn hidden size of an expert is 9; use a tp that"):
+        parse(tmp_path, *typed, "--moe-ffn-hidden-size", "9", num_ranks=4)
+    with pytest.raises(ConfigurationError, match="remove --no-sequence-parallel"):
+        parse(tmp_path, *typed, "--no-sequence-parallel", num_ranks=4)
 
 
 def test_gloo_on_a_machine_with_cuda_is_refused(
@@ -311,7 +340,7 @@ def test_errors_of_upstreams_model_configuration_are_reported(
 def test_the_whole_command_line_is_checked_at_once(tmp_path: Path) -> None:
     """From the words to the pool; nothing is said of what depends on a wrong or missing flag."""
     typed = (
-        "--lr-warmup-iters -1 --adam-eps nan --no-such-option --num-experts 8 --plan-ahead -2 "
+        "--lr-warmup-iters -1 --adam-eps nan --no-such-option --mtp-num-layers 8 --plan-ahead -2 "
         "--strategy 2*tp8 --elastic --regroup-owners-for x --refit-drift 0.2 --min-lr 1 "
         "--clip-grad -1 --exit-signal-handler --exit-signal SIGKILL --data-path nowhere "
         "--padded-vocab-size 100"
@@ -323,7 +352,7 @@ def test_the_whole_command_line_is_checked_at_once(tmp_path: Path) -> None:
         "--no-such-option is unknown",
         "--lr-warmup-iters must be at least 0",
         "--adam-eps must be a number",
-        "--num-experts is not honoured",
+        "--mtp-num-layers is not honoured",
         "--plan-ahead must be at least 0",
         "--clip-grad must be at least 0",
         "a flag without a default is missing; give --train-iters",

@@ -57,7 +57,7 @@ def test_help_shows_what_is_honoured_and_hides_the_rest(
     for field in dataclasses.fields(HydraulisConfig):
         assert option_of(field.name) in shown
     assert "--num-layers" in shown
-    assert "--num-experts" not in shown
+    assert "--mtp-num-layers" not in shown
 
 
 def test_help_describes_our_behaviour_and_the_accepted_values(

@@ -45,6 +45,12 @@ def _model(typed: str, attribute: str, value: Any, **more: Any) -> Row:
     return Row(typed, f"model.{attribute}", value, **more)
 
 
+def _experts(typed: str, attribute: str, value: Any, also: str = "") -> Row:
+    return _model(
+        typed, attribute, value, also=f"--num-experts 8 --disable-bias-linear {also}".strip()
+    )
+
+
 _ROPE = "--position-embedding-type rope"
 _FULL = "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1"
 _CHANGING_DECAY = "--weight-decay-incr-style linear --start-weight-decay 0.1 --end-weight-decay 0.3"
@@ -127,6 +133,27 @@ ROWS: dict[str, Row] = {
         "", "gradient_accumulation_fusion", False, cuda=True
     ),
     "--disable-jit-fuser": _args("", "disable_jit_fuser", True, cuda=True),
+    # experts
+    "--num-experts": _model("4", "num_moe_experts", 4, also="--disable-bias-linear"),
+    "--moe-layer-freq": _experts("([0]+[1]*3)", "moe_layer_freq", [0, 1, 1, 1]),
+    "--moe-ffn-hidden-size": _experts("24", "moe_ffn_hidden_size", 24),
+    "--moe-router-topk": _experts("3", "moe_router_topk", 3),
+    "--moe-router-score-function": _experts("sigmoid", "moe_router_score_function", "sigmoid"),
+    "--moe-router-pre-softmax": _experts("", "moe_router_pre_softmax", True),
+    "--moe-router-num-groups": _experts("4", "moe_router_num_groups", 4),
+    "--moe-router-group-topk": _experts(
+        "2", "moe_router_group_topk", 2, "--moe-router-num-groups 4"
+    ),
+    "--moe-router-topk-scaling-factor": _experts("2.5", "moe_router_topk_scaling_factor", 2.5),
+    "--moe-router-dtype": _experts("fp64", "moe_router_dtype", "fp64"),
+    "--moe-router-load-balancing-type": _experts("none", "moe_router_load_balancing_type", "none"),
+    "--moe-shared-expert-intermediate-size": _experts(
+        "24", "moe_shared_expert_intermediate_size", 24
+    ),
+    "--moe-shared-expert-gate": _experts(
+        "", "moe_shared_expert_gate", True, "--moe-shared-expert-intermediate-size 24"
+    ),
+    "--moe-token-dispatcher-type": _experts("alltoall", "moe_token_dispatcher_type", "alltoall"),
     # batch and loop
     "--global-batch-size": _args("7", "global_batch_size", 7),
     "--rampup-batch-size": Row(

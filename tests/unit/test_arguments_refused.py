@@ -9,15 +9,13 @@ from megatron.hydraulis.flags.options import (
     FORMER_OPTIONS,
     HONOURED,
     TAKEN,
-    Honoured,
-    Refused,
-    Taken,
     refusal,
     refusals,
     row_of,
 )
 from megatron.hydraulis.flags.parser import ParsedFlags
 from megatron.hydraulis.flags.problems import Problems
+from megatron.hydraulis.flags.rows import Honoured, Refused, Taken
 from tests.unit.argument_command import flag_parser
 
 
@@ -40,13 +38,18 @@ def _typed(action: argparse.Action, option: str) -> list[str]:
         return [option]
     count = action.nargs if isinstance(action.nargs, int) else 1
     value = {"--cuda-graph-scope": "attn", "--cuda-graph-modules": "attn"}.get(option, "1")
-    if str(action.default) == value:
+    if str(action.default).removesuffix(".0") == value:
         value = "2"
     if action.choices:
         value = next(str(c) for c in action.choices if c != action.default)
     if action.metavar == "NAME":
         value = next(c.name for c in action.choices or () if c != action.default)
     return [option, *[value] * count]
+
+
+def _needs(row: object) -> list[str]:
+    """What has to be given for a refused option to be refused."""
+    return [row.need.flag, "2"] if isinstance(row, Refused) and row.need is not None else []
 
 
 def _parse(*typed: str) -> ParsedFlags:
@@ -81,7 +84,7 @@ def test_every_refused_option_is_refused_by_the_name_it_was_given() -> None:
             if not isinstance(_row(option), Refused):
                 continue
             problems = Problems()
-            flag_parser().parse(_typed(action, option), problems)
+            flag_parser().parse([*_typed(action, option), *_needs(_row(option))], problems)
             with pytest.raises(ConfigurationError) as caught:
                 problems.raise_any()
             if not str(caught.value).startswith(f"{option} is not honoured: "):
@@ -115,7 +118,11 @@ def test_every_taken_option_is_listed_and_changes_no_argument() -> None:
         ("--encoder-seq-length 8", "former names", "--seq-length"),
         ("--fp8-format hybrid", "8- and 4-bit arithmetic", "--bf16"),
         ("--fp4-format e2m1", "8- and 4-bit arithmetic", "--bf16"),
-        ("--num-experts 8", "experts", "without experts"),
+        ("--moe-expert-capacity-factor 1", "capacity of experts", "packing"),
+        ("--expert-model-parallel-size 2", "experts on ranks", "tp cuts"),
+        ("--moe-z-loss-coeff 0.1", "balancing of experts", "not balanced"),
+        ("--moe-input-jitter-eps 0.1", "random routing", "random"),
+        ("--moe-latent-size 8", "variants of experts", "every strategy"),
         ("--multi-latent-attention", "multi-latent attention", "latent"),
         ("--hybrid-layer-pattern M*", "state-space and hybrid models", "one kind of layer"),
         ("--mtp-num-layers 1", "multi-token prediction", "one token"),
@@ -136,13 +143,16 @@ def test_every_taken_option_is_listed_and_changes_no_argument() -> None:
 )
 def test_refusal_names_option_reason_and_fix(typed: str, family: str, says: str) -> None:
     option, *values = typed.split()
+    row = row_of(option, "") if option in FORMER_OPTIONS else _row(option)
     with pytest.raises(ConfigurationError) as caught:
-        _parse(option, *values)
+        _parse(option, *values, *_needs(row))
     message = str(caught.value)
     assert message.startswith(f"{option} is not honoured: ")
     assert says in message
     assert "; " in message
-    row = row_of(option, "") if option in FORMER_OPTIONS else _row(option)
+    if _needs(row):
+        what = f"it has an effect only with {_needs(row)[0]}"
+        assert _parse(option, *values).taken == ((typed, what),)
     assert isinstance(row, Refused)
     assert row.name == family
 
@@ -161,7 +171,6 @@ def test_patterns_take_the_options_of_this_upstream_and_no_others() -> None:
             taken[row.instead] = taken.get(row.instead, 0) + 1
     prefix = "it has an effect only with "
     assert {instead.removeprefix(prefix): number for instead, number in taken.items()} == {
-        "--num-experts": 74,
         "--mtp-num-layers": 4,
         "--qk-clip": 2,
         "--experimental-attention-variant": 18,
@@ -200,7 +209,7 @@ def test_an_option_in_no_row_is_refused() -> None:
 
 def test_all_that_is_wrong_is_said_at_once_in_the_order_of_the_command_line() -> None:
     typed = (
-        "--num-experts 4 --lr fast --adam-eps -1 --num-layer 3 --attention-dropout 0.1 "
+        "--mtp-num-layers 4 --lr fast --adam-eps -1 --num-layer 3 --attention-dropout 0.1 "
         "--sliding-window 8 --swiglu true"
     )
     with pytest.raises(ConfigurationError) as caught:
@@ -213,8 +222,8 @@ def test_all_that_is_wrong_is_said_at_once_in_the_order_of_the_command_line() ->
         "Otherwise remove it, or add --ignore-unknown-options to go on without such options",
         "--sliding-window is unknown to Megatron and to this program; use --window-size, or "
         "remove it, or add --ignore-unknown-options to go on without such options",
-        "--num-experts is not honoured: the model here is a dense decoder of attention and MLP "
-        "layers, without experts; remove it",
+        "--mtp-num-layers is not honoured: the model here is a decoder that predicts one token; "
+        "remove it",
         "--lr fast: invalid float value: 'fast'; correct the value",
         "--adam-eps must be above 0 but is -1.0; give a positive number",
         "'true' after --swiglu belongs to no option, as --swiglu takes no value; quote a value "

@@ -1,6 +1,7 @@
 """The written and printed configuration."""
 
 import json
+import math
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -15,9 +16,18 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from megatron.hydraulis.cost_model.device import device_constants
 from megatron.hydraulis.flags import describe as description_module
 from megatron.hydraulis.flags.arguments import Resolved, gpt_model_config
-from megatron.hydraulis.flags.describe import format_description, num_parameters_of_rank
+from megatron.hydraulis.flags.describe import (
+    format_description,
+    num_parameters_of,
+    num_parameters_of_rank,
+)
 from megatron.hydraulis.flags.options import HONOURED
+from megatron.hydraulis.library.building import HydraulisModelConfig, model_config, model_definition
 from megatron.hydraulis.library.planning import Planning
+from megatron.hydraulis.runtime.catalogue import catalogue
+from megatron.hydraulis.runtime.model_building import ModelDefinition
+from megatron.hydraulis.transfer.canonical import ParameterSpec
+from tests.support.gloo_pool import pool_of
 from tests.unit.argument_command import parse
 
 pytestmark = pytest.mark.usefixtures("plain_environment")
@@ -97,6 +107,30 @@ def test_parameters_of_a_rank_are_those_of_upstreams_model(
             assert counted == expected
 
 
+def _specs(definition: ModelDefinition) -> list[ParameterSpec]:
+    return [entry.spec for entry in catalogue(definition)]
+
+
+def test_parameters_of_a_rank_with_experts_are_those_of_the_catalogue(tmp_path: Path) -> None:
+    typed = (
+        f"{_LLAMA} --num-experts 4 --moe-ffn-hidden-size 24 --moe-layer-freq [0,1,0,1] "
+        "--moe-shared-expert-intermediate-size 12 --moe-shared-expert-gate"
+    )
+    resolved = parse(tmp_path, *typed.split(), "--strategy", "tp2pp2:3,1", num_ranks=4)
+    assert (
+        num_parameters_of(resolved)
+        == resolved.shape.num_parameters + 2 * resolved.shape.hidden_size
+    )
+    definition = model_definition(model_config(resolved, "sdpa", HydraulisModelConfig))
+    specs: list[ParameterSpec] = pool_of(1).run(_specs, definition)[0]
+    replica = resolved.pool.strategies[0].replicas[0]
+    stages = ({"embedding", "layer 0", "layer 1", "layer 2"}, {"layer 3", "embedding", "output"})
+    for stage, units in enumerate(stages):
+        expected = sum(math.prod(spec.local_shape(2)) for spec in specs if spec.unit.name in units)
+        rank = replica.rank_at(stage, 0, 1)
+        assert num_parameters_of_rank(resolved.args, resolved.shape, replica, rank) == expected
+
+
 def test_a_rank_outside_the_replica_has_no_parameters_there(tmp_path: Path) -> None:
     resolved = parse(tmp_path, "--strategy", "tp2+2*idle", num_ranks=4)
     with pytest.raises(ValueError, match="rank 3 is not in the replica"):
@@ -133,7 +167,7 @@ def test_description_holds_strategy_model_and_flags(tmp_path: Path) -> None:
     assert description["settings"]["hidden_size"] == 64
     # Upstream turns --recompute-activations into --recompute-granularity and forgets it.
     assert len(description["settings"]) == len(HONOURED.keys() - {"--recompute-activations"})
-    assert "num_experts" in description["upstream_defaults"]
+    assert "mtp_num_layers" in description["upstream_defaults"]
     assert description["settings"].keys().isdisjoint(description["upstream_defaults"])
 
 

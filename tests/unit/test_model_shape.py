@@ -8,7 +8,7 @@ import pytest
 from megatron.core.transformer.utils import is_layer_window_attention
 
 from megatron.hydraulis.errors import ConfigurationError
-from megatron.hydraulis.model_shape import count_windowed_layers
+from megatron.hydraulis.model_shape import ModelShape, count_windowed_layers, layers_with_experts
 from tests.support.planning import LLAMA_7B
 
 
@@ -26,6 +26,52 @@ def test_options_that_change_the_count() -> None:
     assert LLAMA_7B.num_parameters - grouped.num_parameters == 32 * 2 * 4096 * 24 * 128
     gated = replace(LLAMA_7B, output_gate=True)
     assert gated.num_parameters - LLAMA_7B.num_parameters == 32 * 4096 * 4096
+
+
+QWEN3_30B_A3B = ModelShape(
+    num_layers=48,
+    hidden_size=2048,
+    ffn_hidden_size=6144,
+    num_attention_heads=32,
+    num_query_groups=4,
+    kv_channels=128,
+    vocab_size=151_936,
+    gated_mlp=True,
+    tied_embeddings=False,
+    num_experts=128,
+    num_expert_layers=48,
+    experts_per_token=8,
+    expert_ffn_hidden_size=768,
+)
+
+
+def test_qwen3_30b_a3b_has_its_known_number_of_parameters() -> None:
+    # As published with its weights, without the norms of queries and keys.
+    assert QWEN3_30B_A3B.num_parameters == 30_532_122_624 - 48 * 2 * 128
+    active = 48 * QWEN3_30B_A3B.num_matrix_parameters_per_layer
+    assert (active + 2 * QWEN3_30B_A3B.num_embedding_parameters) / 1e9 == pytest.approx(
+        3.3, abs=0.1
+    )
+
+
+def test_layers_with_and_without_experts_are_counted_apart() -> None:
+    mixed = replace(QWEN3_30B_A3B, num_expert_layers=45, shared_expert_ffn_hidden_size=100)
+    mlp, shared = 3 * 2048 * 6144, 3 * 2048 * 100
+    experts = 128 * 3 * 2048 * 768 + shared
+    expected = 3 * (mlp - experts) - 3 * 128 * 2048 + 48 * shared
+    assert mixed.num_parameters - QWEN3_30B_A3B.num_parameters == expected
+    # A stage may have any of the layers: those of the larger kind count first.
+    assert mixed.num_parameters_of_layers(40) == 40 * mixed.num_parameters_per_layer
+    assert mixed.mlp_width == 8 * 768 + 100
+    assert replace(mixed, experts_per_token=1).mlp_width == 6144
+
+
+@pytest.mark.parametrize(
+    ("frequency", "expected"),
+    [(1, [True] * 4), (2, [True, False, True, False]), ([0, 1, 1, 0], [False, True, True, False])],
+)
+def test_layers_with_experts_are_those_of_upstream(frequency: Any, expected: list[bool]) -> None:
+    assert layers_with_experts(4, frequency) == expected
 
 
 @pytest.mark.parametrize("length", [1, 4, 5, 6, 40])
@@ -56,6 +102,8 @@ def test_layers_with_a_window_are_those_of_upstream(frequency: Any, num: int) ->
     [
         ({"num_layers": 0}, "num_layers is 0"),
         ({"vocab_size": -1}, "vocab_size is -1"),
+        ({"num_experts": 8}, "num_experts is 8, num_expert_layers 0"),
+        ({"shared_expert_ffn_hidden_size": 8}, "shared_expert_ffn_hidden_size 8"),
         ({"window_tokens": 8}, "num_windowed_layers is 0 and window_tokens 8"),
         ({"window_tokens": 8, "num_windowed_layers": 33}, "some of 32 layers have a window"),
         ({"num_query_groups": 5}, "32 heads are not a multiple of 5 query groups"),

@@ -75,6 +75,21 @@ OFF_BY_DEFAULT = (
 """Arguments that change what the model computes unless they are false, empty or absent. Some have
 no flag of this program, but runs of plain Megatron may have them."""
 
+EXPERT_ARGUMENTS = (
+    "moe_ffn_hidden_size",
+    "moe_layer_freq",
+    "moe_router_dtype",
+    "moe_router_group_topk",
+    "moe_router_num_groups",
+    "moe_router_pre_softmax",
+    "moe_router_score_function",
+    "moe_router_topk",
+    "moe_router_topk_scaling_factor",
+    "moe_shared_expert_gate",
+    "moe_shared_expert_intermediate_size",
+)
+"""As `MODEL_ARGUMENTS`, in a model with experts."""
+
 _EARLIER_NAMES = {
     "norm_epsilon": "layernorm_epsilon",
     "apply_layernorm_1p": "layernorm_zero_centered_gamma",
@@ -247,7 +262,8 @@ def model_of(args: Any, vocab_size: int | None = None) -> dict[str, Any]:
     vocab_size: tokens that exist, in place of the argument, which may be a default.
     """
     given = known_settings(vars(args))
-    model = {name: given[name] for name in MODEL_ARGUMENTS if name in given}
+    names = (*MODEL_ARGUMENTS, *(EXPERT_ARGUMENTS if given.get("num_experts") else ()))
+    model = {name: given[name] for name in names if name in given}
     if not given.get("group_query_attention", True):
         model["num_query_groups"] = given["num_attention_heads"]
     if not model.get("use_rope_scaling", True):

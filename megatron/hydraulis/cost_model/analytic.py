@@ -326,7 +326,7 @@ class AnalyticCostModel:
         """Elementwise work inside the MLP."""
         num_matrices = _NUM_GATED_MATRICES if self.shape.gated_mlp else _NUM_GATED_MATRICES - 1
         passes = self.software.ffn_passes * num_matrices / _NUM_GATED_MATRICES
-        return self._moved(passes * self.shape.ffn_hidden_size / (scheme.tp * scheme.cp))
+        return self._moved(passes * self.shape.mlp_width / (scheme.tp * scheme.cp))
 
     def _mlp_forward(self, scheme: Scheme) -> Term:
         return (

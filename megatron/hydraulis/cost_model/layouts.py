@@ -43,7 +43,7 @@ def _check_sizes(what: str, sizes: dict[str, int]) -> None:
 class FixedLengthJob:
     """The same number of sequences of one length in every step.
 
-    Raises ConfigurationError for a size that is not positive.
+    Raises ConfigurationError for a size that is not positive, and for a model with experts.
     """
 
     shape: ModelShape
@@ -64,6 +64,11 @@ class FixedLengthJob:
                 "the ranks of a node": self.ranks_per_node,
             },
         )
+        if self.shape.num_experts:
+            raise ConfigurationError(
+                f"layouts are compared for models whose layers all have an MLP but num_experts is "
+                f"{self.shape.num_experts}; simulate strategies of this model by hydraulis simulate"
+            )
 
     @property
     def model_flops(self) -> float:

@@ -98,6 +98,8 @@ _LOSS_BYTES_PER_TOKEN = 6 * 8 + 4 * _FP32_BYTES
 _GATED_ACTIVATION_TENSORS = 4
 _PLAIN_ACTIVATION_TENSORS = 6
 _SEPARATE_ACTIVATION_TENSORS = 2
+# As wide as the number of experts: logits, scores, weights and choices of a router.
+_ROUTING_TENSORS = 4
 LOSS_CHUNK_BYTES = 2**30
 """Of the fp32 logits of a chunk on a rank. A chunk's products then take ten times as long as adding
 to the weight's gradient once, or longer, with up to 128K columns on a rank."""
@@ -371,7 +373,7 @@ class MemoryModel:
         """Of a rank of a stage."""
         shape = self.shape
         num_layers = num_layers or self._num_layers(scheme, stage)
-        num_parameters = num_layers * shape.num_parameters_per_layer
+        num_parameters = shape.num_parameters_of_layers(num_layers)
         is_first, is_last = stage == 0, stage == scheme.pp - 1
         if is_first:
             num_parameters += shape.num_embedding_parameters
@@ -439,9 +441,10 @@ class MemoryModel:
             yield Moment("output layer", state, with_loss + token.hidden, logits, chunk_tokens)
             kept -= (2 + self._widening) * token.hidden_part  # the final norm's have been freed
         kept += self._again_per_token(scheme, num_layers) + token.hidden_part
+        kept += self._experts_at_once_per_token(scheme)
         yield Moment(
             "second matrix of the MLP",
-            state + (0.0 if self.has_te_layers else matrix * shape.ffn_hidden_size),
+            state + (0.0 if self.has_te_layers else matrix * shape.mlp_width),
             kept + whole + token.mlp,
         )
         num_tensors = _GATED_ACTIVATION_TENSORS if shape.gated_mlp else _PLAIN_ACTIVATION_TENSORS
@@ -466,7 +469,7 @@ class MemoryModel:
             hidden_part=hidden / (tp if self._spreads(scheme) else 1),
             query=shape.query_size * self.parameter_bytes / tp,
             key=shape.num_query_groups * shape.kv_channels * self.parameter_bytes / tp,
-            mlp=shape.ffn_hidden_size * self.parameter_bytes / tp,
+            mlp=shape.mlp_width * self.parameter_bytes / tp,
         )
 
     def _spreads(self, scheme: Scheme) -> bool:
@@ -546,9 +549,22 @@ class MemoryModel:
         return self.sequence_tokens * self.shape.num_attention_heads / scheme.tp
 
     def _mlp_per_token(self, scheme: Scheme) -> float:
-        """The output of fc1 and the input of fc2."""
+        """The output of fc1 and the input of fc2; with experts also what routing keeps."""
         num_tensors = self.num_gate_tensors or (3 if self.shape.gated_mlp else 2)
-        return num_tensors * self._token(scheme).mlp
+        token = self._token(scheme)
+        if not self.shape.num_experts:
+            return num_tensors * token.mlp
+        # A tp rank has a copy of the token for each expert that it passes, and the activation
+        # apart from its product with the expert's weight.
+        copies = self.shape.experts_per_token * token.hidden
+        routing = _ROUTING_TENSORS * _FP32_BYTES * self.shape.num_experts
+        return (num_tensors + 1) * token.mlp + copies + routing
+
+    def _experts_at_once_per_token(self, scheme: Scheme) -> float:
+        """Besides what is kept: outputs of the experts apart and joined, and their sum."""
+        if not self.shape.num_experts:
+            return 0.0
+        return (2 * self.shape.experts_per_token + 1) * self._token(scheme).hidden
 
     def _kept_by_attention_per_token(self, scheme: Scheme) -> float:
         token = self._token(scheme)

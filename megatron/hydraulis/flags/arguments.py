@@ -40,7 +40,7 @@ from megatron.hydraulis.flags.defaults import (
 from megatron.hydraulis.flags.parser import FlagParser, ParsedFlags
 from megatron.hydraulis.flags.problems import Problems
 from megatron.hydraulis.flags.samples import evaluation_sizes, training_sizes
-from megatron.hydraulis.model_shape import ModelShape, count_windowed_layers
+from megatron.hydraulis.model_shape import ModelShape, count_windowed_layers, layers_with_experts
 from megatron.hydraulis.strategy import Pool
 from megatron.hydraulis.strategy.pool import num_ranks_of
 
@@ -143,6 +143,7 @@ def parse_arguments(
     for check, name in (
         (checks.check_variants, "window_size"),
         (checks.check_query_groups, "num_query_groups"),
+        (checks.check_experts, "moe_router_topk"),
     ):
         with problems.collected():
             try:
@@ -185,6 +186,8 @@ def parse_arguments(
         pool.check_model(_model_shape(args))
     with problems.collected():
         checks.check_context(args, pool, _model_shape(args))
+    with problems.collected():
+        checks.check_sequence_parallel(args, hydraulis, pool)
     problems.raise_any()
     with _upstream_errors():
         gpt_model_config(args)
@@ -427,4 +430,17 @@ def _model_shape(args: argparse.Namespace) -> ModelShape:
         output_gate=args.attention_output_gate,
         num_windowed_layers=num_windowed,
         window_tokens=args.window_size[0] + 1 if num_windowed else 0,
+        **_expert_sizes(args),
     )
+
+
+def _expert_sizes(args: argparse.Namespace) -> dict[str, int]:
+    if args.num_experts is None:
+        return {}
+    return {
+        "num_experts": args.num_experts,
+        "num_expert_layers": sum(layers_with_experts(args.num_layers, args.moe_layer_freq)),
+        "experts_per_token": args.moe_router_topk,
+        "expert_ffn_hidden_size": args.moe_ffn_hidden_size,
+        "shared_expert_ffn_hidden_size": args.moe_shared_expert_intermediate_size or 0,
+    }

@@ -128,7 +128,7 @@ def check_variants(args: argparse.Namespace) -> None:
             f"--window-size gives the tokens before and after its own that a token attends to, and "
             f"none after it as the model is causal, but is {typed}; write N,0"
         )
-    for dest in ("window_attn_skip_freq", "no_rope_freq"):
+    for dest in ("window_attn_skip_freq", "no_rope_freq", "moe_layer_freq"):
         _check_pattern(option_of(dest), getattr(args, dest), args.num_layers)
 
 
@@ -148,6 +148,67 @@ def _check_pattern(option: str, value: int | list[int] | None, num_layers: int) 
         raise ConfigurationError(
             f"{option} {value} divides the layers but --num-layers is {num_layers}; give a divisor "
             f"or a list"
+        )
+
+
+def check_experts(args: argparse.Namespace) -> None:
+    """Raise ConfigurationError for a model with experts that cannot be built, or not be cut."""
+    num_experts, topk = args.num_experts, args.moe_router_topk
+    if num_experts is None:
+        return
+    if topk > num_experts:
+        raise ConfigurationError(
+            f"a token passes at most all experts but --moe-router-topk is {topk} and --num-experts "
+            f"{num_experts}; give a --moe-router-topk of at most {num_experts}"
+        )
+    if (
+        topk == 1
+        and args.moe_router_score_function == "softmax"
+        and not args.moe_router_pre_softmax
+    ):
+        raise ConfigurationError(
+            "the softmax over --moe-router-topk 1 expert is 1, so that the router would learn "
+            "nothing; add --moe-router-pre-softmax"
+        )
+    groups, chosen = args.moe_router_num_groups, args.moe_router_group_topk
+    if chosen is not None and groups is None:
+        raise ConfigurationError(
+            f"--moe-router-group-topk {chosen} chooses among groups but --moe-router-num-groups is "
+            "missing; give both or neither"
+        )
+    if chosen is not None and (
+        num_experts % groups
+        or chosen > groups
+        or topk % chosen
+        or topk > chosen * (num_experts // groups)
+    ):
+        raise ConfigurationError(
+            f"groups share the experts evenly, as the chosen groups do a token's experts, but "
+            f"--num-experts {num_experts} are in --moe-router-num-groups {groups}, and "
+            f"--moe-router-topk {topk} are chosen from --moe-router-group-topk {chosen} of them; "
+            f"change one of them"
+        )
+    if args.add_bias_linear:
+        raise ConfigurationError(
+            f"the layers of --num-experts {num_experts} experts have no biases, which every tp "
+            "rank would add again; add --disable-bias-linear"
+        )
+    if args.transformer_impl == "transformer_engine":
+        raise ConfigurationError(
+            f"--num-experts {num_experts}: experts are layers of megatron-core but "
+            "--transformer-impl is transformer_engine; give --transformer-impl local"
+        )
+
+
+def check_sequence_parallel(
+    args: argparse.Namespace, hydraulis: HydraulisConfig, pool: Pool
+) -> None:
+    """Raise ConfigurationError for experts over tp ranks that do not cut the sequence."""
+    if args.num_experts is not None and pool.tp_lcm > 1 and not hydraulis.sequence_parallel:
+        raise ConfigurationError(
+            f"routers need sequence parallelism where tp is above 1 but --no-sequence-parallel is "
+            f"given, and the tp degrees of the pool have the least common multiple {pool.tp_lcm}; "
+            "remove --no-sequence-parallel"
         )
 
 
@@ -421,7 +482,9 @@ def drop_kept_modules(args: argparse.Namespace) -> tuple[tuple[str, str], ...]:
     The update is the same. Returns (option with the module, what happens instead) for each.
     """
     modules = args.recompute_modules or []
-    kept = [module for module in modules if module in _KEPT_MODULES]
+    # Upstream recomputes no MLP among layers with experts.
+    also = ("mlp",) if args.num_experts else ()
+    kept = [module for module in modules if module in (*_KEPT_MODULES, *also)]
     if kept:
         args.recompute_modules = [module for module in modules if module not in kept] or None
         if args.recompute_modules is None and args.recompute_granularity == "selective":

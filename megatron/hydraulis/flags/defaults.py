@@ -169,7 +169,7 @@ def set_defaults(
         defaults["eval_iters"] = 0
     if not has_cuda:
         defaults |= _CPU_DEFAULTS
-    if before["squared_relu"] or before["quick_geglu"]:
+    if before["squared_relu"] or before["quick_geglu"] or before["num_experts"]:
         defaults["bias_gelu_fusion"] = False
     if num_gate_tensors(argparse.Namespace(**before)):
         defaults["bias_swiglu_fusion"] = False

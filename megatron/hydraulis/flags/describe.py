@@ -12,7 +12,7 @@ from megatron.hydraulis.cost_model.memory import PoolFootprint
 from megatron.hydraulis.flags.arguments import Resolved
 from megatron.hydraulis.flags.defaults import Difference
 from megatron.hydraulis.flags.samples import num_iterations, sample_tokens
-from megatron.hydraulis.model_shape import ModelShape
+from megatron.hydraulis.model_shape import ModelShape, layers_with_experts
 from megatron.hydraulis.strategy import Replica, Scheme, Strategy
 from megatron.hydraulis.strategy.notation import ranks_text
 
@@ -32,10 +32,17 @@ def num_parameters_of_rank(
         raise ValueError(f"rank {rank} is not in the replica on ranks {replica.ranks}")
     tp, last_stage = replica.scheme.tp, replica.scheme.pp - 1
     is_first, is_last = position.stage == 0, position.stage == last_stage
-    num_layers = replica.scheme.layers_per_stage(shape.num_layers)[position.stage]
+    layers = replica.scheme.layers_per_stage(shape.num_layers)
+    first_layer, num_layers = sum(layers[: position.stage]), layers[position.stage]
     num_per_norm_channel = 2 if args.normalization == "LayerNorm" else 1  # weight, bias
 
     num_parameters = num_layers * _num_layer_parameters(args, shape, tp, num_per_norm_channel)
+    num_with_experts = 0
+    if shape.num_experts:
+        have_experts = layers_with_experts(shape.num_layers, args.moe_layer_freq)
+        num_with_experts = sum(have_experts[first_layer : first_layer + num_layers])
+    num_parameters += (num_layers - num_with_experts) * shape.num_mlp_entries // tp
+    num_parameters += num_with_experts * _num_expert_parameters(args, shape, tp)
     num_embedding = shape.num_embedding_parameters // tp
     if is_first:
         num_parameters += num_embedding
@@ -51,7 +58,8 @@ def num_parameters_of_rank(
 def _num_layer_parameters(
     args: argparse.Namespace, shape: ModelShape, tp: int, num_per_norm_channel: int
 ) -> int:
-    num = shape.num_matrix_parameters_per_layer // tp
+    """Of a layer without its MLP or experts, but for biases of the MLP."""
+    num = shape.num_attention_entries // tp
     num += 2 * num_per_norm_channel * shape.hidden_size
     if args.softmax_type == "learnable":
         num += shape.num_attention_heads // tp
@@ -67,6 +75,13 @@ def _num_layer_parameters(
         # The biases of the row-parallel layers, projection and fc2, are on every tp rank.
         num += fc1_size // tp + 2 * shape.hidden_size
     return num
+
+
+def _num_expert_parameters(args: argparse.Namespace, shape: ModelShape, tp: int) -> int:
+    """Experts of a layer and their router, all of which is on every tp rank."""
+    num_router = shape.num_experts * shape.hidden_size
+    num_gate = shape.hidden_size if args.moe_shared_expert_gate else 0
+    return (shape.num_expert_entries - num_router) // tp + num_router + num_gate
 
 
 def describe(

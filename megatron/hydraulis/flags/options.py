@@ -9,46 +9,12 @@ made from these rows: --help, the log, docs/flags.md, docs/coming-from-megatron.
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from types import MappingProxyType
 
+from megatron.hydraulis.flags import expert_options
+from megatron.hydraulis.flags.rows import Honoured, Need, Refused, Row, Taken
 from megatron.hydraulis.model_shape import NO_DROPOUT
-
-
-@dataclass(frozen=True, slots=True)
-class Need:
-    """A setting without which an option has no effect; it is then taken."""
-
-    dest: str
-    """Attribute of the parsed arguments that has to be set, or several of which one has."""
-    flag: str
-    """How a user sets it."""
-    values: tuple[object, ...] | None = None
-    """Values of the attribute that count; None accepts all but None, False and empty."""
-    absent: bool = False
-    """Whether the attribute has to be unset instead."""
-
-
-@dataclass(frozen=True, slots=True)
-class Honoured:
-    """How one option is honoured: by default as upstream's help says."""
-
-    here: str = ""
-    """What the option does here if upstream's help says something else, one phrase."""
-    only: tuple[object, ...] | None = None
-    """The values that are accepted; None accepts all that the parser does."""
-    otherwise: str = ""
-    """Why another value is refused and what to do instead: ``why; fix``."""
-    need: Need | None = None
-
-    @property
-    def help_text(self) -> str:
-        """What --help says instead of upstream's words; empty where those are true."""
-        if not self.here:
-            return ""
-        values = "" if self.only is None else f"; only {', '.join(map(str, self.only))}"
-        return f"{self.here[0].upper()}{self.here[1:]}{values}."
-
 
 _TOPICS = {
     "Model": """
@@ -67,6 +33,7 @@ _TOPICS = {
         --use-mcore-models --no-masked-softmax-fusion --no-bias-gelu-fusion
         --no-bias-swiglu-fusion --no-bias-dropout-fusion --no-rope-fusion
         --no-persist-layer-norm --no-gradient-accumulation-fusion --disable-jit-fuser""",
+    "Experts": expert_options.TOPIC,
     "Batch and length of training": """
         --global-batch-size --rampup-batch-size --step-batch-size-schedule --seq-length
         --train-iters --train-samples --seed --calculate-per-token-loss
@@ -279,8 +246,8 @@ def _honoured() -> dict[str, Honoured]:
     table = {option: Honoured() for options in _TOPICS.values() for option in options.split()}
     table |= {option: Honoured(f"{what}: always so") for option, what in _ALWAYS.items()}
     table |= {option: Honoured(what) for option, what in _DIFFERENT.items()}
-    table |= _RESTRICTED
-    for need, options in _NEEDS.items():
+    table |= _RESTRICTED | expert_options.RESTRICTED
+    for need, options in (_NEEDS | expert_options.NEEDS).items():
         table |= {option: replace(table[option], need=need) for option in options.split()}
     return table
 
@@ -295,36 +262,6 @@ HONOURED_BY_TOPIC: Mapping[str, Mapping[str, Honoured]] = MappingProxyType(
     }
 )
 """Topic -> primary option string -> how it is honoured."""
-
-
-@dataclass(frozen=True, slots=True)
-class Taken:
-    """Accepted without acting on it: the update is the same."""
-
-    instead: str
-    """What happens instead, one phrase."""
-    only: tuple[object, ...] | None = None
-    """The values that are accepted; None accepts all that the parser does."""
-    otherwise: str = ""
-    """Why another value is refused and what to do instead: ``why; fix``."""
-
-
-@dataclass(frozen=True, slots=True)
-class Refused:
-    """Options that are refused for the same reason: they would change model, data or update."""
-
-    name: str
-    why: str
-    fix: str
-    options: str = ""
-    """Regular expression on the whole option without its dashes."""
-    groups: tuple[str, ...] = ()
-    """Titles of upstream's argument groups."""
-
-    def covers(self, option: str, group: str) -> bool:
-        """Whether the option, or the group it stands in, belongs here."""
-        by_name = self.options and re.fullmatch(self.options, option.removeprefix("--"))
-        return bool(by_name) or group in self.groups
 
 
 _PROFILER = "Megatron's profiler does not run; --trace DIR records iterations"
@@ -482,9 +419,6 @@ _TAKEN_BY_VALUE = {
 }
 
 _ONLY_WITH = {
-    "--num-experts": r"(moe|expert)-.*|overlap-moe-.*|ep-overlap-.*|overlap-dispatch-.*|"
-    r"use-grouped-gemm-for-shared-expert|high-priority-a2a-comm-stream|delay-wgrad-compute|"
-    r"save-tokens-per-expert-interval",
     "--multi-latent-attention": r"(q|kv)-lora-rank|(qk|v)-head-dim|qk-pos-emb-head-dim|mscale.*|"
     r"rotary-scaling-factor|rope-type|cache-mla-latents|mla-down-proj-fusion",
     "--fp8-format or --fp4-format": r"no-fp8-wgrad|(fp8|fp4)-(recipe|quantizer-factory|margin|"
@@ -520,7 +454,7 @@ _ONLY_WITH = {
 on these options without their dashes. They are taken."""
 
 _REMOVE = "remove it"
-_DENSE_ONLY = "the model here is a dense decoder of attention and MLP layers"
+_DECODER_ONLY = "the model here is a decoder"
 
 EQUIVALENTS: Mapping[str, str] = MappingProxyType(
     {
@@ -576,16 +510,10 @@ _REFUSED = (
         _REMOVE,
         r"use-kitchen-attention",
     ),
-    Refused(
-        "experts",
-        f"{_DENSE_ONLY}, without experts",
-        _REMOVE,
-        r"num-experts",
-        ("moe",),
-    ),
+    *expert_options.REFUSED,
     Refused(
         "multi-latent attention",
-        f"{_DENSE_ONLY}, without latent projections",
+        f"{_DECODER_ONLY}, without latent projections",
         _REMOVE,
         r"multi-latent-attention",
     ),
@@ -597,13 +525,13 @@ _REFUSED = (
     ),
     Refused(
         "state-space and hybrid models",
-        f"{_DENSE_ONLY}, one kind of layer throughout",
+        f"{_DECODER_ONLY}, one kind of layer throughout",
         _REMOVE,
         r".*mamba.*|.*hybrid-(layer|override)-pattern|is-hybrid-model|heterogeneous-layers-.*",
     ),
     Refused(
         "multi-token prediction",
-        f"{_DENSE_ONLY} that predicts one token",
+        f"{_DECODER_ONLY} that predicts one token",
         _REMOVE,
         r"mtp-.*",
     ),
@@ -699,13 +627,11 @@ _REFUSED = (
 )
 _IN_NO_ROW = Refused("others", "this program does not act on it", _REMOVE)
 
-Row = Honoured | Taken | Refused
-
 
 def _taken() -> dict[str, Taken]:
     by_reason = {
         option: Taken(instead)
-        for instead, options in _TAKEN_FOR.items()
+        for instead, options in (_TAKEN_FOR | expert_options.TAKEN_FOR).items()
         for option in options.split()
     }
     return by_reason | _TAKEN_BY_VALUE

@@ -2,7 +2,7 @@
 
 import argparse
 import enum
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
@@ -17,16 +17,12 @@ from megatron.hydraulis.flags.options import (
     FORMER_OPTIONS,
     HONOURED,
     HONOURED_BY_TOPIC,
-    Honoured,
-    Need,
-    Refused,
-    Row,
-    Taken,
     refusal,
     row_of,
 )
 from megatron.hydraulis.flags.problems import Problems
 from megatron.hydraulis.flags.ranges import RANGES
+from megatron.hydraulis.flags.rows import Honoured, Need, Refused, Row, Taken
 
 _USAGE = "torchrun [TORCHRUN OPTIONS] --no-python hydraulis train [FLAGS]"
 _DESCRIPTION = (
@@ -40,6 +36,8 @@ _DESCRIPTION = (
 _METAVARS: Mapping[Any, str] = {int: "N", float: "X"}
 """Names of upstream's numbers in --help, where argparse would repeat the flag."""
 _IGNORE_UNKNOWN = "--ignore-unknown-options"
+_SWITCHED_OFF_BY_0 = ("--num-experts",)
+"""Honoured options whose 0 stands for their absence."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -206,9 +204,15 @@ class FlagParser:
         taken: dict[str, tuple[str, str]] = {}
         """Option -> its last mention."""
         wrong: set[str] = set()
+        set_here = {given.dest for given in everything if not self._switches_off(given)}
         for given in everything:
             row = self._row(given.option)
-            if isinstance(row, Refused) and self._switches_off(given):
+            lacking = _lacking(row, set_here)
+            if lacking is not None:
+                taken[given.option] = (str(given), f"it has an effect only with {lacking.flag}")
+            elif self._switches_off(given) and (
+                isinstance(row, Refused) or given.option in _SWITCHED_OFF_BY_0
+            ):
                 taken[given.option] = (str(given), "the feature is off, as by default")
             elif isinstance(row, Refused):
                 mine.add(refusal(given.option, row))
@@ -277,12 +281,12 @@ class FlagParser:
         return tuple(found.items()) if ignores else ()
 
     def _switches_off(self, given: Given) -> bool:
-        """Whether a refused option has a value that leaves its feature off: its default, or 0."""
+        """Whether an option has a value that leaves its feature off: its default, or 0."""
         action = self._actions.get(given.option)
         if action is None or action.nargs == 0 or not given.values:
             return False
         default = "0" if action.default in (None, []) else str(action.default)
-        return given.values == (default,)
+        return given.values in ((default,), (default.removesuffix(".0"),))
 
     def _has_right_values(self, given: Given, row: Row | None, problems: Problems) -> bool:
         """Whether the values can be converted and lie in their range; adds a problem otherwise."""
@@ -303,13 +307,14 @@ class FlagParser:
             problems.add(f"{given}: {reason} cannot be read; correct the value")
             return False
         value = getattr(args, given.dest)
-        if isinstance(row, Honoured | Taken) and row.only is not None and value not in row.only:
-            problems.add(f"{given.option} {value} is not honoured: {row.otherwise}")
-            return False
+        values = value if isinstance(value, list | tuple) else [value]
+        if isinstance(row, Honoured | Taken) and row.only is not None:
+            for each in (each for each in values if each not in row.only):
+                problems.add(f"{given.option} {each} is not honoured: {row.otherwise}")
+                return False
         bounds = RANGES.get(self._actions[given.option].option_strings[0])
         if bounds is None or given.values == ():
             return True
-        values = value if isinstance(value, list | tuple) else [value]
         lines = [line for each in values if (line := bounds.problem(given.option, each))]
         for line in lines:
             problems.add(line)
@@ -395,6 +400,20 @@ def _in_our_words(given: Given, message: str) -> str:
         return message
     reason = message.removeprefix(f"argument {given.option}").partition(": ")[2] or message
     return f"{given}: {reason}; correct the value"
+
+
+def _lacking(row: Row | None, set_here: Collection[str]) -> Need | None:
+    """What an option needs, where it would be refused with it and no option sets it.
+
+    set_here: the attributes that options of the command line set.
+    """
+    if row is None or isinstance(row, Taken) or row.need is None:
+        return None
+    if isinstance(row, Honoured) and row.only is None:
+        return None
+    need = row.need
+    depends_on_value = need.absent or need.values is not None
+    return None if depends_on_value or {*need.dest.split()} & {*set_here} else need
 
 
 def _is_met(need: Need, args: argparse.Namespace) -> bool:

@@ -54,6 +54,8 @@ _LARGEST_NUM_SAMPLES = 2**53
 _OPTIONS: dict[Range, str] = {
     _FROM_1: """
         --num-layers --hidden-size --ffn-hidden-size --num-attention-heads --num-query-groups
+        --moe-ffn-hidden-size --moe-router-topk --moe-router-num-groups --moe-router-group-topk
+        --moe-shared-expert-intermediate-size
         --kv-channels --max-position-embeddings --rotary-base --rotary-seq-len-interpolation-factor
         --recompute-num-layers --make-vocab-size-divisible-by --vocab-size --padded-vocab-size
         --seq-length --train-iters --global-batch-size --eval-global-batch-size --exit-interval
@@ -68,7 +70,8 @@ _OPTIONS: dict[Range, str] = {
     _FROM_0: """
         --lr-warmup-iters --eval-iters --start-eval-at-iter --manual-gc-interval
         --tiktoken-num-special-tokens --null-tokenizer-eod-id --logging-level --plan-ahead
-        --long-sequence-window --window-attn-skip-freq --no-rope-freq""",
+        --long-sequence-window --window-attn-skip-freq --no-rope-freq
+        --moe-layer-freq --num-experts""",
     Range(1, _LARGEST_NUM_SAMPLES): "--train-samples --lr-decay-samples --lr-wsd-decay-samples",
     Range(0, _LARGEST_NUM_SAMPLES): "--lr-warmup-samples --rampup-batch-size",
     Range(-_LARGEST_REAL, _LARGEST_REAL): "--glu-linear-offset",
@@ -77,7 +80,7 @@ _OPTIONS: dict[Range, str] = {
     Range(0, 2): "--timing-log-level",
     _POSITIVE: """
         --norm-epsilon --activation-func-clamp-value --init-method-std --rope-scaling-factor
-        --adam-eps --plan-time-limit --refit-drift""",
+        --moe-router-topk-scaling-factor --adam-eps --plan-time-limit --refit-drift""",
     _NOT_NEGATIVE: """
         --lr --min-lr --decoupled-lr --decoupled-min-lr --lr-warmup-init --weight-decay
         --start-weight-decay --end-weight-decay --clip-grad""",

@@ -26,7 +26,11 @@ from megatron.hydraulis.runtime.core_attention import (
     row_kinds,
 )
 from megatron.hydraulis.runtime.engine import Engine
-from megatron.hydraulis.runtime.model_building import ModelDefinition, te_layer_spec
+from megatron.hydraulis.runtime.model_building import (
+    ModelDefinition,
+    expert_layer_spec,
+    te_layer_spec,
+)
 from megatron.hydraulis.runtime.spans import NO_SPANS, SpanRecorder
 from megatron.hydraulis.strategy import Pool
 
@@ -146,6 +150,8 @@ def _layer_spec(config: HydraulisModelConfig) -> ModuleSpec | TransformerBlockSu
     Transformer Engine are built.
     """
     spec = config.transformer_layer_spec
+    if spec is None and config.transformer.num_moe_experts is not None:
+        return expert_layer_spec(config.transformer)
     if spec is None:
         transformer = copy.copy(config.transformer)
         transformer.transformer_impl = "local"

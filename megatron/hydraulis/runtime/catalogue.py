@@ -8,6 +8,7 @@ that depend only on the seed and the parameter's name.
 from __future__ import annotations
 
 import copy
+import dataclasses
 import hashlib
 import math
 import sys
@@ -317,7 +318,10 @@ class InitialiserRecorder(TorchDispatchMode):
         is_view = torch.Tag.inplace_view in func.tags
         written = [] if is_view else list(_written(func, args, kwargs))
         if not written:
-            return func(*args, **kwargs)
+            result = func(*args, **kwargs)
+            if func is torch.ops.aten._to_copy.default:
+                self._follow_conversion(args[0], result)
+            return result
         name = func.overloadpacket.__name__
         is_plain = len(written) == 1 and bool(args) and written[0] is args[0]
         step, obstacle = None, "is not an element-wise operation on one tensor"
@@ -335,6 +339,14 @@ class InitialiserRecorder(TorchDispatchMode):
         if is_plain and written[0].is_meta:
             return written[0]  # there is no memory to write to
         return func(*args, **kwargs)
+
+    def _follow_conversion(self, source: Tensor, result: Tensor) -> None:
+        """Upstream's routers are initialised in fp32 and then converted to the model's dtype: what
+        wrote to all of the source is repeated in the dtype of the shards."""
+        whole, converted = _Extent.of(source), _Extent.of(result)
+        for write in self._writes.get(_storage_of(source), []):
+            if write.extent == whole:
+                self._note(result, dataclasses.replace(write, extent=converted))
 
     def note_left_out(self, tensor: Tensor, name: str) -> None:
         """Record an initialiser that did nothing because ``tensor`` is on `meta`."""

@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_layer_specs
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel import layers as parallel_layers
@@ -98,7 +99,7 @@ class ModelDefinition:
         """
         config = copy.copy(self.transformer)
         config.num_layers = role.num_layers
-        config.tensor_model_parallel_size = role.tp
+        config.tensor_model_parallel_size = config.expert_tensor_parallel_size = role.tp
         config.pipeline_model_parallel_size = 1
         config.context_parallel_size = 1
         config.sequence_parallel = self.sequence_parallel and role.tp > 1
@@ -386,6 +387,14 @@ class PackedNorm:
         for parameter in norm.parameters():
             parameter.sequence_parallel = config.sequence_parallel
         return norm
+
+
+def expert_layer_spec(config: TransformerConfig) -> TransformerBlockSubmodules:
+    """Upstream's local layers of a model with experts, which may differ from layer to layer."""
+    layers = get_gpt_decoder_layer_specs(
+        config, use_transformer_engine=False, normalization=config.normalization
+    )
+    return TransformerBlockSubmodules(layer_specs=layers, layer_norm=WrappedTorchNorm)
 
 
 def te_layer_spec(config: TransformerConfig) -> ModuleSpec:

@@ -120,6 +120,8 @@ class GroupRegistry:
         assert position is not None
         collection = single_rank_collection(self.of_self)
         collection.tp = self.group(replica.tp_ranks(position.stage, position.cp))
+        # Tensor parallelism cuts every expert as it cuts any MLP.
+        collection.expt_tp = collection.tp_ep = collection.tp
         collection.pp = self.group(replica.pp_ranks(position.cp, position.tp))
         return collection
 
@@ -153,7 +155,9 @@ class GroupRegistry:
 def single_rank_collection(of_self: dist.ProcessGroup) -> ProcessGroupCollection:
     """A collection in which this rank is alone in every model-parallel group."""
     collection = ProcessGroupCollection()
-    for name in ("tp", "pp", "cp", "mp", "tp_cp", "ep", "expt_tp", "tp_ep", "tp_ep_pp"):
+    for name in ("tp", "pp", "cp", "mp", "tp_cp", "tp_dp_cp"):
+        setattr(collection, name, of_self)
+    for name in ("ep", "expt_tp", "expt_dp", "tp_ep", "tp_ep_pp"):
         setattr(collection, name, of_self)
     collection.hcp = [of_self]
     collection.embd = None

@@ -191,11 +191,14 @@ class Strategy:
 
     def check_model(self, shape: ModelShape) -> None:
         """Raise StrategyError unless every scheme divides a model of this shape evenly."""
+        has_mlp = shape.num_expert_layers < shape.num_layers
         cut_by_tp = (
             (shape.num_attention_heads, "attention heads"),
             (shape.num_query_groups, "query groups"),
             (shape.hidden_size, "hidden size"),
-            (shape.ffn_hidden_size, "ffn hidden size"),
+            *((shape.ffn_hidden_size, "ffn hidden size"),) * has_mlp,
+            (shape.expert_ffn_hidden_size, "ffn hidden size of an expert"),
+            (shape.shared_expert_ffn_hidden_size, "ffn hidden size of the shared experts"),
             (shape.vocab_size, "padded vocabulary size"),
         )
         for scheme in self.schemes:

@@ -396,15 +396,29 @@ def model_parameters(shape: ModelShape) -> list[ParameterSpec]:
     for layer in range(shape.num_layers):
         unit, prefix = Unit.layer(layer), f"layers.{layer}."
         qkv = (shape.query_size + key_value_size, hidden)
-        fc1 = (num_halves * shape.ffn_hidden_size, hidden)
         parameters += [
             ParameterSpec(prefix + "norm1", (hidden,), unit, partial, decays=False),
             ParameterSpec(prefix + "qkv", qkv, unit, sharded, tp_dim=0),
             ParameterSpec(prefix + "proj", (hidden, shape.query_size), unit, sharded, tp_dim=1),
             ParameterSpec(prefix + "norm2", (hidden,), unit, partial, decays=False),
-            ParameterSpec(prefix + "fc1", fc1, unit, sharded, tp_dim=0, stride=num_halves),
-            ParameterSpec(prefix + "fc2", (hidden, shape.ffn_hidden_size), unit, sharded, tp_dim=1),
         ]
+        if layer < shape.num_layers - shape.num_expert_layers:
+            mlps = [(1, shape.ffn_hidden_size)]
+        else:
+            router = (shape.num_experts, hidden)
+            parameters.append(ParameterSpec(prefix + "router", router, unit, partial))
+            # All experts of a layer as one parameter: bytes and their places are the same.
+            mlps = [(shape.num_experts, shape.expert_ffn_hidden_size)]
+            if shape.shared_expert_ffn_hidden_size:
+                mlps.append((1, shape.shared_expert_ffn_hidden_size))
+        for index, (number, width) in enumerate(mlps):
+            fc1, fc2 = (num_halves * number * width, hidden), (number * hidden, width)
+            parameters += [
+                ParameterSpec(
+                    f"{prefix}fc1.{index}", fc1, unit, sharded, tp_dim=0, stride=num_halves
+                ),
+                ParameterSpec(f"{prefix}fc2.{index}", fc2, unit, sharded, tp_dim=1),
+            ]
     parameters.append(ParameterSpec("norm", (hidden,), Unit.output(), partial, decays=False))
     if not shape.tied_embeddings:
         parameters.append(ParameterSpec("output", ends, Unit.output(), sharded, tp_dim=0))

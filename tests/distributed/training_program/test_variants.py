@@ -15,10 +15,25 @@ FLAGS = (
     *("--attention-output-gate", "--no-rope-freq", "2"),
 )
 
+EXPERTS = (
+    *("--num-experts", "4", "--moe-ffn-hidden-size", "16", "--moe-layer-freq", "([0]+[1])"),
+    *("--moe-router-load-balancing-type", "none", "--moe-token-dispatcher-type", "alltoall"),
+    *("--moe-shared-expert-intermediate-size", "16", "--moe-grouped-gemm"),
+)
+
 
 def test_another_strategy_resumes_a_model_of_variants(launch: Launch, tmp_path: Path) -> None:
     save = ("--save", str(tmp_path), "--save-interval", "2")
     whole = launch("tp2+cp2", 4, *FLAGS, *save, without=["--swiglu"])
     load = ("--load", str(tmp_path), "--ckpt-step", "2")
     resumed = launch("pp2+tp2", 4, *FLAGS, *load, without=["--swiglu"])
+    assert resumed.losses == pytest.approx(whole.losses[2:], rel=ROUNDING)
+
+
+def test_another_strategy_resumes_a_model_with_experts(launch: Launch, tmp_path: Path) -> None:
+    save = ("--save", str(tmp_path), "--save-interval", "2")
+    whole = launch("tp2+cp2", 4, *EXPERTS, *save)
+    assert "--moe-grouped-gemm" in whole.outcome.stdout
+    load = ("--load", str(tmp_path), "--ckpt-step", "2")
+    resumed = launch("pp2+tp2", 4, *EXPERTS, *load)
     assert resumed.losses == pytest.approx(whole.losses[2:], rel=ROUNDING)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import io
 import re
+from dataclasses import replace
 from pathlib import Path
 from statistics import mean
 from typing import Any
@@ -65,7 +66,16 @@ def test_the_table_is_the_benchmark_s(traffic: PoolTraffic, name: str) -> None:
 
 
 def test_the_benchmark_s_model_has_the_shape_s_parameters(traffic: PoolTraffic) -> None:
-    assert sum(p.num_elements for p in model_parameters(LLAMA_32B)) == LLAMA_32B.num_parameters
+    with_experts = replace(
+        LLAMA_32B,
+        num_experts=8,
+        num_expert_layers=LLAMA_32B.num_layers - 1,
+        experts_per_token=2,
+        expert_ffn_hidden_size=64,
+        shared_expert_ffn_hidden_size=32,
+    )
+    for shape in (LLAMA_32B, with_experts):
+        assert sum(p.num_elements for p in model_parameters(shape)) == shape.num_parameters
     assert traffic.layout.num_elements == LLAMA_32B.num_parameters
 
 

@@ -1,0 +1,108 @@
+"""What this program does with each option of upstream's parser that is about experts."""
+
+from megatron.hydraulis.flags.rows import Honoured, Need, Refused
+
+TOPIC = """
+    --num-experts --moe-layer-freq --moe-ffn-hidden-size --moe-router-topk
+    --moe-router-score-function --moe-router-pre-softmax --moe-router-num-groups
+    --moe-router-group-topk --moe-router-topk-scaling-factor --moe-router-dtype
+    --moe-router-load-balancing-type --moe-shared-expert-intermediate-size
+    --moe-shared-expert-gate --moe-token-dispatcher-type"""
+
+RESTRICTED = {
+    "--moe-router-score-function": Honoured(
+        "scores of a router",
+        only=("softmax", "sigmoid"),
+        otherwise="these scores were not shown to be equal under every strategy; "
+        "use softmax or sigmoid",
+    ),
+    "--moe-router-load-balancing-type": Honoured(
+        "adds nothing to the loss",
+        only=("aux_loss", "seq_aux_loss", "none"),
+        otherwise="this way of balancing depends on packing, so the plan would change the update; "
+        "use none",
+    ),
+    "--moe-token-dispatcher-type": Honoured(
+        "how tokens reach the tp ranks that share an expert",
+        only=("allgather", "alltoall"),
+        otherwise="it sends tokens to ranks that hold whole experts, but tp cuts every expert; use "
+        "allgather or alltoall",
+    ),
+}
+
+_EXPERTS = Need("num_experts", "--num-experts")
+_OTHERS = " ".join(option for option in TOPIC.split() if option != "--num-experts")
+NEEDS = {
+    _EXPERTS: _OTHERS.replace("--moe-shared-expert-gate", ""),
+    Need(
+        "moe_shared_expert_intermediate_size", "--moe-shared-expert-intermediate-size"
+    ): "--moe-shared-expert-gate",
+}
+
+TAKEN_FOR = {
+    "experts run one after the other by plain kernels, with the same result": """
+        --moe-grouped-gemm --moe-permute-fusion --moe-router-fusion --moe-single-grouped-weight
+        --moe-single-grouped-bias --use-grouped-gemm-for-shared-expert
+        --moe-shared-expert-overlap""",
+    "tp of a replica cuts its experts, too": "--expert-tensor-parallel-size",
+    "it has an effect only with an option of experts that is refused": """
+        --overlap-moe-expert-parallel-comm --delay-wgrad-compute
+        --overlap-dispatch-backward-with-experts-wgrad --ep-overlap-early-attn-memory-release
+        --high-priority-a2a-comm-stream
+        --moe-enable-deepep --moe-flex-dispatcher-backend --moe-permute-fusion-into-hybridep
+        --moe-hybridep-pad-uneven-dispatch-inputs --moe-flex-dispatcher-num-sms
+        --moe-deepep-num-sms --moe-hybridep-num-sms --moe-hybridep-num-blocks-permute
+        --moe-hybridep-num-blocks-unpermute --moe-hybridep-num-sms-preprocessing
+        --moe-ncclep-static-shape --moe-ncclep-zero-copy
+        --moe-pad-expert-input-to-capacity --moe-token-drop-policy --moe-router-bias-update-rate
+        --moe-upcycling-granularity --moe-router-quantile-balancing-ema
+        --moe-router-padding-for-quantization --moe-router-padding-for-fp8
+        --moe-pad-experts-for-cuda-graph-inference --moe-enable-routing-replay""",
+    "the activations of experts are kept, which takes more memory": """
+        --moe-layer-recompute --moe-paged-stash --moe-paged-stash-page-size
+        --moe-paged-stash-buffer-size-factor-cuda --moe-paged-stash-buffer-size-factor-cpu""",
+    "the load of experts is not written": """
+        --moe-per-layer-logging --save-tokens-per-expert-interval --moe-routing-trace-path
+        --moe-routing-trace-max-training-iters --moe-routing-trace-capture-logits
+        --moe-routing-trace-capture-hidden-states --moe-routing-trace-dump-weights""",
+}
+"""As `_TAKEN_FOR` of `flags.options`, whether the model has experts or not."""
+
+_LAW = "the plan would change the update"
+REFUSED = (
+    Refused(
+        "capacity of experts",
+        f"which tokens an expert drops depends on packing, so {_LAW}",
+        "remove it",
+        r"moe-expert-(rank-)?capacity-factor",
+        need=_EXPERTS,
+    ),
+    Refused(
+        "experts on ranks",
+        "tp cuts every expert, and no rank holds whole ones",
+        "remove it; more tp ranks hold more experts",
+        r"expert-model-parallel-size|expert-tensor-parallel-num-weight-shards",
+        need=_EXPERTS,
+    ),
+    Refused(
+        "balancing of experts",
+        "the load of experts is not balanced here",
+        "remove it, or set it to 0",
+        r"moe-aux-loss-coeff|moe-z-loss-coeff|moe-router-enable-expert-bias",
+        need=_EXPERTS,
+    ),
+    Refused(
+        "random routing",
+        f"what is random depends on the rank, so {_LAW}",
+        "remove it",
+        r"moe-input-jitter-eps|moe-router-force-.*",
+        need=_EXPERTS,
+    ),
+    Refused(
+        "variants of experts",
+        "this variant of experts was not shown to be equal under every strategy",
+        "remove it",
+        r"moe-.*",
+        need=_EXPERTS,
+    ),
+)
