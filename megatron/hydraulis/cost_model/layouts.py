@@ -358,6 +358,11 @@ def _data_parallel_s(
 
 
 @lru_cache
+def _strategy(dp: int, scheme: Scheme, num_ranks: int, ranks_per_node: int) -> Strategy:
+    return Strategy.parse(f"{dp}*{scheme}", num_ranks, ranks_per_node=ranks_per_node)
+
+
+@lru_cache
 def _regroup_costs(
     shape: ModelShape, device: DeviceConstants, cluster: Cluster, tp: int
 ) -> RegroupCosts:
@@ -371,9 +376,6 @@ def _regrouping_s(
     model: AnalyticCostModel,
     first_stage_ms: tuple[float, float],
 ) -> float:
-    dp = layout.dp(job)
-    strategy = Strategy.parse(
-        f"{dp}*{layout.scheme}", job.num_ranks, ranks_per_node=job.ranks_per_node
-    )
+    strategy = _strategy(layout.dp(job), layout.scheme, job.num_ranks, job.ranks_per_node)
     costs = _regroup_costs(job.shape, model.device, model.cluster, layout.tp)
     return costs.exposed_ms(strategy, lambda _: first_stage_ms) / _MS_PER_S

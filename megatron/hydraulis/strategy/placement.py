@@ -7,19 +7,18 @@ free ranks. Stages are placed in order, so a pipeline may cross nodes. Ranks nam
 not available.
 """
 
+import itertools
 from collections.abc import Sequence
 
 from megatron.hydraulis.strategy.scheme import Scheme
 
 
 class _FreeRanks:
-    """The free ranks of each node, in ascending order."""
+    """The free ranks of each node that has some, in ascending order."""
 
     def __init__(self, ranks: Sequence[int], ranks_per_node: int) -> None:
-        num_nodes = max(ranks, default=0) // ranks_per_node + 1
-        self._nodes: list[list[int]] = [[] for _ in range(num_nodes)]
-        for rank in sorted(ranks):
-            self._nodes[rank // ranks_per_node].append(rank)
+        of_nodes = itertools.groupby(sorted(ranks), lambda rank: rank // ranks_per_node)
+        self._nodes = [list(of_node) for _, of_node in of_nodes]
 
     def take_in_one_node(self, num_ranks: int) -> list[int] | None:
         for node in self._nodes:
@@ -33,10 +32,11 @@ class _FreeRanks:
             taken += self._take(node, min(len(node), num_ranks - len(taken)))
         return sorted(taken)
 
-    @staticmethod
-    def _take(node: list[int], num_ranks: int) -> list[int]:
+    def _take(self, node: list[int], num_ranks: int) -> list[int]:
         taken = node[:num_ranks]
         del node[:num_ranks]
+        if not node:
+            self._nodes.remove(node)
         return taken
 
 

@@ -165,13 +165,17 @@ class StrategyAmounts:
         own = of_role[self._place, self._ranks]
         by_node = of_role.reshape(len(of_role), -1, self._per_node).sum(axis=2)
         received_inside = by_node[self._place, self._nodes]
-        sent = self._num_in_node @ of_role  # (num_nodes, num_ranks)
-        sent_inside = sent[self._nodes, self._ranks]
+        sent = self._num_in_node.sum(axis=0) @ of_role
+        # (num_nodes, receiver in the node, sender in the node)
+        inside = of_role[
+            self._place.reshape(-1, self._per_node, 1), self._ranks.reshape(-1, 1, self._per_node)
+        ]
+        sent_inside = inside.sum(axis=1).ravel()
         return RankAmounts(
             received_inside - own,
             by_node.sum(axis=1)[self._place] - received_inside,
             sent_inside - own,
-            sent.sum(axis=0) - sent_inside,
+            sent - sent_inside,
         )
 
     def _two_step(self, bucket: Bucket, contributed: bool) -> RankAmounts:
