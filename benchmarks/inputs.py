@@ -13,7 +13,8 @@ import numpy as np
 from megatron.hydraulis.cost_model.analytic import AnalyticCostModel
 from megatron.hydraulis.cost_model.device import device_constants
 from megatron.hydraulis.cost_model.estimate_command import estimated_profile
-from megatron.hydraulis.cost_model.profile import ProfileCostModel
+from megatron.hydraulis.cost_model.interface import Coefficients
+from megatron.hydraulis.cost_model.profile import ProfileCostModel, ProfiledScheme
 from megatron.hydraulis.lengths.counts import read_length_counts, read_lengths
 from megatron.hydraulis.model_shape import ModelShape
 from megatron.hydraulis.strategy import Pool, Scheme, Strategy
@@ -241,3 +242,69 @@ def _random_pool(
         text = "+".join(terms)
         found[text] = Strategy.parse(text, num_ranks, ranks_per_node=RANKS_PER_NODE)
     return Pool.of(*found.values())
+
+
+# ---------------------------------------------------------------- waves in FlexSP's setting
+
+WAVE_RANKS = 64
+FLEXSP_MODEL = "gpt-7b"
+USABLE_MB = 30 * 1024
+"""Of each rank."""
+STATE_BYTES, ACTIVATION_BYTES = 16, 2
+MB_PER_GB, BYTES_PER_MB = 1024, 2**20
+NUM_ALL_TO_ALLS = 8
+"""Of a layer's hidden states, forward and backward: 4·2 in the published formula."""
+FLEXSP_SEQUENCES = 512
+FLEXSP_MOST_TOKENS = 191_872
+FLEXSP_QUANTUM_TOKENS = 128
+"""Lengths are rounded up to a multiple."""
+GITHUB_LENGTHS = ((735, 1.75), (735, 2.2), (245, 2.6))
+"""Medians and sigmas of log-normal lengths: many short sequences, few very long ones."""
+NUM_WAVE_BATCHES = 4
+
+
+def flexsp_profile() -> ProfileCostModel:
+    """The published time and memory model; a group of d ranks is a scheme cp d.
+
+    ``(a1·Σs² + a2·Σs) / d + b1 + all-to-all`` ms; a rank has room for what its memory leaves after
+    ZeRO-3's states.
+    """
+    reference = json.loads((DATA / "flexsp_reference.json").read_text(encoding="utf-8"))
+    constants = reference["models"][FLEXSP_MODEL]
+    states_mb = constants["P_192K"] * STATE_BYTES * MB_PER_GB / WAVE_RANKS
+    tokens_per_rank = (USABLE_MB - states_mb) / constants["act_MB_per_token"]
+    hidden_mb = constants["layers"] * constants["hidden"] * ACTIVATION_BYTES / BYTES_PER_MB
+    rows = []
+    for width in (1, 2, 4, 8, 16, 32, 64):
+        exchange_ms = 0.0
+        if width > 1:
+            rate = reference["alltoall_MB_per_ms"][str(width)]
+            exchange_ms = NUM_ALL_TO_ALLS * hidden_mb / width / rate
+        times = Coefficients(
+            constants["a1"] / width, constants["a2"] / width + exchange_ms, constants["b1"]
+        )
+        rows.append(
+            ProfiledScheme(
+                scheme=Scheme(cp=width), coefficients=times, max_tokens=int(tokens_per_rank * width)
+            )
+        )
+    return ProfileCostModel(
+        device="A100-40GB", source=reference["source"], date="2024", schemes=tuple(rows)
+    )
+
+
+def wave_cases(seed: int) -> Iterator[PoolCase]:
+    """Batches for one replica of all ranks that runs waves: of Wikipedia, and like GitHub's."""
+    profile = flexsp_profile()
+    strategy = Strategy.parse(f"cp{WAVE_RANKS}~", WAVE_RANKS, ranks_per_node=RANKS_PER_NODE)
+    pool = Pool.of(strategy)
+    wikipedia = json.loads((DATA / "flexsp_batches.json").read_text(encoding="utf-8"))["batches"]
+    for index, batch in enumerate(wikipedia[:NUM_WAVE_BATCHES]):
+        yield PoolCase(f"Wikipedia {index}", profile, pool, batch)
+    for median, sigma in GITHUB_LENGTHS:
+        for index in range(NUM_WAVE_BATCHES):
+            generator = np.random.default_rng(seed + index)
+            drawn = generator.lognormal(np.log(median), sigma, FLEXSP_SEQUENCES)
+            cut = np.minimum(drawn, FLEXSP_MOST_TOKENS)
+            rounded = np.ceil(cut / FLEXSP_QUANTUM_TOKENS).astype(int) * FLEXSP_QUANTUM_TOKENS
+            yield PoolCase(f"GitHub, σ {sigma}, {index}", profile, pool, rounded.tolist())

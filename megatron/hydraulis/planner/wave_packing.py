@@ -6,9 +6,10 @@ the open group whose room it fills best, otherwise to a new group of the least s
 within the time.
 
 A replica's sequences are divided into waves one after the other, from the longest sequence on, each
-filled for about the same time and then made as short as its own sequences allow. Of several such
-times the best are taken, and the sequences of pairs of waves are divided again. For a pipeline the
-order is searched as well, and exact 1F1B decides.
+filled for a given time or for as long as its longest sequence takes in a smaller group, and then
+made as short as its own sequences allow. Of several given times the best are taken, and the
+sequences of pairs of waves are divided again. For a pipeline the order is searched as well, and
+exact 1F1B decides.
 """
 
 import itertools
@@ -267,11 +268,7 @@ class WaveSearch:
 
         within: such a wave to start from.
         """
-        table = self.table
-        low_ms = max(
-            max(table.least_ms[place] for place, num in enumerate(counts) if num),
-            self._column_ms(counts) / self._width + min(table.constants_ms),
-        )
+        low_ms = self._least_ms(counts)
         best = within
         time_ms = low_ms * (1.0 + 10 * _TIGHT)
         while best is None:
@@ -343,16 +340,16 @@ class WaveSearch:
         low_ms = self.table.least_ms[longest]
         high_ms = max(max(one.time_ms, other.time_ms) * 1.05, low_ms)
         best: tuple[Wave, Wave] | None = None
-        best_ms = math.inf
+        best_ms = one.time_ms + other.time_ms
         for step in range(_NUM_DIVISIONS):
             time_ms = low_ms + (high_ms - low_ms) * step / (_NUM_DIVISIONS - 1)
             filled = self._filled(pooled, time_ms, effort)
             if filled is None or not any(filled[1]):
                 continue
-            rest = self.shortest(filled[1], effort)
-            if rest is None:
+            if filled[0].time_ms + self._least_ms(filled[1]) >= best_ms:
                 continue
-            if filled[0].time_ms + rest.time_ms < best_ms:
+            rest = self.shortest(filled[1], effort)
+            if rest is not None and filled[0].time_ms + rest.time_ms < best_ms:
                 best, best_ms = (filled[0], rest), filled[0].time_ms + rest.time_ms
         return best
 
@@ -367,11 +364,10 @@ class WaveSearch:
         while any(left):
             while not left[longest]:
                 longest += 1
-            filled = self._filled(left, max(time_ms, self.table.least_ms[longest]), effort)
-            if filled is None:
+            found = self._filled_best(left, longest, time_ms, effort)
+            if found is None:
                 return None
-            wave, rest = filled
-            members = [num - more for num, more in zip(left, rest, strict=True)]
+            wave, rest, members = found
             shorter = self.shortest(members, effort, within=wave)
             waves.append(wave if shorter is None else shorter)
             column_ms -= self._column_ms(members)
@@ -380,6 +376,31 @@ class WaveSearch:
                 return None
             left = rest
         return waves
+
+    def _filled_best(
+        self, counts: Counts, longest: int, time_ms: float, effort: Effort
+    ) -> tuple[Wave, Counts, Counts] | None:
+        """The wave in which columns idle for the least share, the rest, and its own counts.
+
+        It is filled for time_ms or for what the longest sequence takes on one of the sizes: on
+        fewer columns it may leave room for others that run as long.
+        """
+        least_ms = max(time_ms, self.table.least_ms[longest])
+        of_sizes = zip(self.table.works_ms[longest], self.table.constants_ms, strict=True)
+        times_ms = {least_ms, *(max(least_ms, work_ms + c_ms) for work_ms, c_ms in of_sizes)}
+        times_ms.discard(math.inf)
+        best: tuple[Wave, Counts, Counts] | None = None
+        least_idle = math.inf
+        for each_ms in sorted(times_ms):
+            filled = self._filled(counts, each_ms, effort)
+            if filled is None:
+                continue
+            wave, rest = filled
+            members = [num - more for num, more in zip(counts, rest, strict=True)]
+            idle = self._idle_ms(wave, members) / wave.time_ms if wave.time_ms else 0.0
+            if idle < least_idle:
+                best, least_idle = (wave, rest, members), idle
+        return best
 
     def _undivided(self, counts: Counts) -> list[Wave]:
         """Waves of a single group each, by best fit; none if a sequence does not fit."""
@@ -414,6 +435,14 @@ class WaveSearch:
             num * of_length
             for num, of_length in zip(counts, self.table.column_ms, strict=True)
             if num
+        )
+
+    def _least_ms(self, counts: Counts) -> float:
+        """Lower limit for one wave of sequences, of which there are some."""
+        table = self.table
+        return max(
+            max(table.least_ms[place] for place, num in enumerate(counts) if num),
+            self._column_ms(counts) / self._width + min(table.constants_ms),
         )
 
     def _idle_ms(self, wave: Wave, counts: Counts) -> float:
