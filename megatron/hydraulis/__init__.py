@@ -70,7 +70,9 @@ def __getattr__(name: str) -> Any:
     from megatron.hydraulis.quiet_imports import silence_warnings_of_imports
 
     silence_warnings_of_imports()
-    return getattr(import_module(f"{__name__}.{_MODULES[name]}"), name)
+    found = getattr(import_module(f"{__name__}.{_MODULES[name]}"), name)
+    globals()[name] = found  # so that the next use does not come here
+    return found
 
 
 def __dir__() -> list[str]:

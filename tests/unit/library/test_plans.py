@@ -89,7 +89,7 @@ def test_public_names_exist_are_typed_and_hide_no_submodule() -> None:
     assert not typed & submodules
     assert typed <= set(dir(hydraulis))
     for name in typed:
-        assert getattr(hydraulis, name) is not None
+        assert getattr(hydraulis, name) is vars(hydraulis)[name]
     with pytest.raises(AttributeError, match="no attribute 'nothing'"):
         _ = hydraulis.nothing
 
