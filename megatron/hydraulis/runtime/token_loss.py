@@ -202,12 +202,20 @@ def _weighted_sum(
     log_probs, entropy, weights = (
         each.view(-1)[places] for each in (outputs.log_probs, outputs.entropy, batch.weights)
     )
+    for each in (log_probs, entropy):
+        if each.requires_grad:
+            each.register_hook(partial(_without_nan, weights == 0))
     segments = Segments(numbers, len(batch.sequence_lengths), batch.context_group)
     losses = _losses(loss, log_probs, entropy, batch.inputs, segments)
     weights = weights.to(at_least_fp32(losses.dtype))
     total = weighted_losses(losses, weights).sum()
     report = torch.stack([total.detach(), weights.sum()])
     return total / divisor, 0, {"lm loss": report}
+
+
+def _without_nan(untrained: Tensor, gradient: Tensor) -> Tensor:
+    """0 in place of 0 · ∞, such as that of a ratio that overflows at an untrained token."""
+    return gradient.masked_fill(untrained & gradient.isnan(), 0.0)
 
 
 def _report_outputs(

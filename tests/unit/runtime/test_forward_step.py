@@ -1,5 +1,6 @@
 """A loss function that would make the update depend on the packing is refused at once."""
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -10,6 +11,8 @@ from torch import Tensor, nn
 from megatron.hydraulis.data.packed_batch import PackedBatch, pack
 from megatron.hydraulis.errors import ConfigurationError
 from megatron.hydraulis.runtime.executor import LossFunction, loss_func, make_forward_step
+from megatron.hydraulis.runtime.token_log_probs import TokenOutputs
+from megatron.hydraulis.runtime.token_loss import loss_forward_step
 
 
 class Losses(nn.Module):
@@ -220,3 +223,28 @@ def test_an_infinite_loss_without_weight_is_not_trained() -> None:
     assert report["lm loss"].isfinite().all()
     (gradient,) = torch.autograd.grad(total, list(model.parameters()))
     assert gradient.flatten().tolist() == weights
+
+
+class Outputs(nn.Module):
+    """Replaces a model that is called for outputs of tokens."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.log_probs = nn.Parameter(torch.linspace(-3.0, -1.0, 7).unsqueeze(0))
+
+    def forward(self, *_: Any, **__: Any) -> TokenOutputs:
+        return TokenOutputs(self.log_probs * 1.0, self.log_probs.detach())
+
+
+def test_a_ratio_that_overflows_without_weight_is_not_trained() -> None:
+    weights = [1.0, 1.0, 0.0, 1.0, 1.0, 1.0, 1.0]
+    old = torch.zeros(7)
+    old[2] = -1e5
+    batch = replace(pack(SEQUENCES, weights=two_sequences(weights)), inputs={"old": old})
+    model = Outputs()
+    step = loss_forward_step(lambda log_probs, _, inputs, __: (log_probs - inputs["old"]).exp())
+    output, finish = step(iter([batch]), model)
+    total, _, _ = finish(output)
+    (gradient,) = torch.autograd.grad(total, list(model.parameters()))
+    expected = model.log_probs.exp().flatten() * torch.tensor(weights)
+    assert torch.equal(gradient.flatten(), expected)
