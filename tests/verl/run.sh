@@ -12,5 +12,6 @@ packages=(.venv-verl/lib/python3.*/site-packages)
     --requirement tests/verl/requirements.txt
 
 export VERL_PLATFORM=cpu
+export RAY_AUTH_MODE=disabled # else Ray writes a token into the home folder
 export VERL_USE_EXTERNAL_MODULES=tests.verl.cpu_platform,megatron.hydraulis.library.verl_engine
 exec .venv-verl/bin/python -m pytest tests/verl/verl_*.py "$@"

@@ -7,13 +7,14 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pandas
 import pytest
+import ray
 import torch
 import torch.distributed as dist
 import verl
@@ -21,14 +22,15 @@ from hydra import compose, initialize_config_dir
 from tensordict import TensorDict
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer, Qwen3Config, Qwen3ForCausalLM
+from verl.single_controller.ray import RayClassWithInitArgs, RayResourcePool, RayWorkerGroup
 from verl.trainer.config import CheckpointConfig
 from verl.trainer.sft_trainer import SFTTrainer
 from verl.utils import tensordict_utils as tu
 from verl.utils.config import omega_conf_to_dataclass
-from verl.workers.config import FSDPOptimizerConfig, HFModelConfig
+from verl.workers.config import FSDPOptimizerConfig, HFModelConfig, TrainingWorkerConfig
 from verl.workers.config.engine import EngineRouterReplayConfig
 from verl.workers.engine import EngineRegistry
-from verl.workers.engine_workers import ActorRolloutRefWorker
+from verl.workers.engine_workers import ActorRolloutRefWorker, TrainingWorker
 from verl.workers.utils.losses import ppo_loss, sft_loss
 from verl.workers.utils.padding import left_right_2_no_padding, no_padding_2_padding
 
@@ -351,6 +353,78 @@ def test_an_actor_updates_as_one_process(folder: Path) -> None:
             )
     for _, _, tensors in ranks:
         reference.assert_is(tensors)
+
+
+# --- with Ray ---
+
+
+class CpuWorker(TrainingWorker):
+    """Joins before verl does, which would ask for gloo on the CPU twice."""
+
+    def __init__(self, config: TrainingWorkerConfig) -> None:
+        average_with_gloo()
+        rank, num_ranks = (int(os.environ[name]) for name in ("RANK", "WORLD_SIZE"))
+        dist.init_process_group("gloo", rank=rank, world_size=num_ranks)
+        super().__init__(config)
+
+
+@pytest.fixture
+def workers(folder: Path) -> Iterator[RayWorkerGroup]:
+    """Two of them, initialised."""
+    config = TrainingWorkerConfig(
+        model_type="language_model",
+        model_config=HFModelConfig(path=str(folder)),
+        engine_config=HydraulisEngineConfig(
+            pool="tp2", dtype="fp32", max_tokens_per_micro_batch=256
+        ),
+        optimizer_config=FSDPOptimizerConfig(lr=LR, weight_decay=0.0),
+        checkpoint_config=CheckpointConfig(),
+    )
+    ray.init(
+        num_cpus=2,
+        include_dashboard=False,
+        object_store_memory=100 * 2**20,
+        runtime_env={"env_vars": {"PYTHONPATH": str(Path(__file__).resolve().parents[2])}},
+    )
+    try:
+        group = RayWorkerGroup(
+            RayResourcePool([2], use_gpu=False, max_colocate_count=1),
+            RayClassWithInitArgs(ray.remote(CpuWorker), config=config),
+            device_name="cpu",
+        )
+        group.set_loss_fn(partial(sft_loss, config=None))
+        group.reset()
+        yield group
+    finally:
+        ray.shutdown()
+
+
+def test_workers_of_ray_train_as_one_process(folder: Path, workers: RayWorkerGroup) -> None:
+    generator = torch.Generator().manual_seed(3)
+    tokens = [torch.randint(3, 200, (n,), generator=generator) for n in (9, 30, 5, 17)]
+    rows = {
+        "input_ids": tokens,
+        "loss_mask": [(torch.arange(len(row)) > 2).long() for row in tokens],
+        "position_ids": [torch.arange(len(row)) for row in tokens],
+    }
+    nested = {
+        name: torch.nested.as_nested_tensor(values, layout=torch.jagged)
+        for name, values in rows.items()
+    }
+    given = {"temperature": 1.0, "global_token_num": [len(row) for row in tokens]}
+    reference = Reference(folder)
+    wanted = reference.outputs(tokens)
+    data = tu.get_tensordict(nested, {**given, "compute_loss": False})
+    found = workers.infer_batch(data).get()["log_probs"]
+    for one, other in zip(found.unbind(), wanted["log_probs"].unbind(), strict=True):
+        torch.testing.assert_close(one[:-1], other[:-1], rtol=TOLERANCE, atol=TOLERANCE)
+
+    num_tokens = int(nested["loss_mask"].values().sum())
+    counts = tu.get_tensordict(nested, {"dp_size": 1, "batch_num_tokens": num_tokens})
+    loss, _ = sft_loss(None, wanted, counts)
+    metrics = tu.get(workers.train_batch(tu.get_tensordict(nested, given)).get(), "metrics")
+    assert metrics["loss"] == pytest.approx(loss.item(), rel=TOLERANCE)
+    assert metrics["grad_norm"] == pytest.approx(reference.update(loss), rel=TOLERANCE)
 
 
 # --- errors ---

@@ -211,6 +211,8 @@ class HydraulisEngine(BaseEngine):
         tokens = [row.numpy() for row in data["input_ids"].cpu().unbind()]
         lengths = [len(row) for row in tokens]
         batch = self.engine.plan(tokens, scatter=True)
+        if loss_function is not None:
+            self._count_tokens(data)  # now, as a copy of what Ray brings is locked
         data = data.to(get_device_id())
         offsets = data["input_ids"].offsets()
         names = ["log_probs"]
@@ -232,7 +234,6 @@ class HydraulisEngine(BaseEngine):
 
         loss, metrics = 1.0, {}
         if loss_function is not None:
-            self._count_tokens(data)
             with torch.set_grad_enabled(not forward_only):
                 for values in flat.values():
                     values.requires_grad_(not forward_only)
@@ -259,10 +260,10 @@ class HydraulisEngine(BaseEngine):
 
     def _count_tokens(self, data: TensorDict) -> None:
         """Give the loss what it divides by."""
-        num_tokens = data["loss_mask"].sum().double()
+        num_tokens = data["loss_mask"].sum().to(get_device_id())
         dist.all_reduce(num_tokens)
         tu.assign_non_tensor(
-            data, batch_num_tokens=int(num_tokens.item()), dp_size=self.get_data_parallel_size()
+            data, batch_num_tokens=num_tokens.item(), dp_size=self.get_data_parallel_size()
         )
 
     def optimizer_zero_grad(self) -> None:
