@@ -202,6 +202,8 @@ def find_races(path: Path) -> list[Race]:
                         for cell in memory.cells_of(span):
                             for race in cell.meet(access, writes, clocks):
                                 races.setdefault(race.places, race)
+                        if writes:
+                            memory.join(span)
                 if kind == "COPYSYNC":
                     clocks.host_waits(["stream", "0"])
     return list(races.values())
@@ -318,19 +320,22 @@ class _Cell:
     reads: dict[int, Access] = field(default_factory=dict)
     """The last of each stream since then."""
 
-    def meet(self, access: Access, writes: bool, clocks: _Clocks) -> Iterator[Race]:
+    def meet(self, access: Access, writes: bool, clocks: _Clocks) -> list[Race]:
         """The races of a new access, which is then recorded."""
         earlier: list[tuple[Access, bool]] = [(self.write, True)] if self.write else []
         if writes:
             earlier += [(read, False) for read in self.reads.values()]
-        for other, other_writes in earlier:
-            if other.stream != access.stream and not clocks.comes_after(access.stream, other):
-                yield Race(other, access, (other_writes, writes), (self.start, self.stop))
+        races = [
+            Race(other, access, (other_writes, writes), (self.start, self.stop))
+            for other, other_writes in earlier
+            if other.stream != access.stream and not clocks.comes_after(access.stream, other)
+        ]
         if writes:
             self.write = access
             self.reads = {}
         else:
             self.reads[access.stream] = access
+        return races
 
 
 class _Memory:
@@ -358,6 +363,12 @@ class _Memory:
         self._cells[first:last] = found
         self._starts[first:last] = [cell.start for cell in found]
         return found
+
+    def join(self, span: Span) -> None:
+        """Make one cell of a range that one access has written, which has one past from then on."""
+        first, last = (bisect_left(self._starts, at) for at in span)
+        self._cells[first].stop = span[1]
+        del self._cells[first + 1 : last], self._starts[first + 1 : last]
 
     def _cut(self, at: int) -> None:
         i = bisect_right(self._starts, at) - 1
