@@ -60,6 +60,22 @@ def ratio_of_totals(numerators: Sequence[float], denominators: Sequence[float]) 
     return _estimate(of_totals, _pairs(numerators, denominators))
 
 
+def difference_of_ratios(
+    first: tuple[Sequence[float], Sequence[float]], second: tuple[Sequence[float], Sequence[float]]
+) -> RatioEstimate:
+    """`ratio_of_totals` of the first minus that of the second, with the same interval.
+
+    Each has numerators and denominators; all four belong to the same pairs. Raises ValueError as
+    `paired_ratio` does.
+    """
+
+    def of_totals(*samples: _Floats, axis: int) -> Any:
+        above, below, above_2, below_2 = (sample.sum(axis=axis) for sample in samples)
+        return above / below - above_2 / below_2
+
+    return _estimate(of_totals, (*_pairs(*first), *_pairs(*second)))
+
+
 def _pairs(numerators: Sequence[float], denominators: Sequence[float]) -> tuple[_Floats, _Floats]:
     above, below = (np.asarray(side, dtype=np.float64) for side in (numerators, denominators))
     if len(above) != len(below) or not len(above):

@@ -12,7 +12,6 @@ import json
 import subprocess
 import sys
 import time
-from collections import Counter
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -23,7 +22,7 @@ from rich.console import Console
 from rich.table import Table
 
 from benchmarks.command import counted_progress, environment, torchrun, use_cpu, write_figures
-from benchmarks.paired_statistics import RatioEstimate, paired_ratio
+from benchmarks.paired_statistics import RatioEstimate, difference_of_ratios, ratio_of_totals
 from benchmarks.rank_set import RankSet
 from benchmarks.workload import DATA_SEED
 from megatron.hydraulis.cost_model.device import device_constants
@@ -39,29 +38,37 @@ from megatron.hydraulis.library.building import (
     definition_of,
 )
 from megatron.hydraulis.library.planning import Planning, analytic_cost_model, read_cost_profile
+from megatron.hydraulis.loop.refit import micro_batch_times_ms
 from megatron.hydraulis.optimizer.sharded_adamw import AdamWSettings
 from megatron.hydraulis.planner.plan import IterationPlan
 from megatron.hydraulis.planner.planners import CertifiedPlanner
 from megatron.hydraulis.profiler.command import training_defaults
 from megatron.hydraulis.runtime.executor import make_forward_step
-from megatron.hydraulis.runtime.spans import COMPUTE, MemoryRecorder
+from megatron.hydraulis.runtime.spans import COMPUTE, HOST, MemoryRecorder
 from megatron.hydraulis.simulator.batches import sample_batches
 from megatron.hydraulis.strategy import Pool, Strategy
 from megatron.hydraulis.strategy.notation import parse_scheme
 from megatron.hydraulis.terminal import figures_table, results_console
 
 STATIC, POOL = SIDES = ("static", "pool")
-SCHEMES = ("tp1", "tp2", "tp4", "pp2")
+SCHEMES = ("tp1", "tp2", "tp4")
 """That are profiled, and of which strategies are proposed."""
+SEQ_LENGTH = 2048
+RANK_BYTES = 95e6
+"""Memory of a rank, by which the memory model limits micro-batches: tp4 alone holds the longest
+sequences."""
+# Most sequences are short, log-normal; one of a batch in two is longer than tp2 holds.
+MEDIAN_TOKENS, SIGMA, MOST_SHORT_TOKENS = 90, 0.8, 448
+LEAST_LONG_TOKENS, LONG_SHARE = 1200, 0.006
+NUM_SEQUENCES = 20_000
 NUM_SIZES = 5
-"""Sizes of profiled micro-batches; the smallest sequences fill none that is smaller."""
+"""Sizes of profiled micro-batches: the limit, its half, and so on."""
 GOAL_POINTS = 3.0
 """Largest difference between predicted and measured gain, in points of a per cent."""
 ITERATIONS_PER_CALL = 16
 """Iterations that ranks run without a pause."""
 BATCH_SEED, PROPOSAL_SEED = 0, 1
 """Different, so that the pool is not proposed for the batches that measure it."""
-BYTES_PER_MB = 1e6
 MS_PER_S = 1e3
 NS_PER_S = 1e9
 
@@ -83,7 +90,7 @@ class TrainingRank:
 
     def __init__(self, resolved: Resolved) -> None:
         self._recorder = MemoryRecorder()
-        self._recorder.tracks = frozenset({COMPUTE})
+        self._recorder.tracks = frozenset({COMPUTE, HOST})
         core_attention = choose_core_attention(resolved, resolved.pool).name
         self._engine = build_engine(
             resolved,
@@ -107,16 +114,14 @@ class TrainingRank:
             )
             end_s = time.perf_counter()
             assert outcome.updated
-            spans_ns: Counter[str] = Counter()
-            for span in self._recorder.take():
-                spans_ns[span.name] += span.end_ns - span.start_ns
-            compute_ns = spans_ns["forward"] + spans_ns["backward"]
+            spans = self._recorder.take()
+            optimizer_ns = sum(s.end_ns - s.start_ns for s in spans if s.name == "optimizer")
             found.append(
                 RankTimes(
                     end_s,
-                    compute_ns / NS_PER_S - outcome.gather_wait_s,
+                    sum(micro_batch_times_ms(spans, len(mine))) / MS_PER_S,
                     outcome.gather_wait_s + outcome.scatter_wait_s,
-                    spans_ns["optimizer"] / NS_PER_S,
+                    optimizer_ns / NS_PER_S,
                 )
             )
         self._engine.finish_regrouping()
@@ -206,34 +211,29 @@ class PoolGain:
 
     @property
     def predicted(self) -> RatioEstimate:
-        """Median over pairs of the static strategy's time over the pool's."""
-        return self._ratio("predicted_s")
+        """The static strategy's time of all batches over the pool's."""
+        return ratio_of_totals(*self._times_s("predicted_s"))
 
     @property
     def measured(self) -> RatioEstimate:
         """The same of measured times."""
-        return self._ratio("measured_s")
+        return ratio_of_totals(*self._times_s("measured_s"))
 
     @property
-    def gap_points(self) -> float:
+    def gap(self) -> RatioEstimate:
         """Predicted - measured gain."""
-        return 100.0 * (self.predicted.value - self.measured.value)
+        return difference_of_ratios(self._times_s("predicted_s"), self._times_s("measured_s"))
 
-    def _ratio(self, times: str) -> RatioEstimate:
+    def _times_s(self, times: str) -> tuple[list[float], list[float]]:
         static, pool = (
             [getattr(iteration, times) for iteration in self.iterations[side]] for side in SIDES
         )
-        return paired_ratio(static, pool)
+        return static, pool
 
 
-def run(
-    folder: Path, lengths: Sequence[int], model_flags: Sequence[str], arguments: argparse.Namespace
-) -> int:
-    """Measure the gain and print it; returns the exit status.
-
-    lengths: of the corpus, in tokens; also in lengths.json in the folder.
-    """
-    gain = gain_of_pool(folder, lengths, model_flags, arguments)
+def run(folder: Path, model_flags: Sequence[str], arguments: argparse.Namespace) -> int:
+    """Measure the gain in a folder and print it; returns the exit status."""
+    gain = gain_of_pool(folder, model_flags, arguments)
     console = results_console()
     _print(console, gain)
     figures = environment() | {
@@ -241,41 +241,52 @@ def run(
         "static": gain.static,
         "limits_tokens": gain.limits_tokens,
         "proposed": gain.proposed,
-        "predicted": asdict(gain.predicted),
-        "measured": asdict(gain.measured),
+        **{name: asdict(getattr(gain, name)) for name in ("predicted", "measured", "gap")},
         "iterations": {side: list(map(asdict, found)) for side, found in gain.iterations.items()},
     }
     write_figures(console, arguments.json, figures)
     return 0
 
 
+def sequence_lengths() -> list[int]:
+    """Of the corpus, in tokens."""
+    rng = np.random.default_rng(DATA_SEED)
+    short = rng.lognormal(np.log(MEDIAN_TOKENS), SIGMA, NUM_SEQUENCES)
+    short = short.round().clip(2, MOST_SHORT_TOKENS).astype(int)
+    long = rng.integers(LEAST_LONG_TOKENS, SEQ_LENGTH, NUM_SEQUENCES, endpoint=True)
+    lengths: list[int] = np.where(rng.random(NUM_SEQUENCES) < LONG_SHARE, long, short).tolist()
+    return lengths
+
+
 def gain_of_pool(
-    folder: Path, lengths: Sequence[int], model_flags: Sequence[str], arguments: argparse.Namespace
+    folder: Path, model_flags: Sequence[str], arguments: argparse.Namespace
 ) -> PoolGain:
-    """Profile, propose, profile what was proposed, then train both sides in turn."""
+    """Profile, propose, then train both sides in turn."""
     use_cpu()
     num_ranks, tokens = arguments.num_ranks, arguments.global_batch_tokens
     lengths_path, profile_path = folder / "lengths.json", folder / "profile.json"
     pool_path, both_path = folder / "pool.json", folder / "both.json"
+    model_flags = [*model_flags, "--seq-length", str(SEQ_LENGTH)]
     flags = training_defaults(model_flags)
-    limits = _limits_of_memory([*flags, "--strategy", f"{num_ranks}*tp1"], arguments)
-
-    def profile(*which: str) -> None:
-        """What has been measured already is kept."""
+    lengths = sequence_lengths()
+    lengths_path.write_text(json.dumps(lengths), encoding="utf-8")
+    limits = _limits_of_memory([*flags, "--strategy", f"{num_ranks}*tp1"], num_ranks)
+    profiles = []
+    for name, limit in limits.items():
+        path = folder / f"profile_{name}.json"
         torchrun(
             num_ranks,
-            *("-m", "megatron.hydraulis", "profile", "--out", str(profile_path), *which),
-            *("--num-sizes", str(NUM_SIZES), "--lengths", str(lengths_path), "--", *model_flags),
+            *("-m", "megatron.hydraulis", "profile", "--out", str(path), "--schemes", name),
+            *("--max-tokens", str(limit), "--num-sizes", str(NUM_SIZES)),
+            *("--lengths", str(lengths_path), "--", *model_flags),
         )
-        measured = ProfileCostModel.read(profile_path)
-        rows = [
-            replace(row, max_tokens=min(row.max_tokens, limits[str(row.scheme)]))
-            for row in measured.schemes
-        ]
-        limited = replace(measured, schemes=tuple(rows))
-        profile_path.write_text(json.dumps(limited.to_json()), encoding="utf-8")
-
-    profile("--schemes", *SCHEMES)
+        profiles.append(ProfileCostModel.read(path))
+    merged = replace(
+        profiles[0],
+        schemes=tuple(row for profile in profiles for row in profile.schemes),
+        strategies=tuple(row for profile in profiles for row in profile.strategies),
+    )
+    profile_path.write_text(json.dumps(merged.to_json()), encoding="utf-8")
     command = [sys.executable, "-m", "megatron.hydraulis", "propose", "--json"]
     command += ["--lengths", str(lengths_path), "--cost-profile", str(profile_path)]
     command += ["--num-ranks", str(num_ranks), "--global-batch-tokens", str(tokens)]
@@ -287,7 +298,6 @@ def gain_of_pool(
         proposal["static"], num_ranks, ranks_per_node=pool.ranks_per_node, name=STATIC
     )
     both_path.write_text(json.dumps(Pool.of(*pool.strategies, static).to_json()), encoding="utf-8")
-    profile("--pool", str(both_path))
     resolved = _parsed(
         [*flags, "--strategy-pool", str(both_path), "--cost-profile", str(profile_path)], num_ranks
     )
@@ -311,16 +321,11 @@ def gain_of_pool(
     )
 
 
-def _limits_of_memory(flags: Sequence[str], arguments: argparse.Namespace) -> dict[str, int]:
-    """Tokens of a micro-batch by scheme, on ranks with the memory that the arguments give."""
-    device = replace(
-        device_constants("cpu"),
-        memory_bytes=arguments.rank_megabytes * BYTES_PER_MB,
-        reserve_bytes=0.0,
-    )
-    model = analytic_cost_model(_parsed(flags, arguments.num_ranks), device)
-    filling = replace(model, pool=None)
-    return {name: filling.max_tokens(parse_scheme(name, label="scheme")) for name in SCHEMES}
+def _limits_of_memory(flags: Sequence[str], num_ranks: int) -> dict[str, int]:
+    """Tokens of a micro-batch by scheme, on ranks of RANK_BYTES."""
+    device = replace(device_constants("cpu"), memory_bytes=RANK_BYTES, reserve_bytes=0.0)
+    model = replace(analytic_cost_model(_parsed(flags, num_ranks), device), pool=None)
+    return {name: model.max_tokens(parse_scheme(name, label="scheme")) for name in SCHEMES}
 
 
 def _parsed(flags: Sequence[str], num_ranks: int) -> Resolved:
@@ -361,34 +366,48 @@ def _print(console: Console, gain: PoolGain) -> None:
     for table in (_times_table(gain), _replicas_table(gain)):
         console.print(table)
     console.print(
-        f"gain of the pool, median of {gain.measured.num_pairs} pairs: predicted "
-        f"{gain.predicted}, measured {gain.measured}, predicted - measured "
-        f"{gain.gap_points:+.1f} points (goal: at most {GOAL_POINTS:g}); predicted by propose, on "
-        f"other batches: {gain.proposed:.3f}"
+        f"gain of the pool on {gain.gap.num_pairs} batches [95 %]: predicted {gain.predicted}, "
+        f"measured {gain.measured}; predicted - measured {100 * gain.gap.value:+.1f} points "
+        f"[{100 * gain.gap.low:+.1f}, {100 * gain.gap.high:+.1f}] (goal: at most "
+        f"{GOAL_POINTS:g}); predicted by propose, on other batches: {gain.proposed:.3f}"
     )
 
 
 def _times_table(gain: PoolGain) -> Table:
-    columns = ("predicted", "overhead in it", "measured", "waits", "optimizer", "meas. / pred.")
+    columns = (
+        "batches",
+        "predicted",
+        "overhead",
+        "measured",
+        "waits",
+        "optimizer",
+        "meas. / pred.",
+    )
     table = figures_table(
-        "An iteration, median, ms",
-        ("side",),
+        "An iteration, mean, ms",
+        ("side", "strategy"),
         columns,
-        caption="Waits for regrouping: mean over ranks. Optimizer: slowest rank.",
+        caption="Overhead: of the predicted time. Waits for regrouping: mean over ranks. "
+        "Optimizer: slowest rank.",
     )
     for side in SIDES:
         found = gain.iterations[side]
-        table.add_row(
-            side,
-            *(
-                f"{MS_PER_S * median(getattr(iteration, name) for iteration in found):.0f}"
-                for name in (
-                    *("predicted_s", "predicted_overhead_s", "measured_s"),
-                    *("regroup_wait_s", "optimizer_s"),
-                )
-            ),
-            str(paired_ratio([i.measured_s for i in found], [i.predicted_s for i in found])),
-        )
+        for name in sorted({iteration.strategy for iteration in found}):
+            of_name = [iteration for iteration in found if iteration.strategy == name]
+            times = [i.measured_s for i in of_name], [i.predicted_s for i in of_name]
+            table.add_row(
+                side,
+                name,
+                str(len(of_name)),
+                *(
+                    f"{MS_PER_S * fmean(getattr(iteration, time) for iteration in of_name):.0f}"
+                    for time in (
+                        *("predicted_s", "predicted_overhead_s", "measured_s"),
+                        *("regroup_wait_s", "optimizer_s"),
+                    )
+                ),
+                f"{ratio_of_totals(*times).value:.3f}",
+            )
     return table
 
 

@@ -42,10 +42,9 @@ MODEL_FLAGS = (
     *("--num-attention-heads", "8", "--group-query-attention", "--num-query-groups", "4"),
     *("--swiglu", "--normalization", "RMSNorm", "--disable-bias-linear"),
     *("--position-embedding-type", "rope", "--untie-embeddings-and-output-weights"),
-    *("--seq-length", str(SEQ_LENGTH), "--tokenizer-type", "NullTokenizer"),
-    *("--vocab-size", str(VOCAB_SIZE - 1)),
+    *("--tokenizer-type", "NullTokenizer", "--vocab-size", str(VOCAB_SIZE - 1)),
 )
-LIMIT_FLAGS = ("--max-tokens-per-micro-batch", "1024")
+LIMIT_FLAGS = ("--seq-length", str(SEQ_LENGTH), "--max-tokens-per-micro-batch", "1024")
 NUM_FIRST_LEFT_OUT = 2
 """Iterations that also build models and start the planner."""
 
@@ -81,13 +80,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "--pool", action="store_true", help="instead: the gain of a proposed pool, in turn"
     )
-    parser.add_argument(
-        "--rank-megabytes",
-        type=float,
-        default=95.0,
-        metavar="X",
-        help="with --pool: memory of a rank by which the memory model limits micro-batches",
-    )
     parser.add_argument("--folder", type=Path, metavar="DIR", help="keep profile and runs here")
     arguments = parser.parse_args(argv)
     num_ranks = arguments.num_ranks
@@ -95,9 +87,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     with tempfile.TemporaryDirectory() as temporary:
         folder = arguments.folder or Path(temporary)
         folder.mkdir(parents=True, exist_ok=True)
-        corpus, lengths = _write_corpus(folder)
         if arguments.pool:
-            return pool_gain.run(folder, lengths, MODEL_FLAGS, arguments)
+            return pool_gain.run(folder, MODEL_FLAGS, arguments)
+        corpus = _write_corpus(folder)
         found = [
             errors
             for strategy in strategies
@@ -171,8 +163,8 @@ def figures(name: str, strategy: str, records: Sequence[IterationRecord]) -> Run
     )
 
 
-def _write_corpus(folder: Path) -> tuple[Path, list[int]]:
-    """Random documents with a long tail, and the lengths of their sequences, also in a file."""
+def _write_corpus(folder: Path) -> Path:
+    """Random documents with a long tail, and the lengths of their sequences."""
     draw = random.Random(1)
     lengths = [
         max(2, min(SEQ_LENGTH, round(draw.lognormvariate(np.log(MEDIAN_TOKENS), SIGMA))))
@@ -186,7 +178,7 @@ def _write_corpus(folder: Path) -> tuple[Path, list[int]]:
         builder.add_document(torch.from_numpy(document), [length + 1])
     builder.finalize(f"{prefix}.idx")
     (folder / "lengths.json").write_text(json.dumps(lengths))
-    return prefix, lengths
+    return prefix
 
 
 if __name__ == "__main__":

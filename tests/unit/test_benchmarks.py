@@ -201,7 +201,7 @@ def test_the_table_of_cases_ends_with_mean_and_least_gain() -> None:
     assert "2.200" in rows["mean"]
 
 
-def test_the_gain_of_a_pool_is_the_median_over_pairs() -> None:
+def test_the_gain_of_a_pool_is_that_of_all_batches() -> None:
     def side(predicted_s: list[float], measured_s: list[float]) -> list[Iteration]:
         return [
             Iteration("S", predicted, 0.0, measured, (), 0.0, 0.0)
@@ -209,15 +209,17 @@ def test_the_gain_of_a_pool_is_the_median_over_pairs() -> None:
         ]
 
     gain = PoolGain(
-        pool=Pool.of(Strategy.parse("tp2+2*tp1", 4)),
-        static="2*tp2",
+        pool=Pool.of(Strategy.parse("tp4", 4)),
+        static="tp4",
         proposed=1.2,
         limits_tokens={},
         iterations={
-            "static": side([1.2, 2.4, 3.6], [1.3, 20.0, 3.9]),
-            "pool": side([1.0, 2.0, 3.0], [1.0, 2.0, 3.0]),
+            "static": side([2.0, 4.0], [2.2, 4.4]),
+            "pool": side([1.0, 3.0], [1.0, 4.5]),
         },
     )
-    assert gain.predicted.value == pytest.approx(1.2)
-    assert gain.measured.value == pytest.approx(1.3)
-    assert gain.gap_points == pytest.approx(-10.0)
+    assert gain.predicted.value == pytest.approx(1.5)
+    assert gain.measured.value == pytest.approx(1.2)
+    assert gain.gap.value == pytest.approx(0.3)
+    # A resample of either batch alone: 2 - 2.2 and 4/3 - 4.4/4.5.
+    assert (gain.gap.low, gain.gap.high) == pytest.approx((-0.2, 4 / 3 - 4.4 / 4.5))
