@@ -68,9 +68,7 @@ class Assignment:
     ) -> None:
         self._packers = packers
         self.effort = effort
-        # The last entry, index -1, is of no sequence.
-        self._lengths = np.array([*packers[0].lengths, 0], dtype=np.int64)
-        self._works_ms = {packer: np.array([*packer.works_ms, 0.0]) for packer in packers}
+        self._lengths = packers[0].lengths_array
         self._shares = [
             self._packed_share(packer, longest_first(packer.lengths, share))
             for packer, share in zip(packers, shares, strict=True)
@@ -124,8 +122,8 @@ class Assignment:
     def _packed_share(self, packer: ReplicaPacker, sequences: list[int]) -> _Share:
         return _Share(
             sequences,
-            sum(packer.lengths[sequence] for sequence in sequences),
-            sum(packer.works_ms[sequence] for sequence in sequences),
+            sum(map(packer.lengths.__getitem__, sequences)),
+            sum(map(packer.works_ms.__getitem__, sequences)),
             packer.pack(sequences, self.effort),
         )
 
@@ -194,7 +192,7 @@ class Assignment:
         # The last column is a move: nothing is taken.
         taken = np.append(self._offered(theirs), -1)
         given_tokens, taken_tokens = self._lengths[given][:, None], self._lengths[taken]
-        giver_ms, taker_ms = self._works_ms[giver], self._works_ms[taker]
+        giver_ms, taker_ms = giver.works_array_ms, taker.works_array_ms
         mine_ms = giver.estimates_ms(
             mine.work_ms - giver_ms[given][:, None] + giver_ms[taken],
             mine.num_tokens - given_tokens + taken_tokens,

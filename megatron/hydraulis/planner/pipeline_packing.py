@@ -86,10 +86,12 @@ class ReplicaPacker:
         self.lengths = lengths
         self.tokens = cost.tokens(lengths)
         """Tokens of each sequence, padding included."""
-        self._works_array_ms: FloatArray = cost.coefficients.sequence_time_ms(
-            np.array(lengths, dtype=np.float64)
-        )
-        self.works_ms: list[float] = self._works_array_ms.tolist()
+        self.lengths_array = np.array([*lengths, 0], dtype=np.int64)
+        """The last entry, index -1, is of no sequence."""
+        works_ms = cost.coefficients.sequence_time_ms(self.lengths_array[:-1].astype(np.float64))
+        self.works_ms: list[float] = works_ms.tolist()
+        self.works_array_ms: FloatArray = np.append(works_ms, 0.0)
+        """Likewise."""
         self._solver = solver
         self._tokens_array = np.array(self.tokens, dtype=np.int64)
         self._long_lines = long_micro_batch_lines(cost.pipeline)
@@ -199,7 +201,7 @@ class ReplicaPacker:
             return packed
         better = improve_pipeline(
             packed.micro_batches,
-            self._works_array_ms,
+            self.works_array_ms,
             self._tokens_array,
             self.cost,
             num_steps,

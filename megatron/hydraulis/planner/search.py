@@ -200,18 +200,19 @@ class StrategySearch:
 
     def _packing_bound_ms(self) -> float:
         """No packing of the best plan's dispatch has a smaller makespan."""
-        bounds_ms = [
-            replica_bound_ms([self._batch[sequence] for sequence in share], packer.cost)
-            for share, packer in zip(self.best.shares, self._packers, strict=True)
-        ]
+        bounds_ms = [0.0]
+        times_ms, shares = self.best.times_ms, self.best.shares
+        for replica in sorted(range(len(shares)), key=times_ms.__getitem__, reverse=True):
+            if times_ms[replica] <= max(bounds_ms):
+                break  # Its bound is no larger than its time.
+            lengths = [self._batch[sequence] for sequence in shares[replica]]
+            bounds_ms.append(replica_bound_ms(lengths, self._packers[replica].cost))
         slowest = self.best.slowest
         packer = self._packers[slowest]
         if len(self._packers) == 1:
             bounds_ms.append(self.bound_ms)
         elif isinstance(packer, WavePacker) and max(bounds_ms) < (1.0 - TARGET_GAP) * self.found_ms:
-            bounds_ms.append(
-                packer.bound_ms(self.best.shares[slowest], self.found_ms, with_integers=True)
-            )
+            bounds_ms.append(packer.bound_ms(shares[slowest], self.found_ms, with_integers=True))
         return max(bounds_ms)
 
     def _raise_bound_by_waves(self, packer: WavePacker, *, with_integers: bool) -> None:
