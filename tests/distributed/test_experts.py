@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 from unittest.mock import patch
 
 import pytest
 
+from megatron.hydraulis.errors import ConfigurationError
 from megatron.hydraulis.runtime import catalogue as catalogue_module
+from megatron.hydraulis.runtime import experts as experts_module
+from megatron.hydraulis.runtime.engine import Engine
+from megatron.hydraulis.runtime.executor import make_forward_step
 from megatron.hydraulis.transfer.canonical import Contribution, ParameterSpec
 from tests.support.gloo_pool import pool_of
 from tests.support.law import (
@@ -21,7 +26,7 @@ from tests.support.law import (
     waves,
     wrong_gradients,
 )
-from tests.support.models import Job, RankRun, SmallModel, run_job
+from tests.support.models import Job, RankRun, SmallModel, build_engine, run_job
 from tests.support.reference import initial_parameters
 
 pytestmark = pytest.mark.distributed
@@ -51,6 +56,20 @@ MODELS = {
         moe_router_group_topk=2,
         moe_router_topk_scaling_factor=2.5,
     ),
+    "balanced, with z-loss": _model(
+        num_moe_experts=8,
+        moe_router_load_balancing_type="seq_aux_loss",
+        moe_aux_loss_coeff=0.3,
+        moe_z_loss_coeff=0.1,
+    ),
+    "balanced sigmoid scores": _model(
+        moe_router_score_function="sigmoid",
+        moe_router_load_balancing_type="seq_aux_loss",
+        moe_aux_loss_coeff=0.3,
+        recompute_granularity="full",
+        recompute_method="uniform",
+        recompute_num_layers=1,
+    ),
     "every second layer dense": _model(moe_layer_freq=2),
     "the first layer dense": _model(moe_layer_freq=(0, 1), moe_token_dispatcher_type="allgather"),
     "recomputed": _model(
@@ -72,7 +91,7 @@ def test_layers_with_and_without_experts_give_the_same_update(name: str) -> None
     check_law(changing(STRATEGIES[0], MODELS[name]), 4)
 
 
-@pytest.mark.parametrize("name", ["top 1", "top 2, gathered"])
+@pytest.mark.parametrize("name", ["top 2, gathered", "balanced, with z-loss"])
 def test_experts_give_the_same_update_in_waves(name: str) -> None:
     check_law(waves(list(SPLITS.values()), MODELS[name]), 4)
 
@@ -105,6 +124,47 @@ def test_a_router_whose_partial_sums_are_dropped_is_found() -> None:
     wrong = wrong_gradients(job, pool_of(2).run(_run_with_whole_router_gradients, job))
     assert wrong
     assert all(name.endswith("router.weight") for name in wrong)
+
+
+def test_weights_of_tokens_do_not_weigh_what_balances_experts() -> None:
+    """Both parts of the gradient are means, so an eighth of all weights changes neither."""
+    job = law_job(2, "tp2", MODELS["balanced, with z-loss"])
+    lighter = replace(
+        job, weights=tuple(tuple(each / 8 for each in batch) for batch in job.weights)
+    )
+    check_law(lighter, 2)
+
+
+def _run_without_scale(job: Job) -> RankRun:
+    with patch.object(Engine, "_scale_balancing", lambda *arguments: None):
+        return run_job(job)
+
+
+def _run_with_counts_of_a_rank(job: Job) -> RankRun:
+    with patch.object(experts_module, "dist"):
+        return run_job(job)
+
+
+@pytest.mark.parametrize("run", [_run_without_scale, _run_with_counts_of_a_rank])
+def test_a_wrong_balancing_loss_is_found(run: Callable[[Job], RankRun]) -> None:
+    job = law_job(2, "cp2", MODELS["balanced, with z-loss"])
+    wrong = wrong_gradients(job, pool_of(2).run(run, job))
+    assert {f"decoder.layers.{layer}.mlp.router.weight" for layer in range(2)} <= wrong.keys()
+
+
+def _call_twice(job: Job) -> str:
+    engine = build_engine(job)
+    engine.forward_backward(job.strategies[0], [], make_forward_step())
+    with pytest.raises(ConfigurationError) as caught:
+        engine.forward_backward(job.strategies[0], [], make_forward_step())
+    engine.discard_gradients()
+    return str(caught.value)
+
+
+def test_a_second_call_before_an_update_is_refused_where_routers_balance() -> None:
+    job = law_job(1, "tp1", MODELS["balanced, with z-loss"])
+    (message,) = pool_of(1).run(_call_twice, job)
+    assert "this is call 2 since the last update; give all sequences to one call" in message
 
 
 def test_routers_are_initialised_as_matrices() -> None:

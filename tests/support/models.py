@@ -264,6 +264,8 @@ def use_fp64_loss() -> None:
 
     VocabParallelCrossEntropy.calculate_logits_max = staticmethod(calculate_logits_max)
     Attention._apply_output_gate = apply_output_gate
+    # The first scale that is set determines the dtype of all others in the process.
+    moe_utils.MoEAuxLossAutoScaler.main_loss_backward_scale = None
     for name in ("topk_routing_with_score_function", "compute_routing_scores_for_aux_loss"):
         setattr(router, name, _without_fp32(getattr(moe_utils, name)))
 

@@ -16,6 +16,7 @@ import torch
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.transformer import dot_product_attention
 from megatron.core.transformer import utils as attention_masks
+from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler
 
 from hydraulis_patches.cpu_backend import CpuTorch
 from megatron.hydraulis.runtime.catalogue import catalogue, initial_rows
@@ -56,6 +57,7 @@ def build_upstream_model(
     dtype = dtype or model.dtype
     config = replace(model, dtype=dtype).transformer()
     config.use_cpu_initialization = True
+    config.calculate_per_token_loss = True  # what routers add is a sum over tokens, too
     # Upstream's norms on a CPU have no such switch, so the reference has weights that are 1 more.
     config.layernorm_zero_centered_gamma = False
     reference = GPTModel(
@@ -141,6 +143,9 @@ def _run(job: Job, model: torch.nn.Module) -> ReferenceRun:
         adamw.zero_grad()
         weights = job.weights_of(i) or [None] * len(batch)
         divisor = job.weight_sum(i)
+        # What routers add to the sum is a mean over tokens after the division.
+        scale = divisor / sum(len(tokens) - 1 for tokens in batch)
+        MoEAuxLossAutoScaler.set_loss_scale(torch.tensor(scale, dtype=torch.float64))
         total = 0.0
         for tokens, each in zip(batch, weights, strict=True):
             loss = sequence_loss(model, tokens, each)

@@ -239,6 +239,7 @@ _BAD_INPUT = [
         (),
         ["--num-experts 4 are in --moe-router-num-groups 3", "change one"],
     ),
+    (f"{_EXPERTS} --moe-aux-loss-coeff 0.1 0.2", (), ["--moe-aux-loss-coeff has 2 values"]),
     (f"{_EXPERTS} --moe-layer-freq [1,0]", (), ["each of --num-layers 4", "lists 2 values"]),
     ("--num-experts 4", (), ["have no biases", "add --disable-bias-linear"]),
     (
@@ -272,6 +273,14 @@ def test_bad_input_gives_one_line_with_rule_numbers_and_fix(
         assert part in message
     assert "\n" not in message
     assert "; " in message
+
+
+def test_a_balancing_loss_of_rows_becomes_that_of_sequences_with_a_warning(tmp_path: Path) -> None:
+    typed = f"{_EXPERTS} --moe-router-load-balancing-type aux_loss --moe-aux-loss-coeff"
+    warned = [each for each in parse(tmp_path, *typed.split(), "0.01").differences if each.warns]
+    assert [str(each) for each in warned if "balancing loss is that of each sequence" in each.why]
+    silent = [each for each in parse(tmp_path, *typed.split(), "0").differences if each.warns]
+    assert not any("balancing" in each.why for each in silent)
 
 
 def test_experts_that_a_strategy_cannot_cut_are_refused(tmp_path: Path) -> None:

@@ -18,7 +18,6 @@ from tests.unit.argument_command import base_command, flag_parser, parse, write_
 OURS = {field.name for field in dataclasses.fields(HydraulisConfig)}
 REFUSED_FOR = (
     "--expert-model-parallel-size",
-    "--moe-aux-loss-coeff",
     "--multi-latent-attention",
     "--fp8-format",
     "--fp16",

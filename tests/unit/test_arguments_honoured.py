@@ -147,6 +147,8 @@ ROWS: dict[str, Row] = {
     "--moe-router-topk-scaling-factor": _experts("2.5", "moe_router_topk_scaling_factor", 2.5),
     "--moe-router-dtype": _experts("fp64", "moe_router_dtype", "fp64"),
     "--moe-router-load-balancing-type": _experts("none", "moe_router_load_balancing_type", "none"),
+    "--moe-aux-loss-coeff": _experts("0.01", "moe_aux_loss_coeff", 0.01),
+    "--moe-z-loss-coeff": _experts("0.001", "moe_z_loss_coeff", 0.001),
     "--moe-shared-expert-intermediate-size": _experts(
         "24", "moe_shared_expert_intermediate_size", 24
     ),

@@ -131,13 +131,13 @@ class PackedBatch:
 
 
 def token_places(batch: PackedBatch) -> tuple[Places, Places, Places]:
-    """Where the tokens of sequences are in a rank's part of a row; see `_places`."""
-    return _places(
+    """Where the tokens of sequences are in a rank's part of a row; see `part_places`."""
+    return part_places(
         batch.sequence_lengths, batch.segment_lengths, batch.context_size, batch.context_rank
     )
 
 
-def _places(
+def part_places(
     lengths: Sequence[int], padded: Sequence[int], context_size: int, context_rank: int
 ) -> tuple[Places, Places, Places]:
     """(tokens,) places in the rank's part, numbers of sequences in the row, places in them.
@@ -202,7 +202,7 @@ def pack(
     num_local = sum(padded) // context_size
     tokens, labels, position_ids = (np.zeros(num_local, dtype=np.int64) for _ in range(3))
     local_weights = np.zeros(num_local, dtype=np.float32)
-    places, numbers, positions = _places(lengths, padded, context_size, context_rank)
+    places, numbers, positions = part_places(lengths, padded, context_size, context_rank)
     if len(places):
         given = np.cumsum([0, *(length + 1 for length in lengths)])[numbers] + positions
         row = np.concatenate(sequences)

@@ -170,6 +170,13 @@ def check_experts(args: argparse.Namespace) -> None:
             "the softmax over --moe-router-topk 1 expert is 1, so that the router would learn "
             "nothing; add --moe-router-pre-softmax"
         )
+    for dest in ("moe_aux_loss_coeff", "moe_router_load_balancing_type"):
+        value = getattr(args, dest)
+        if isinstance(value, list) and len(value) > 1:
+            raise ConfigurationError(
+                f"routers have one balancing loss but {option_of(dest)} has {len(value)} values; "
+                "give one"
+            )
     groups, chosen = args.moe_router_num_groups, args.moe_router_group_topk
     if chosen is not None and groups is None:
         raise ConfigurationError(

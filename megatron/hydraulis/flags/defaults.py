@@ -37,8 +37,9 @@ class Difference:
 
     @property
     def warns(self) -> bool:
-        """Whether a user has to be warned of it: dropout, which most scripts leave to a default."""
-        return self.changes_update and "dropout" in self.typed
+        """Whether a user has to be warned of it: dropout, which most scripts leave to a default,
+        and a loss that balances experts."""
+        return self.changes_update and ("dropout" in self.typed or "aux-loss" in self.typed)
 
     def __str__(self) -> str:
         theirs = f" (Megatron: {self.upstream})" if self.upstream else ""
@@ -120,6 +121,11 @@ def _of_option(args: argparse.Namespace, dest: str) -> str:
     """How training with an option that is given differs from upstream's; empty if it does not."""
     if dest == "grad_reduce_in_bf16" and args.bf16:
         return "gradients of micro-batches, and those of ranks, are added in fp32"
+    if dest == "moe_aux_loss_coeff" and _balances_by_a_loss(args):
+        return (
+            "the balancing loss is that of each sequence, weighted by its tokens, as Megatron's "
+            "depends on packing"
+        )
     by_iterations = "the learning rate goes by iterations, as with a batch of one size"
     if dest == "rampup_batch_size":
         also = f", and {by_iterations}" if args.train_samples is None else ""
@@ -130,6 +136,13 @@ def _of_option(args: argparse.Namespace, dest: str) -> str:
         f"{by_iterations}; Megatron 0.19.2 ends its schedule after --train-iters batches of a "
         "micro-batch a rank"
     )
+
+
+def _balances_by_a_loss(args: argparse.Namespace) -> bool:
+    # Upstream takes lists, which its checks replace by their only value.
+    is_zero = args.moe_aux_loss_coeff in (0, [0])
+    is_off = args.moe_router_load_balancing_type in ("none", ["none"])
+    return args.num_experts is not None and not is_zero and not is_off
 
 
 def set_defaults(

@@ -221,7 +221,7 @@ def option_lines(description: dict[str, Any]) -> list[str]:
     """
     return [
         *block_lines(
-            "warning", "Megatron trains with dropout unless 0 is given", description["warnings"]
+            "warning", "Megatron trains otherwise with these options", description["warnings"]
         ),
         *block_lines("unknown", "options that Megatron does not know", description["unknown"]),
         *block_lines("differs", "from Megatron with the same options", description["differences"]),

@@ -6,7 +6,8 @@ TOPIC = """
     --num-experts --moe-layer-freq --moe-ffn-hidden-size --moe-router-topk
     --moe-router-score-function --moe-router-pre-softmax --moe-router-num-groups
     --moe-router-group-topk --moe-router-topk-scaling-factor --moe-router-dtype
-    --moe-router-load-balancing-type --moe-shared-expert-intermediate-size
+    --moe-router-load-balancing-type --moe-aux-loss-coeff --moe-z-loss-coeff
+    --moe-shared-expert-intermediate-size
     --moe-shared-expert-gate --moe-token-dispatcher-type"""
 
 RESTRICTED = {
@@ -17,7 +18,7 @@ RESTRICTED = {
         "use softmax or sigmoid",
     ),
     "--moe-router-load-balancing-type": Honoured(
-        "adds nothing to the loss",
+        "aux_loss and seq_aux_loss add the loss of each sequence, weighted by its tokens",
         only=("aux_loss", "seq_aux_loss", "none"),
         otherwise="this way of balancing depends on packing, so the plan would change the update; "
         "use none",
@@ -85,10 +86,10 @@ REFUSED = (
         need=_EXPERTS,
     ),
     Refused(
-        "balancing of experts",
-        "the load of experts is not balanced here",
-        "remove it, or set it to 0",
-        r"moe-aux-loss-coeff|moe-z-loss-coeff|moe-router-enable-expert-bias",
+        "bias of routers",
+        "biases that balance the load of experts are not moved here",
+        "remove it, and balance by --moe-aux-loss-coeff",
+        r"moe-router-enable-expert-bias",
         need=_EXPERTS,
     ),
     Refused(

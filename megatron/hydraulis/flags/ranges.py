@@ -83,7 +83,8 @@ _OPTIONS: dict[Range, str] = {
         --moe-router-topk-scaling-factor --adam-eps --plan-time-limit --refit-drift""",
     _NOT_NEGATIVE: """
         --lr --min-lr --decoupled-lr --decoupled-min-lr --lr-warmup-init --weight-decay
-        --start-weight-decay --end-weight-decay --clip-grad""",
+        --start-weight-decay --end-weight-decay --clip-grad
+        --moe-aux-loss-coeff --moe-z-loss-coeff""",
     Range(0.0, 1.0, below_high=True): "--adam-beta1 --adam-beta2",
     Range(0.0, 1.0): "--lr-warmup-fraction --hidden-dropout --attention-dropout",
     Range(0.0, 1.0, above_low=True): "--rotary-percent",

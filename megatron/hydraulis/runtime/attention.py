@@ -49,6 +49,8 @@ class PackedRow(PackedSeqParams):
     """(T,) int64: the position of each token of this rank in its sequence."""
     segment_lengths: tuple[int, ...] = ()
     """Lengths in tokens of the segments of the whole row, padding included."""
+    sequence_lengths: tuple[int, ...] = ()
+    """Lengths of the sequences, which are the first segments, without padding."""
 
 
 def segment_lengths(packed_seq_params: PackedSeqParams) -> tuple[int, ...]:

@@ -7,6 +7,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -20,6 +21,7 @@ from megatron.hydraulis.optimizer.shards import CanonicalShards
 from megatron.hydraulis.runtime.arena import ArenaMemory
 from megatron.hydraulis.runtime.catalogue import CataloguedParameter, catalogue, initialise_shards
 from megatron.hydraulis.runtime.executor import ForwardStep, run_micro_batches
+from megatron.hydraulis.runtime.experts import balances
 from megatron.hydraulis.runtime.memory import (
     CountedForwardStep,
     OutOfMemory,
@@ -191,6 +193,7 @@ class Engine:
         self.memory = ArenaMemory(dtype=self.dtype, grad_dtype=wide, device=self.device)
         self.staging = Staging(self.device, num_slots)
         self._overlap = overlap
+        self._balances = balances(definition.transformer)
         self._spans = spans
         self._track = make_track(self.device, self.staging, spans)
         stamp = CudaStamp if self.device.type == "cuda" else HostStamp
@@ -241,7 +244,9 @@ class Engine:
     ) -> None:
         """Gather, run, scatter: adds the gradient of Σ weight · loss to the canonical shards.
 
-        Each call between two calls of `optim_step` may have another strategy.
+        Each call between two calls of `optim_step` may have another strategy. Routers that balance
+        experts allow one call: their losses enter by the sum of its weights over its tokens, so
+        that after the division they are means over the tokens, whatever these weigh.
 
         Args:
             strategy_name: of the pool; the same on every rank.
@@ -252,8 +257,16 @@ class Engine:
             phase: measures the parts.
 
         Raises:
+            ConfigurationError: a second call, or divided losses, where routers balance experts.
             OutOfMemoryError: memory ran out on a replica of several ranks.
         """
+        if self._balances and (self._accumulated or is_divided):
+            raise ConfigurationError(
+                f"losses that balance experts are divided with those of all tokens of one call of "
+                f"forward_backward but this is call {len(self._accumulated) + 1} since the last "
+                f"update{', with a divisor of its own' if is_divided else ''}; give all sequences "
+                "to one call, without a divisor"
+            )
         if not self._accumulated:
             self.gather_timer.forget()
             self.scatter_timer.forget()
@@ -265,6 +278,8 @@ class Engine:
             if runtime.arena is not None:
                 runtime.arena.zero_gradients()
             scatter = self._scatter_pass(runtime)
+            if self._balances:
+                self._scale_balancing(runtime, batches)
             counted = CountedForwardStep(forward_step)
             try:
                 reports = self._run(runtime, batches, counted, scatter)
@@ -559,6 +574,20 @@ class Engine:
                 error.add_note(f"rank {self.rank}, phase '{name}', strategy '{strategy_name}'")
             raise
 
+    def _scale_balancing(self, runtime: StrategyRuntime, batches: Sequence[PackedBatch]) -> None:
+        """Collective: by what the losses of routers enter the gradient, which is divided later."""
+        sums = torch.zeros(2, dtype=torch.float64, device=self.device)
+        model = runtime.model
+        if model is not None and model.reports_loss:
+            for batch in batches:
+                sums[0] += batch.weights.sum(dtype=torch.float64)
+                sums[1] += batch.num_tokens
+        dist.all_reduce(sums)
+        if model is not None:
+            config: Any = model.model.config
+            # Without tokens there are no losses either.
+            config.moe_grad_scale_func = lambda: sums[0] / sums[1].clamp(min=1)
+
     def _divides(self, divisor: float | None) -> float | None:
         """What the next update divides by; None for the sum of the weights."""
         num_calls = len(self._accumulated)
@@ -577,6 +606,11 @@ class Engine:
             raise ConfigurationError(
                 f"gradients are divided once, but optim_step has divisor {divisor:g} and "
                 f"{num_divided} calls of forward_backward have one each; leave one of them out"
+            )
+        if self._balances and divisor is not None:
+            raise ConfigurationError(
+                f"losses that balance experts are divided by the sum of the weights but optim_step "
+                f"has divisor {divisor:g}; leave it out"
             )
         if divisor is not None and not 0 < divisor < math.inf:
             raise ConfigurationError(

@@ -182,6 +182,7 @@ def packed_seq_params(batch: PackedBatch) -> PackedRow:
         cp_group=batch.context_group,
         positions=batch.position_ids.view(-1),
         segment_lengths=batch.segment_lengths,
+        sequence_lengths=batch.sequence_lengths,
     )
 
 

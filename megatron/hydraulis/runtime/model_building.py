@@ -21,6 +21,7 @@ from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel import layers as parallel_layers
 from megatron.core.transformer.dot_product_attention import DotProductAttention
+from megatron.core.transformer.moe.router import TopKRouter
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.torch_norm import WrappedTorchNorm
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
@@ -30,6 +31,7 @@ from torch import Tensor
 from megatron.hydraulis.errors import ConfigurationError
 from megatron.hydraulis.model_shape import require_no_dropout
 from megatron.hydraulis.runtime.core_attention import MODULE_OF, CoreAttentionName
+from megatron.hydraulis.runtime.experts import SequenceRouter, hand_rows_to_routers
 from megatron.hydraulis.runtime.packed_rope import follow_rows
 from megatron.hydraulis.runtime.token_log_probs import (
     ChunkedOutputLayer,
@@ -136,6 +138,7 @@ def build_role_model(
         if isinstance(getattr(numbered, "layer_number", None), int):
             numbered.layer_number += role.first_layer
     follow_rows(model)
+    hand_rows_to_routers(model)
     model.config = config
     return model
 
@@ -286,7 +289,11 @@ def packed_block_spec(
             layer_specs=[layer_spec] * num_layers, layer_norm=WrappedTorchNorm
         )
     attention = MODULE_OF[core_attention]
-    replaced = {WrappedTorchNorm: PackedNorm, DotProductAttention: attention}
+    replaced = {
+        WrappedTorchNorm: PackedNorm,
+        DotProductAttention: attention,
+        TopKRouter: SequenceRouter,
+    }
     packed: TransformerBlockSubmodules = _with_replaced(
         layer_spec, replaced | _te_replacements(attention)
     )

@@ -17,7 +17,14 @@ FLAGS = (
 
 EXPERTS = (
     *("--num-experts", "4", "--moe-ffn-hidden-size", "16", "--moe-layer-freq", "([0]+[1])"),
-    *("--moe-router-load-balancing-type", "none", "--moe-token-dispatcher-type", "alltoall"),
+    *(
+        "--moe-aux-loss-coeff",
+        "0.1",
+        "--moe-z-loss-coeff",
+        "0.01",
+        "--moe-token-dispatcher-type",
+        "alltoall",
+    ),
     *("--moe-shared-expert-intermediate-size", "16", "--moe-grouped-gemm"),
 )
 
