@@ -27,6 +27,8 @@ PASSED_ON = ("collected", "of_argparse", "out_of_range", "result['error']", "str
 UNKNOWN = "…"
 MIN_WORDS = 4
 """A text with fewer words cannot be found by them."""
+MAX_WORDS = 10
+"""Enough to find a text; the message itself has the rest."""
 
 INTRODUCTION = """\
 # Errors of a configuration
@@ -35,9 +37,9 @@ INTRODUCTION = """\
 
 This page says which module checks what: search it for a few words of your message. A message
 states the rule, then the numbers that break it (`but …`) and, after a semicolon, what to do; the
-page has the rules. `⟨name⟩` stands for a value, `⟨a / b⟩` for one of several texts, `…` for text
-made at run time. Numbers out of range are refused as `⟨option⟩ must be ⟨rule⟩ but is ⟨value⟩`;
-several errors are listed together.
+page has the first words of the rules. `⟨name⟩` stands for a value, `⟨a / b⟩` for one of several
+texts, `…` for other text. Numbers out of range are refused as `⟨option⟩ must be ⟨rule⟩ but is
+⟨value⟩`; several errors are listed together.
 
 Such an error ends the program with status 2 and one line on standard error, above torchrun's own
 report. `hydraulis train … --dry-run` finds most of them without starting ranks. Errors during a run
@@ -63,12 +65,15 @@ class Message:
 
     @property
     def shown(self) -> str:
-        """The rule, or more where it has too few words to be found; empty without any words."""
+        """The beginning of the rule, or more if the rule has too few words; empty without words."""
         shown = self.text
         for before in ("; ", " but "):
             rule, separator, _ = shown.rpartition(before)
             if separator and _num_words(rule) >= MIN_WORDS:
                 shown = rule.removesuffix(",")
+        words = re.findall(r"(?:⟨[^⟩]*⟩|\S)+", shown)
+        if len(words) > MAX_WORDS + 1:  # the mark stands for more than one word
+            shown = " ".join([*words[:MAX_WORDS], UNKNOWN])
         return shown if _num_words(shown) else ""
 
 

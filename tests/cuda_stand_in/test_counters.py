@@ -93,7 +93,7 @@ def test_what_is_between_the_marks_is_counted() -> None:
 @pytest.mark.parametrize("fused", [False, True])
 @pytest.mark.parametrize("tp", [1, 2])
 def test_an_iteration_launches_no_more_than_upstream(tp: int, fused: bool, tmp_path: Path) -> None:
-    """The tables of docs/gpu.md: run with ``-s``."""
+    """The tables of README.md: run with ``-s``."""
     for micro_batches in (1, 8):
         case = Case("ours", NUM_LAYERS, tp=tp, micro_batches=micro_batches, fused_gradients=fused)
         ours = count(case, tmp_path)

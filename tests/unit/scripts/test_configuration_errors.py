@@ -82,6 +82,13 @@ def test_a_rule_without_text_is_shown_with_its_fix() -> None:
     assert not configuration_errors.Message("config.py", 1, "⟨where⟩: ⟨error⟩").shown
 
 
+def test_a_long_rule_is_shown_by_its_first_words() -> None:
+    rule = "⟨a b / c d⟩: one two three four five six seven eight nine"
+    longer = f"{rule} ten"
+    assert configuration_errors.Message("config.py", 1, f"{longer}; fix it").shown == longer
+    assert configuration_errors.Message("config.py", 1, f"{longer} eleven").shown == f"{rule} …"
+
+
 def test_options_that_are_made_from_names_are_marked() -> None:
     source = """
 def check(args, dest, place):
