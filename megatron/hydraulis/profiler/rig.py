@@ -42,6 +42,9 @@ _NS_PER_MS = 1e6
 _MS_PER_S = 1e3
 _FEWEST_MICRO_BATCHES = 4
 """Of a measured iteration: two that do not overlap regrouping, and the first and the last one."""
+_MOST_MICRO_BATCHES = 64
+"""Of a measured iteration, unless a pipeline needs more. The median of the inner ones is then
+steady; next to a much slower scheme, more of them only lengthen the profile."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -290,13 +293,16 @@ class EngineRig:
 
 def numbers_of_micro_batches(points: Mapping[Scheme, MeasuredPoint]) -> dict[Scheme, int]:
     """Of a replica in a measured iteration, by scheme: enough to fill a pipeline, and as many more
-    as keep it at work until the slowest replica ends, as in training."""
+    as keep it at work until the slowest replica ends, as in training, up to a limit."""
     fewest = {scheme: max(_FEWEST_MICRO_BATCHES, 2 * scheme.pp) for scheme in points}
     longest_ms = max(
         (num + scheme.pp - 1) * points[scheme].time_ms for scheme, num in fewest.items()
     )
+    filling = {
+        scheme: int(longest_ms / points[scheme].time_ms) - scheme.pp + 1 for scheme in fewest
+    }
     return {
-        scheme: max(num, int(longest_ms / points[scheme].time_ms) - scheme.pp + 1)
+        scheme: max(num, min(filling[scheme], _MOST_MICRO_BATCHES))
         for scheme, num in fewest.items()
     }
 

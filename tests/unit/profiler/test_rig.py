@@ -25,6 +25,13 @@ def test_faster_replicas_get_micro_batches_until_the_slowest_ends() -> None:
     assert numbers_of_micro_batches(points) == {TP1: 10, TP2: 4, PP2: 10}
 
 
+def test_a_much_slower_scheme_does_not_lengthen_the_profile() -> None:
+    deep = Scheme(1, pp=40)
+    points = {TP1: point(TP1, 20.0), TP2: point(TP2, 5000.0), deep: point(deep, 20.0)}
+    # 4 of tp2 take as long as 1,000 of tp1; a pipeline needs two for each stage.
+    assert numbers_of_micro_batches(points) == {TP1: 64, TP2: 4, deep: 80}
+
+
 def test_only_inner_micro_batches_count() -> None:
     ends_ms = {0: 50, 1: 2, 2: 4, 3: 70}  # the first and the last one overlap regrouping
     spans = [
