@@ -347,21 +347,34 @@ def test_staging_of_gradients_in_bf16(text: str, expected: tuple[float, ...]) ->
 
 
 @pytest.mark.parametrize(
-    ("text", "idle", "share"),
+    ("scheme", "as_owner", "as_role", "relayed", "num_communicators"),
     [
-        ("8*tp8", "", 1 / 8),
-        ("16*tp4", "", 2 / 8),
-        # Eight ranks of a node belong to up to four replicas.
-        ("21*pp3", "+1*idle", 4 / 8),
+        (Scheme(tp=8), 1 / 8, 0, 0, 3),
+        (Scheme(tp=8, pp=4), 2 / 64, 0, 0, 4),
+        # Every rank holds everything.
+        (Scheme(), 1, 0, 0, 2),
+        (Scheme(cp=8), 1, 0, 0, 3),
+        # The ranks of a node hold two, eight and four copies of a layer.
+        (Scheme(tp=4), 2 / 8, 1 / 4, 1 / 8, 3),
+        (Scheme(cp=8, pp=2), 1, 1, 1 / 8, 4),
+        (Scheme(pp=2), 4 / 8, 1, 1 / 8, 3),
+        # They belong to up to four replicas; a rank of the job is idle.
+        (Scheme(pp=3), 4 / 8, 1, 1 / 8, 3),
     ],
+    ids=str,
 )
-def test_a_scheme_alone_takes_what_a_job_of_it_takes(text: str, idle: str, share: float) -> None:
-    pool = Pool.of(Strategy.parse(text + idle, 64, ranks_per_node=8))
-    scheme = pool.strategies[0].replicas[0].scheme
-    alone = replace(memory(), ranks_per_node=8)
-    in_pool = replace(alone, pool=PoolFootprint.of(pool))
-    assert alone.state_bytes(scheme, 0) == in_pool.state_bytes(scheme, 0)
-    assert PoolFootprint.of(pool).share_as_owner == share
+def test_a_scheme_alone_takes_what_a_job_of_it_takes(
+    scheme: Scheme, as_owner: float, as_role: float, relayed: float, num_communicators: int
+) -> None:
+    found = replace(memory(num_ranks=64), ranks_per_node=8).footprint(scheme)
+    assert found == PoolFootprint(
+        share_as_owner=as_owner,
+        share_as_role=as_role,
+        share_sent_by_role=as_role,
+        share_relayed=relayed,
+        weight_shapes=1 / scheme.tp,
+        num_communicators=num_communicators,
+    )
 
 
 def test_communicators_beyond_those_in_the_reserve_take_memory() -> None:
