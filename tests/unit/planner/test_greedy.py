@@ -2,14 +2,21 @@
 
 import math
 import random
+from typing import Any
 
 import numpy as np
 import pytest
 
 from megatron.hydraulis.cost_model import Coefficients, pipeline_time_ms
 from megatron.hydraulis.errors import PlanError
+from megatron.hydraulis.planner.bounds import dispatch_bound_ms
 from megatron.hydraulis.planner.costs import SchemeCost
-from megatron.hydraulis.planner.greedy import dispatch, pack, useful_num_micro_batches
+from megatron.hydraulis.planner.greedy import (
+    dispatch,
+    longest_first,
+    pack,
+    useful_num_micro_batches,
+)
 from megatron.hydraulis.planner.plan import IterationPlan, Planner
 from megatron.hydraulis.planner.planners import GreedyPlanner
 from megatron.hydraulis.strategy import Pool, Scheme, Strategy
@@ -49,6 +56,17 @@ def test_a_long_sequence_fills_a_pipeline() -> None:
     assert dispatch([0], [60], [pipeline, single]) == [[], [0]]
 
 
+@pytest.mark.parametrize("num_sequences", [4_000, 16_000])
+def test_many_sequences_on_many_replicas_end_near_the_bound(num_sequences: int) -> None:
+    costs = [cost(1.0, max_tokens=16_384)] * 256
+    drawn = np.random.default_rng(0).lognormal(6.5, 1.2, num_sequences)
+    lengths = np.clip(drawn, 1, 16_384).astype(int).tolist()
+    shares = dispatch(longest_first(lengths), lengths, costs)
+    assert sorted(sequence for share in shares for sequence in share) == list(range(num_sequences))
+    makespan_ms = max(sum(lengths[sequence] for sequence in share) for share in shares)
+    assert makespan_ms < 1.01 * dispatch_bound_ms(lengths, costs)
+
+
 def test_fewer_sequences_than_replicas() -> None:
     assert dispatch([0], [7], [cost(1.0)] * 3) == [[0], [], []]
     assert dispatch([], [], [cost(1.0)] * 2) == [[], []]
@@ -84,6 +102,13 @@ def test_a_high_constant_cost_packs_to_the_last_token() -> None:
     cost = SchemeCost(Coefficients(0.0, 1.0, 100.0), 10, 2)
     packing = pack(range(4), lengths, cost)
     assert sorted(batch.num_tokens for batch in packing.with_lengths(lengths)) == [10, 10]
+
+
+def test_packing_looks_at_the_replicas_sequences_only() -> None:
+    """Otherwise hundreds of replicas would each go through the whole batch."""
+    lengths: list[Any] = [None, 3, None, 6, 5, None]
+    packing = pack([3, 4, 1], lengths, SchemeCost(Coefficients(0.0, 1.0, 0.1), 12, 2, multiple=2))
+    assert packing.micro_batches == ((3,), (4,), (1,))
 
 
 def test_nothing_to_pack_takes_no_time() -> None:
