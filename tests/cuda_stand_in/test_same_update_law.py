@@ -78,7 +78,9 @@ def test_in_fp32(name: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.nightly
-@pytest.mark.parametrize("name", ["top 2, gathered", "shared experts and a gate"])
+@pytest.mark.parametrize(
+    "name", ["top 2, gathered", "shared experts and a gate", "balanced, with z-loss"]
+)
 def test_experts_in_fp32(name: str, tmp_path: Path) -> None:
     model = replace(EXPERT_MODELS[name], dtype=torch.float32)
     _check_in_fp32(JOBS["changing"](replace(model, num_layers=4)), tmp_path)

@@ -20,13 +20,16 @@ def relative_errors(found: Tensors, expected: Tensors) -> dict[str, float]:
         The error by name; NaN where something found is not finite or was never filled in.
     """
     assert found.keys() == expected.keys(), sorted(found.keys() ^ expected.keys())
-    errors = {}
+    errors, num_unused = {}, 0
     for name, truth in expected.items():
         largest = np.abs(truth).max()
         if ".experts." in name and not largest and not found[name].any():
-            continue  # no token chose this expert
+            num_unused += 1  # no token chose this expert
+            continue
         assert largest > 0, f"{name} is all zero: the comparison would prove nothing"
         errors[name] = float(np.abs(found[name][: truth.shape[0]] - truth).max() / largest)
+    num_used = sum(".experts." in name for name in errors)
+    assert num_unused <= num_used, f"{num_unused} tensors of experts are zero, {num_used} are not"
     return errors
 
 
