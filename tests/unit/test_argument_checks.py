@@ -241,6 +241,11 @@ _BAD_INPUT = [
     ),
     (f"{_EXPERTS} --moe-aux-loss-coeff 0.1 0.2", (), ["--moe-aux-loss-coeff has 2 values"]),
     (f"{_EXPERTS} --moe-layer-freq [1,0]", (), ["each of --num-layers 4", "lists 2 values"]),
+    (
+        f"{_EXPERTS} --moe-layer-freq [0]*4",
+        (),
+        ["--moe-layer-freq gives experts to at least 1 layer", "all 4; write a 1 for a layer"],
+    ),
     ("--num-experts 4", (), ["have no biases", "add --disable-bias-linear"]),
     (
         f"{_EXPERTS} --moe-router-score-function sqrtsoftplus",

@@ -183,6 +183,13 @@ def test_gradients_in_bf16_are_added_in_another_way(tmp_path: Path) -> None:
     assert taken == ("--grad-reduce-in-bf16", "it has an effect only with --bf16")
 
 
+def test_no_mlp_is_recomputed_in_a_model_with_experts(tmp_path: Path) -> None:
+    typed = "--num-experts 4 --disable-bias-linear --moe-layer-freq [1,0]*2 --recompute-activations"
+    resolved = parse(tmp_path, *typed.split(), "--recompute-modules", "core_attn", "mlp")
+    assert resolved.args.recompute_modules == ["core_attn"]
+    assert "--recompute-modules mlp" in dict(resolved.taken)
+
+
 def test_dropout_that_is_not_given_is_among_the_differences(tmp_path: Path) -> None:
     typed = {str(d) for d in parse(tmp_path).differences if d.changes_update}
     assert (

@@ -199,6 +199,28 @@ def test_a_refused_option_with_the_value_that_switches_it_off_is_taken(typed: st
     assert _parse(*typed.split()).taken == ((typed, "the feature is off, as by default"),)
 
 
+@pytest.mark.parametrize(
+    ("typed", "num_experts", "taken"),
+    [
+        (
+            "--num-experts 4 --moe-router-topk 1 --num-experts 0",
+            None,
+            {
+                "--num-experts 0": "the feature is off, as by default",
+                "--moe-router-topk 1": "it has an effect only with --num-experts",
+            },
+        ),
+        ("--num-experts 0 --num-experts 4", 4, {}),
+    ],
+)
+def test_the_last_value_decides_whether_a_feature_is_off(
+    typed: str, num_experts: int | None, taken: dict[str, str]
+) -> None:
+    flags = _parse(*typed.split())
+    assert flags.args.num_experts == num_experts
+    assert dict(flags.taken) == taken
+
+
 def test_an_option_in_no_row_is_refused() -> None:
     row = row_of("--from-a-later-upstream", "new group")
     assert isinstance(row, Refused)

@@ -144,6 +144,11 @@ def _check_pattern(option: str, value: int | list[int] | None, num_layers: int) 
             f"{len(value)} values, {', '.join(map(str, sorted(set(value))))} among them; correct "
             f"the list"
         )
+    if option == "--moe-layer-freq" and isinstance(value, list) and not any(value):
+        raise ConfigurationError(
+            f"{option} gives experts to at least 1 layer but lists 0 for all {num_layers}; write a "
+            f"1 for a layer, or remove {option} and --num-experts"
+        )
     if option == "--no-rope-freq" and isinstance(value, int) and num_layers % value:
         raise ConfigurationError(
             f"{option} {value} divides the layers but --num-layers is {num_layers}; give a divisor "
@@ -489,9 +494,10 @@ def drop_kept_modules(args: argparse.Namespace) -> tuple[tuple[str, str], ...]:
     The update is the same. Returns (option with the module, what happens instead) for each.
     """
     modules = args.recompute_modules or []
-    # Upstream recomputes no MLP among layers with experts.
-    also = ("mlp",) if args.num_experts else ()
-    kept = [module for module in modules if module in (*_KEPT_MODULES, *also)]
+    # Upstream recomputes the MLPs of layers without experts. Here all layers keep the same
+    # modules, as estimates of memory assume.
+    not_recomputed = (*_KEPT_MODULES, "mlp") if args.num_experts else _KEPT_MODULES
+    kept = [module for module in modules if module in not_recomputed]
     if kept:
         args.recompute_modules = [module for module in modules if module not in kept] or None
         if args.recompute_modules is None and args.recompute_granularity == "selective":

@@ -37,7 +37,7 @@ _METAVARS: Mapping[Any, str] = {int: "N", float: "X"}
 """Names of upstream's numbers in --help, where argparse would repeat the flag."""
 _IGNORE_UNKNOWN = "--ignore-unknown-options"
 _SWITCHED_OFF_BY_0 = ("--num-experts",)
-"""Honoured options whose 0 stands for their absence."""
+"""Honoured options whose 0 stands for their absence. Only their last mention counts."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -196,7 +196,12 @@ class FlagParser:
         recorded, rest = self._recorder.parse_known_args(argv, argparse.Namespace(given=[]))
         if any(word in ("-h", "--help") for word in rest):
             self._parser.parse_args(["--help"])
-        everything: list[Given] = recorded.given
+        last = {given.dest: given for given in recorded.given}
+        everything: list[Given] = [
+            given
+            for given in recorded.given
+            if given.option not in _SWITCHED_OFF_BY_0 or given is last[given.dest]
+        ]
         ignores = any(given.option == _IGNORE_UNKNOWN for given in everything)
         unknown = self._unknown(rest, mine, ignores=ignores)
 
