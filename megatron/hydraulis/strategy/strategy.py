@@ -196,7 +196,7 @@ class Strategy:
             (shape.num_attention_heads, "attention heads"),
             (shape.num_query_groups, "query groups"),
             (shape.hidden_size, "hidden size"),
-            *((shape.ffn_hidden_size, "ffn hidden size"),) * has_mlp,
+            (shape.ffn_hidden_size if has_mlp else 0, "ffn hidden size"),
             (shape.expert_ffn_hidden_size, "ffn hidden size of an expert"),
             (shape.shared_expert_ffn_hidden_size, "ffn hidden size of the shared experts"),
             (shape.vocab_size, "padded vocabulary size"),
