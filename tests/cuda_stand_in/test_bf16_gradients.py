@@ -28,7 +28,7 @@ JOBS = {
     "one rank each, relays": replace(law_job(4, "4*tp1", MODEL), ranks_per_node=2),
     "mixed tp": law_job(4, "tp2+2*tp1", MODEL),
     "mixed tp, relays": replace(law_job(4, "tp2+2*tp1", MODEL), ranks_per_node=2),
-    "pipeline": law_job(4, "pp2+tp2", MODEL),
+    "pipeline": law_job(4, "pp2+tp2", replace(MODEL, num_layers=4)),
     "cp": law_job(4, "2*cp2", MODEL),
     "waves": waves(list(SPLITS.values()), MODEL),
 }

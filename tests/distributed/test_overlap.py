@@ -13,7 +13,7 @@ from megatron.hydraulis.runtime.track import ThreadTrack
 from megatron.hydraulis.strategy import Strategy
 from megatron.hydraulis.transfer.collective import Collective
 from tests.support.gloo_pool import WorkerFailure, pool_of
-from tests.support.law import LENGTHS, MAIN_MODEL, assert_law, check_law, law_job
+from tests.support.law import LENGTHS, MAIN_MODEL, SHORT_MODEL, assert_law, check_law, law_job
 from tests.support.models import Job, RankRun, build_engine, run_job, spread
 from tests.support.overlap_probes import (
     ChangeProbe,
@@ -347,7 +347,7 @@ class TestFaults:
     def test_the_failing_rank_reports_its_error_and_the_others_end(
         self, phase: str, culprit: int, where: tuple[str, ...], tmp_path: Path
     ) -> None:
-        job = law_job(3, "pp2+tp1")
+        job = law_job(3, "pp2+tp1", SHORT_MODEL)
         found = failures_of(job, 3, phase, culprit, tmp_path, timeout_s=HANG_S)
         for rank, failure in enumerate(found):
             assert failure is not None, f"rank {rank} hangs"

@@ -48,7 +48,7 @@ in the parameter, on one process as on many."""
 MAIN_MODEL = SmallModel(num_heads=8, num_groups=4)
 """GQA, SwiGLU, RMSNorm, RoPE, untied, padded vocabulary, sequence parallel."""
 SHORT_MODEL = replace(MAIN_MODEL, num_layers=2)
-"""Layers enough for pipelines of two stages."""
+"""Two layers, one on each stage of a pipeline of two."""
 BIASED_MODEL = replace(
     SHORT_MODEL,
     position_embedding="learned_absolute",
@@ -60,10 +60,13 @@ BIASED_MODEL = replace(
 
 
 def model_for(num_ranks: int, *texts: str) -> SmallModel:
-    """The main model, with no more layers than the stages of the strategies need."""
+    """The main model, or the short one for strategies without pipelines.
+
+    In a pipeline of two, each stage of the main model has two layers: gradients of one are
+    scattered while the other runs backward.
+    """
     replicas = [each for text in texts for each in Strategy.parse(text, num_ranks).replicas]
-    is_short = all(each.scheme.pp <= 2 and each.scheme.layers is None for each in replicas)
-    return SHORT_MODEL if is_short else MAIN_MODEL
+    return SHORT_MODEL if all(each.scheme.pp == 1 for each in replicas) else MAIN_MODEL
 
 
 def law_job(
