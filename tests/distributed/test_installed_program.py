@@ -138,6 +138,12 @@ def test_the_wheel_brings_all_its_dependencies(
     assert environment.run("hydraulis", "--version").startswith("hydraulis ")
     check_imports_come_from_the_wheel(environment)
     check_planning(environment)
-    launcher = ("python", "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
-    check_training(environment, 2, *launcher, "-m", "megatron.hydraulis")
+    launcher = (
+        "torchrun",
+        "--standalone",
+        "--nproc-per-node",
+        "2",
+        "--no-python",
+    )  # as in README.md
+    check_training(environment, 2, *launcher, "hydraulis")
     shutil.rmtree(environment.folder)
