@@ -1,5 +1,5 @@
-"""The verbs of a Python program on `cuda`: values as on the CPU, one order of calls, no races, and
-an offload that frees the device's memory."""
+"""The verbs of a Python program on `cuda`: values as on the CPU, one order of calls, no races, an
+offload that frees the device's memory, and little memory for tensors in Hugging Face's form."""
 
 from __future__ import annotations
 
@@ -11,6 +11,9 @@ import numpy as np
 import pytest
 import torch
 
+from megatron.hydraulis.checkpoint.hugging_face.model import HuggingFaceModel
+from megatron.hydraulis.library.engine import Engine
+from megatron.hydraulis.library.hugging_face import hf_tensors
 from tests.cuda_stand_in.device import events_never_ready
 from tests.cuda_stand_in.lone_ranks import log_of
 from tests.cuda_stand_in.order import check_order, read_log
@@ -25,6 +28,19 @@ pytestmark = pytest.mark.distributed
 FP32_MODEL = replace(SHORT_MODEL, dtype=torch.float32)
 STRATEGIES = ("cp4~", "tp2pp2")
 """One in which `segments.sum` adds over ranks, and one with messages between stages."""
+HUGGING_FACE_MODEL = HuggingFaceModel(
+    num_layers=FP32_MODEL.num_layers,
+    hidden_size=FP32_MODEL.hidden_size,
+    ffn_hidden_size=FP32_MODEL.ffn_hidden_size,
+    num_attention_heads=FP32_MODEL.num_heads,
+    num_query_groups=FP32_MODEL.num_groups,
+    kv_channels=FP32_MODEL.hidden_size // FP32_MODEL.num_heads,
+    vocab_size=FP32_MODEL.vocab_size,
+    max_position_embeddings=256,
+    norm_epsilon=1e-5,
+    rotary_base=10000,
+    tied_embeddings=False,
+)
 
 
 @dataclass(frozen=True)
@@ -38,6 +54,10 @@ class Seen:
     """Before the offload, during it, and after the onload."""
     freed_bytes: int
     """Of shards, moments and arenas."""
+    peak_bytes: int
+    """Added by `hf_tensors`."""
+    bucket_bytes: int
+    """Of the largest bucket."""
 
 
 def run_verbs(*, has_cuda: bool) -> Seen:
@@ -63,12 +83,17 @@ def run_verbs(*, has_cuda: bool) -> Seen:
         allocated_bytes.append(_allocated_bytes())
         of_second.forward_backward(of_second.plan(rollout()), gspo)
         norms.append(of_second.optim_step())
+        peak_bytes = _peak_bytes_of_tensors(engine)
+        buckets = engine.runtime.layout.buckets
+        bucket_bytes = 4 * max(each.num_elements for each in buckets)
         engine.close()
     return Seen(
         [each.cpu().numpy() for each in log_probs],
         [norm or 0.0 for norm in norms],
         allocated_bytes,
         freed_bytes,
+        peak_bytes,
+        bucket_bytes,
     )
 
 
@@ -78,6 +103,16 @@ def run_on_cuda() -> Seen:
 
 def run_on_cpu() -> Seen:
     return run_verbs(has_cuda=False)
+
+
+def _peak_bytes_of_tensors(engine: Engine) -> int:
+    if not torch.cuda.is_available():
+        return 0
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    for _ in hf_tensors(engine.runtime, HUGGING_FACE_MODEL):
+        pass
+    return torch.cuda.max_memory_allocated() - before
 
 
 def _allocated_bytes() -> int:
@@ -94,6 +129,8 @@ def test_values_order_races_and_memory(tmp_path: Path) -> None:
         before, during, after = seen.allocated_bytes
         assert before - during >= seen.freed_bytes > 0
         assert during < after < before  # without the arenas
+        # A bucket, a share of it, and a tensor in both forms.
+        assert seen.bucket_bytes < seen.peak_bytes < 2 * seen.bucket_bytes
     report = check_order([read_log(log_of(tmp_path, rank)) for rank in range(4)])
     assert not report.mismatches, str(report)
     assert not report.cycle, str(report)

@@ -7,7 +7,6 @@ import shlex
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
 from itertools import groupby
 from pathlib import Path
 
@@ -163,8 +162,9 @@ def _check_options(flag_parser: FlagParser, options: Sequence[str]) -> None:
 def hf_tensors(engine: Engine, model: HuggingFaceModel) -> Iterator[tuple[str, Tensor]]:
     """Every tensor by Hugging Face's name, on every rank, on the job's device.
 
-    Collective: every rank exhausts the iterator. A rank never holds the model: one of Megatron's
-    tensors and one bucket of the shards exist at a time.
+    Collective: every rank exhausts the iterator. A rank never holds the model: besides the shards
+    there are one bucket of parameters (while it is gathered, this rank's share of it, too), one of
+    Megatron's tensors and one of Hugging Face's at a time.
     """
     engine.require_onloaded()
     engine.finish_regrouping()
@@ -174,28 +174,30 @@ def hf_tensors(engine: Engine, model: HuggingFaceModel) -> Iterator[tuple[str, T
         for piece, offset in zip(bucket.pieces, bucket.piece_offsets, strict=False):
             places[piece.parameter].append((bucket, piece, offset))
 
-    @lru_cache(maxsize=1)
-    def gathered(index: int) -> Tensor:
-        return _gathered(engine, layout.buckets[index])
-
     def of(spec: ParameterSpec) -> list[tuple[Bucket, Piece, int]]:
         return places[layout.index_of[spec.name]]
 
+    gathered: int | None = None
+    shares: list[tuple[int, Tensor]] = []
     # By buckets, so that each is gathered once.
     for spec, parts in sorted(_parameters(engine, model), key=lambda each: of(each[0])[0][0].index):
         whole = torch.empty(spec.shape, dtype=engine.dtype, device=engine.device)
         matrix = whole.view(spec.shape[0], -1)
         for bucket, piece, offset in of(spec):
-            values = gathered(bucket.index)[offset : offset + piece.num_elements]
+            if bucket.index != gathered:
+                shares.clear()  # or there would be two buckets while the next is gathered
+                shares += _gathered(engine, bucket)
+                gathered = bucket.index
             row, column = layout.global_rectangle(piece)
-            values = values.view(-1, piece.row_length)
-            matrix[row : row + len(values), column : column + piece.row_length] = values
+            rows = slice(row, row + piece.num_elements // piece.row_length)
+            _copy(shares, offset, matrix[rows, column : column + piece.row_length])
         for tensor in parts:
             yield tensor.name, torch.cat([whole[first:end] for first, end in tensor.runs])
+        del whole, matrix  # or there would be two of them
 
 
-def _gathered(engine: Engine, bucket: Bucket) -> Tensor:
-    """Collective: all shares of a bucket's parameters, flat."""
+def _gathered(engine: Engine, bucket: Bucket) -> list[tuple[int, Tensor]]:
+    """Collective: all shares of a bucket's parameters in order, with the first element of each."""
     ranges = [bucket.shard_range(rank) for rank in range(engine.layout.num_ranks)]
     most = max(stop - start for start, stop in ranges)  # a collective takes equal shares
     own = engine.shards.bucket_parameters(bucket)
@@ -203,10 +205,20 @@ def _gathered(engine: Engine, bucket: Bucket) -> Tensor:
     share[: len(own)] = own
     shares = share.new_empty(len(ranges) * most)
     dist.all_gather_into_tensor(shares, share)
-    flat = share.new_empty(bucket.num_elements)
-    for (start, stop), part in zip(ranges, shares.split(most), strict=True):
-        flat[start:stop] = part[: stop - start]
-    return flat
+    parts = zip(ranges, shares.split(most), strict=True)
+    found = [(start, part[: stop - start]) for (start, stop), part in parts if start < stop]
+    return sorted(found, key=lambda each: each[0])
+
+
+def _copy(shares: Sequence[tuple[int, Tensor]], first: int, out: Tensor) -> None:
+    """Set ``out`` to the elements of a bucket from ``first`` on."""
+    end = first + out.numel()
+    found = [
+        share[max(0, first - start) : end - start]
+        for start, share in shares
+        if start < end and first < start + len(share)
+    ]
+    out.copy_(torch.cat(found).view(out.shape))
 
 
 def _fill(engine: Engine, folder: Path) -> None:
