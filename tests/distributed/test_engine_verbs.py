@@ -467,6 +467,8 @@ def errors() -> dict[str, str]:
         with pytest.raises(HydraulisError) as error:
             use()
         found[name] = str(error.value)
+        if name == "other vocabulary":  # the failing rank's own error shows where it failed
+            assert (error.value.__cause__ is not None) == (rank == 2)
     return found
 
 

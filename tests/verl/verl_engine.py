@@ -34,7 +34,7 @@ from verl.workers.engine_workers import ActorRolloutRefWorker, TrainingWorker
 from verl.workers.utils.losses import ppo_loss, sft_loss
 from verl.workers.utils.padding import left_right_2_no_padding, no_padding_2_padding
 
-from megatron.hydraulis.errors import ConfigurationError
+from megatron.hydraulis.errors import CheckpointError, ConfigurationError
 from megatron.hydraulis.library.verl_engine import HydraulisEngineConfig
 from tests.support.chat_tokenizer import make_chat_tokenizer
 from tests.support.gloo_pool import pool_of
@@ -43,6 +43,8 @@ from tests.verl.cpu_platform import average_with_gloo
 NUM_RANKS = 4
 TOLERANCE = 1e-5
 LR = 1e-3
+WEIGHT_DECAY = 10.0
+"""So large that LR · WEIGHT_DECAY · parameter is above the tolerance."""
 TEMPERATURE = 0.7
 NUM_VALIDATION_BATCHES = 2
 TIMEOUT_S = 240.0
@@ -135,7 +137,7 @@ def run_sft(
             f"model.path={folder}",
             *(f"data.train_files={chats}", f"data.val_files={chats}", "data.train_batch_size=8"),
             *("data.num_workers=0", "data.max_length=256"),
-            *(f"optim.lr={LR}", "optim.weight_decay=0", "optim.lr_warmup_steps=2"),
+            *(f"optim.lr={LR}", f"optim.weight_decay={WEIGHT_DECAY}", "optim.lr_warmup_steps=2"),
             *("trainer.total_epochs=2", f"trainer.total_training_steps={num_steps}"),
             *("trainer.logger=[]", "trainer.save_freq=1", "trainer.device=cpu"),
             *("trainer.max_ckpt_to_keep=1", f"trainer.default_local_dir={saved}"),
@@ -204,7 +206,7 @@ def actor_config(folder: Path) -> Any:
             *(f"{actor}.ppo_mini_batch_size=4", f"{actor}.use_dynamic_bsz=True"),
             *(f"{actor}.entropy_coeff=0.01", f"{actor}.use_kl_loss=True"),
             f"{actor}.loss_agg_mode=seq-mean-token-mean",
-            *(f"{actor}.optim.lr={LR}", f"{actor}.optim.weight_decay=0"),
+            *(f"{actor}.optim.lr={LR}", f"{actor}.optim.weight_decay={WEIGHT_DECAY}"),
             *("actor_rollout_ref.rollout.n=1", "actor_rollout_ref.rollout.name=vllm"),
             "actor_rollout_ref.rollout.log_prob_use_dynamic_bsz=True",
         ],
@@ -252,11 +254,18 @@ def run_actor(folder: Path, vocab_size: int) -> tuple[Any, ...]:
 
 
 class Reference:
-    """transformers' model and torch's AdamW."""
+    """transformers' model and torch's AdamW, by which norms and biases do not decay."""
 
     def __init__(self, folder: Path) -> None:
         self.model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
-        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=LR, weight_decay=0.0)
+        parameters = list(self.model.parameters())
+        matrices = [each for each in parameters if each.dim() > 1]
+        others = [each for each in parameters if each.dim() == 1]
+        groups = [
+            {"params": matrices, "weight_decay": WEIGHT_DECAY},
+            {"params": others, "weight_decay": 0.0},
+        ]
+        self.optimizer = torch.optim.AdamW(groups, lr=LR)
 
     def outputs(self, tokens: list[Tensor], temperature: float = 1.0) -> dict[str, Tensor]:
         """As verl's engines give them."""
@@ -273,7 +282,8 @@ class Reference:
 
     def update(self, loss: Tensor, lr: float = LR) -> float:
         """Norm of the gradient before clipping."""
-        self.optimizer.param_groups[0]["lr"] = lr
+        for group in self.optimizer.param_groups:
+            group["lr"] = lr
         self.optimizer.zero_grad()
         loss.backward()
         norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
@@ -377,7 +387,7 @@ def workers(folder: Path) -> Iterator[RayWorkerGroup]:
         engine_config=HydraulisEngineConfig(
             pool="tp2", dtype="fp32", max_tokens_per_micro_batch=256
         ),
-        optimizer_config=FSDPOptimizerConfig(lr=LR, weight_decay=0.0),
+        optimizer_config=FSDPOptimizerConfig(lr=LR, weight_decay=WEIGHT_DECAY),
         checkpoint_config=CheckpointConfig(),
     )
     ray.init(
@@ -475,15 +485,32 @@ def test_wrong_models_optimizers_and_checkpoints(
         )
 
 
+def failing_loss(place: str) -> Callable[..., tuple[Tensor, dict[str, Any]]]:
+    """A loss that raises on rank 1 alone, when it is called or in its backward."""
+
+    def fail(*_: Any) -> Any:
+        raise RuntimeError(f"a bug in the {place}")
+
+    def loss(model_output: Any, **_: Any) -> tuple[Tensor, dict[str, Any]]:
+        total = model_output["log_probs"].values().sum()
+        if dist.get_rank() == 1:
+            if place == "call":
+                fail()
+            total.register_hook(fail)
+        return total, {}
+
+    return loss
+
+
 def wrong_batches(folder: Path) -> list[str]:
-    """On every rank: the messages of batches that rank 1 alone has wrong."""
+    """On every rank: the messages of batches and losses that rank 1 alone has wrong."""
     use_as_verl_rank()
     engine = EngineRegistry.new(
         "language_model",
         "hydraulis",
         model_config=HFModelConfig(path=str(folder)),
-        engine_config=HydraulisEngineConfig(pool="2*tp1", forward_only=True, dtype="fp32"),
-        optimizer_config=None,
+        engine_config=HydraulisEngineConfig(pool="2*tp1", dtype="fp32"),
+        optimizer_config=FSDPOptimizerConfig(lr=LR),
         checkpoint_config=CheckpointConfig(),
     )
     engine.initialize()
@@ -500,13 +527,21 @@ def wrong_batches(folder: Path) -> list[str]:
         with pytest.raises(ConfigurationError) as error:
             engine.infer_batch(data)
         found.append(str(error.value))
+    for place in ("call", "backward"):
+        data = left_right_2_no_padding(rollout(20)[:2])
+        with pytest.raises(CheckpointError) as failure:
+            engine.forward_backward_batch(data, failing_loss(place))
+        assert (failure.value.__cause__ is not None) == (dist.get_rank() == 1)
+        found.append(str(failure.value))
     engine.engine.close()
     return found
 
 
-def test_wrong_batches_raise_one_error_on_every_rank(folder: Path) -> None:
+def test_wrong_batches_and_losses_raise_one_error_on_every_rank(folder: Path) -> None:
+    texts = (
+        *("multi_modal_inputs", "[0.5, 1.0]", "calculate_sum_pi_squared"),
+        *("a bug in the call (rank 1)", "a bug in the backward (rank 1)"),
+    )
     for found in pool_of(2).run(wrong_batches, folder, timeout_s=TIMEOUT_S):
-        for message, text in zip(
-            found, ("multi_modal_inputs", "[0.5, 1.0]", "calculate_sum_pi_squared"), strict=True
-        ):
+        for message, text in zip(found, texts, strict=True):
             assert text in message

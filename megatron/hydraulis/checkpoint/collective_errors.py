@@ -22,15 +22,19 @@ def on_all_ranks[T](action: Callable[[], T], what: str) -> T:
 
     Raises:
         HydraulisError: with the class of the first failing rank's error if it is one of ours,
-            else CheckpointError.
+            else CheckpointError. On the failing rank that error is its cause.
     """
     result: T | None = None
     failure: Failure | None = None
+    cause: Exception | None = None
     try:
         result = action()
     except Exception as error:
-        failure = failure_of(error, what)
-    raise_first(of_all_ranks(failure), what)
+        failure, cause = failure_of(error, what), error
+    try:
+        raise_first(of_all_ranks(failure), what)
+    except HydraulisError as error:
+        raise error from cause
     return result  # type: ignore[return-value]
 
 

@@ -205,7 +205,8 @@ class HydraulisEngine(BaseEngine):
     ) -> dict[str, Any]:
         """See `BaseEngine`. The loss is called once, with this rank's share as one micro-batch.
 
-        Raises ConfigurationError for batches with more than text.
+        Raises ConfigurationError for batches with more than text. An error in the loss is raised on
+        every rank, but a loss with collectives must not fail on one rank alone.
         """
         temperature = on_all_ranks(lambda: _checked_temperature(data), "verl's batch cannot be run")
         tokens = [row.numpy() for row in data["input_ids"].cpu().unbind()]
@@ -232,17 +233,24 @@ class HydraulisEngine(BaseEngine):
                 for name, values in flat.items()
             }
 
-        loss, metrics = 1.0, {}
-        if loss_function is not None:
+        def call_loss() -> tuple[float, dict[str, Any]]:
+            """Loss and metrics; unless ``forward_only``, ``flat`` gets its derivatives."""
+            assert loss_function is not None, "verl trains with a loss"
             with torch.set_grad_enabled(not forward_only):
                 for values in flat.values():
                     values.requires_grad_(not forward_only)
                 value, metrics = loss_function(
                     model_output=nested(), data=data, dp_group=self.get_data_parallel_group()
                 )
-            loss = value.item()
+                if not forward_only:
+                    value.backward()
+            return value.item(), metrics
+
+        loss = 1.0
+        metrics: dict[str, Any] = {}
+        if loss_function is not None or not forward_only:
+            loss, metrics = on_all_ranks(call_loss, "verl's loss cannot be computed")
         if not forward_only:
-            value.backward()
             derivatives = {
                 f"by_{name}": [row.roll(1) for row in _gradient(values).split(lengths)]
                 for name, values in flat.items()
