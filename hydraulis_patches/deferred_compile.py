@@ -32,9 +32,9 @@ JIT_FUSER = Patch(
 def compile_at_first_call(function: Callable[..., Any]) -> Callable[..., Any]:
     """The function, compiled by its first call. Code that is being compiled sees the original.
 
-    It is never compiled with TORCH_COMPILE_DISABLE=1, with which torch would import its compiler
-    nevertheless, nor once upstream's --disable-jit-fuser is in force, which for upstream comes too
-    late for functions that are imported by then.
+    TORCH_COMPILE_DISABLE=1 and upstream's --disable-jit-fuser leave it as it is. Torch imports its
+    compiler in spite of the former, and upstream applies the latter only to functions that are
+    imported later.
     """
     compiled: list[Callable[..., Any]] = []
 

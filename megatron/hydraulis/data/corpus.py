@@ -287,8 +287,8 @@ class Corpus:
         """Refuse token ids from ``vocab_size`` on, now in a sample and later in ``tokens``.
 
         Reads up to ``VOCABULARY_CHECK_TOKENS`` of each dataset: all of a small one, and stretches
-        spread evenly over a larger one. Ids that no sequence trains are ignored. Of weights, which
-        any program may have written, all are read.
+        spread evenly over a larger one. Ids that no sequence trains are ignored. All weights are
+        read, as any program may have written them.
 
         Args:
             vocab_size: token ids must be below it.

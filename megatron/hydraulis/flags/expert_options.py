@@ -94,7 +94,7 @@ REFUSED = (
     ),
     Refused(
         "random routing",
-        f"what is random depends on the rank, so {_LAW}",
+        f"each rank would draw different random numbers, so {_LAW}",
         "remove it",
         r"moe-input-jitter-eps|moe-router-force-.*",
         need=_EXPERTS,

@@ -95,6 +95,11 @@ class Engine:
         The process group is made of torchrun's variables unless there is one. No rank holds the
         model.
 
+        Three settings outlive the call, for the whole process: FutureWarnings of torch and Megatron
+        are ignored; some loggers of Megatron get level ERROR or WARNING, as does
+        ``megatron.hydraulis`` on all ranks but 0; and without CUDA, or with
+        ``--disable-jit-fuser``, Megatron compiles no fused functions.
+
         Args:
             folder: has config.json and safetensors; every rank reads it.
             pool: a strategy such as ``"tp2+2*tp1"``, several, the path of a pool file, a `Pool`, or
@@ -233,7 +238,9 @@ class Engine:
             temperature: by which all logits are divided.
 
         Returns:
-            Undivided sums over the batch, equal on every rank.
+            Undivided sums over the batch, equal on every rank. Every call adds them up by a
+            small all-reduce, for which the host waits. They leave out replicas of one rank on which
+            memory ran out; `optim_step` and `discard_gradients` then raise OutOfMemoryError.
 
         Raises:
             ConfigurationError: the loss returns anything but one number per token, reads inputs
