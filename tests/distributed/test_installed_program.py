@@ -138,12 +138,7 @@ def test_the_wheel_brings_all_its_dependencies(
     assert environment.run("hydraulis", "--version").startswith("hydraulis ")
     check_imports_come_from_the_wheel(environment)
     check_planning(environment)
-    launcher = (
-        "torchrun",
-        "--standalone",
-        "--nproc-per-node",
-        "2",
-        "--no-python",
-    )  # as in README.md
+    # As in README.md.
+    launcher = ("torchrun", "--standalone", "--nproc-per-node", "2", "--no-python")
     check_training(environment, 2, *launcher, "hydraulis")
     shutil.rmtree(environment.folder)
