@@ -40,12 +40,13 @@ run_shellcheck() {
 pytest_log="$(mktemp)"
 trap 'rm -f "$pytest_log"' EXIT
 
-# A worker for each core: most tests run in one process or wait. Four have enough memory and cores
-# for the ranks that tests start. The tests of a file share fixtures, so one worker runs them. They
-# begin in the order of the files, whose long ones come first.
+# Tests that start ranks often wait, so there are three workers for two cores; four have enough memory
+# and cores for the ranks that tests start. The tests of a file share fixtures, so one worker runs
+# them. They begin in the order of the files, whose long ones come first.
 run_pytest() {
-    "$python" -m pytest -n auto --maxprocesses 4 --dist loadfile --no-loadscope-reorder "$@" 2>&1 |
-        tee "$pytest_log"
+    local workers=$((($(nproc) * 3 + 1) / 2))
+    "$python" -m pytest -n "$((workers < 4 ? workers : 4))" --dist loadfile --no-loadscope-reorder \
+        "$@" 2>&1 | tee "$pytest_log"
 }
 
 step "ruff check" "$python" -m ruff check .

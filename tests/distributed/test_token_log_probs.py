@@ -184,7 +184,8 @@ def peak_bytes(chunk_tokens: int, trains: tuple[str, ...]) -> int:
         return meter.peak_bytes() - before
 
     step()  # loads libraries
-    return step()
+    # What the allocator returned to the system before a step counts in that step.
+    return min(step() for _ in range(3))
 
 
 def test_one_chunk_of_logits_is_alive() -> None:

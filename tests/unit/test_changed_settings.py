@@ -7,7 +7,11 @@ from typing import Any
 
 import pytest
 
-from megatron.hydraulis.checkpoint.manifest import MODEL_ARGUMENTS, OFF_BY_DEFAULT
+from megatron.hydraulis.checkpoint.manifest import (
+    EXPERT_ARGUMENTS,
+    MODEL_ARGUMENTS,
+    OFF_BY_DEFAULT,
+)
 from megatron.hydraulis.cost_model.device import device_constants
 from megatron.hydraulis.flags import changes
 from megatron.hydraulis.flags.changes import Change
@@ -38,7 +42,7 @@ NO_UPDATE_DEPENDS_ON = """
     transformer_impl attention_backend core_attention cp_comm_type masked_softmax_fusion
     bias_gelu_fusion bias_swiglu_fusion bias_dropout_fusion gradient_accumulation_fusion
     disable_jit_fuser recompute_granularity recompute_activations recompute_method
-    recompute_num_layers recompute_modules
+    recompute_num_layers recompute_modules moe_token_dispatcher_type
     strategy strategy_pool strategy_schedule balance_pipeline_layers no_sequence_parallel
     sequence_parallel tensor_model_parallel_size pipeline_model_parallel_size
     context_parallel_size regroup_owners_for no_regroup_overlap elastic ranks_per_node
@@ -61,7 +65,7 @@ NO_UPDATE_DEPENDS_ON = """
 def test_every_setting_is_classified_once() -> None:
     ours = [field.name for field in dataclasses.fields(HydraulisConfig)]
     settings = {*flag_parser().honoured_defaults, *ours}
-    compared = {*MODEL_ARGUMENTS, *OFF_BY_DEFAULT} & settings
+    compared = {*MODEL_ARGUMENTS, *EXPERT_ARGUMENTS, *OFF_BY_DEFAULT} & settings
     classes = (
         *(compared, changes._CHANGE_UPDATE, changes._OF_SCHEDULE, changes._OF_ONE_START),
         *(COMPARED_OTHERWISE.split(), NO_UPDATE_DEPENDS_ON.split()),
