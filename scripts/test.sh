@@ -40,13 +40,12 @@ run_shellcheck() {
 pytest_log="$(mktemp)"
 trap 'rm -f "$pytest_log"' EXIT
 
-# Tests that start ranks often wait, so there are three workers for two cores; four have enough memory
-# and cores for the ranks that tests start. The tests of a file share fixtures, so one worker runs
-# them. They begin in the order of the files, whose long ones come first.
+# A worker for each core: most tests run in one process or wait. Four have enough memory and cores
+# for the ranks that tests start. The tests of a file share fixtures, so one worker runs them. They
+# begin in the order of the files, whose long ones come first.
 run_pytest() {
-    local workers=$((($(nproc) * 3 + 1) / 2))
-    "$python" -m pytest -n "$((workers < 4 ? workers : 4))" --dist loadfile --no-loadscope-reorder \
-        "$@" 2>&1 | tee "$pytest_log"
+    "$python" -m pytest -n auto --maxprocesses 4 --dist loadfile --no-loadscope-reorder "$@" 2>&1 |
+        tee "$pytest_log"
 }
 
 step "ruff check" "$python" -m ruff check .
