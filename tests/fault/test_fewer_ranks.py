@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.elastic_job import losses_of, run_elastic_nodes
+from tests.support.elastic_job import losses_of
 from tests.support.forked_job import run_job
 from tests.support.tiny_corpus import tiny_command, write_corpus
 from tests.support.training_run import ROUNDING
@@ -68,39 +68,3 @@ def test_four_two_three_ranks_train_one_run(tmp_path: Path) -> None:
     }.items():
         for line in lines:
             assert line in outputs[num_ranks], line
-
-
-@pytest.mark.timeout(240)
-def test_the_others_continue_without_a_lost_node(tmp_path: Path) -> None:
-    def command(folder: Path) -> list[str]:
-        return tiny_command(
-            write_corpus(folder / "tiny"),
-            folder / "run",
-            *("--strategy", "tp2+tp1", "--elastic", "--split", "100,0,0"),
-            *("--train-iters", str(NUM_ITERATIONS), "--ranks-per-node", "3"),
-            *("--save", str(folder / "save"), "--load", str(folder / "save")),
-            *("--save-interval", "1"),
-        )
-
-    alone, folder = tmp_path / "alone", tmp_path / "changing"
-    run_job(command(alone), 3, alone / "output").assert_succeeded()
-    expected = losses_of(alone / "run")
-
-    nodes = run_elastic_nodes(
-        command(folder),
-        3,
-        folder / "output",
-        lost=2,
-        after="iteration        2/",
-        max_restarts=3,
-        timeout_s=200.0,
-    )
-    for node in nodes[:2]:
-        node.assert_succeeded()
-    found = losses_of(folder / "run", rel=ROUNDING)
-    assert sorted(found) == sorted(expected)
-    for iteration, loss in expected.items():
-        assert found[iteration] == pytest.approx(loss, rel=ROUNDING)
-    output = "".join(node.output("[1-9]*") for node in nodes)
-    assert "strategy 'tp2+tp1': tp2+tp1 becomes tp2" in output
-    assert "it was written by 3 ranks, now 2 go on" in output

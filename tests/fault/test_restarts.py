@@ -1,8 +1,10 @@
 """A rank that is killed, frozen or raises: torchrun's agent starts the job again from the last
-complete checkpoint, and the losses are those of a run that nothing happened to.
+complete checkpoint, and the losses are those of a run that nothing happened to. A node that is
+lost: the others continue without it.
 
 By default a rank is killed in every phase, and one is frozen; with HYPOTHESIS_PROFILE=nightly each
-kind in every phase on every rank.
+kind in every phase on every rank. Most of the time is waiting for what will not come, so the jobs
+of the default list run at the same time.
 """
 
 from __future__ import annotations
@@ -25,15 +27,16 @@ from megatron.hydraulis.optimizer.sharded_adamw import ShardedAdamW
 from megatron.hydraulis.runtime import engine as engine_module
 from megatron.hydraulis.runtime.regroup import EqualSharesRoute, OneStepRoute
 from tests.support.changed_settings import with_settings
-from tests.support.elastic_job import losses_of, run_elastic_job
+from tests.support.elastic_job import ElasticJob, losses_of
 from tests.support.forked_job import run_job
 from tests.support.overlap_probes import InjectedFault
 from tests.support.tiny_corpus import tiny_command, write_corpus
+from tests.support.training_run import ROUNDING
 
 pytestmark = pytest.mark.fault
 
 Phase = Literal["planning", "gather", "forward", "backward", "scatter", "optimizer", "save"]
-Action = Literal["kill", "freeze", "raise"]
+Action = Literal["kill", "freeze", "raise", "lose the node"]
 PHASES: tuple[Phase, ...] = (
     "planning",
     "gather",
@@ -107,8 +110,9 @@ class FaultInjector:
         print(f"FAULT {fault}", flush=True)
         if fault.action == "raise":
             raise InjectedFault(f"injected in {phase}")
-        number_of = {"kill": signal.SIGKILL, "freeze": signal.SIGSTOP}
-        os.kill(os.getpid(), number_of[fault.action])
+        if fault.action == "lose the node":
+            os.killpg(0, signal.SIGKILL)  # of the agent
+        os.kill(os.getpid(), signal.SIGSTOP if fault.action == "freeze" else signal.SIGKILL)
 
     def _marker(self, fault: Fault) -> Path:
         return self._folder / f"fault{self._faults.index(fault)}"
@@ -187,56 +191,57 @@ def _rank() -> int:
 
 IS_NIGHTLY = os.environ.get("HYPOTHESIS_PROFILE") == "nightly"
 NUM_RANKS = 3
-STRATEGY = "pp2+tp1"
+STRATEGY, ELASTIC_STRATEGY = "pp2+tp1", "tp2+tp1"
 NUM_ITERATIONS = 4
 TIMEOUT_S = 12.0
 """Of collectives: the time lost by a frozen rank. A loaded machine may take a second for one."""
 NUM_SPARE_RESTARTS = 2
 """If a rank is so slow that the others consider it frozen, losses are the same anyway."""
 FAULTS: dict[Action, tuple[Phase, ...]] = {
-    "kill": PHASES,
     "freeze": PHASES if IS_NIGHTLY else ("scatter",),
+    "kill": PHASES,
     "raise": PHASES if IS_NIGHTLY else (),
 }
 FIRST_RANKS = range(NUM_RANKS) if IS_NIGHTLY else (1,)
-"""Iteration of the first fault; the next rank fails in the next one."""
+
+Case = tuple[Action, int]
+"""Kind of fault, and the rank that fails first or the node that is lost."""
+CASES: list[Case] = [
+    (action, first_rank)
+    for action, phases in FAULTS.items()
+    if phases
+    for first_rank in FIRST_RANKS
+]
+LOST: Case = ("lose the node", 2)  # node 0 has the rendezvous
 
 
-def command(prefix: str, folder: Path, *extra: str) -> list[str]:
+def command(prefix: str, folder: Path, *extra: str, strategy: str = STRATEGY) -> list[str]:
     return tiny_command(
         prefix,
         folder / "run",
-        *("--strategy", STRATEGY, "--split", "100,0,0", "--train-iters", str(NUM_ITERATIONS)),
+        *("--strategy", strategy, "--split", "100,0,0", "--train-iters", str(NUM_ITERATIONS)),
         *("--save", str(folder / "save"), "--load", str(folder / "save"), "--save-interval", "1"),
-        *("--exit-signal-handler", *extra),
+        *extra,
     )
 
 
-@pytest.fixture(scope="module")
-def prefix(tmp_path_factory: pytest.TempPathFactory) -> str:
-    return write_corpus(tmp_path_factory.mktemp("corpus") / "tiny")
+@dataclass(frozen=True)
+class FaultyJob:
+    """A job that runs, with its faults."""
+
+    job: ElasticJob
+    injector: FaultInjector
+    folder: Path
 
 
-@pytest.fixture(scope="module")
-def expected(prefix: str, tmp_path_factory: pytest.TempPathFactory) -> dict[int, float]:
-    """Losses of a run without faults."""
-    folder = tmp_path_factory.mktemp("uninterrupted")
-    run_job(command(prefix, folder), NUM_RANKS, folder / "output").assert_succeeded()
-    losses = losses_of(folder / "run")
-    assert sorted(losses) == list(range(1, NUM_ITERATIONS + 1))
-    return losses
+Start = Callable[[Case], FaultyJob]
 
 
-@pytest.mark.parametrize("first_rank", FIRST_RANKS)
-@pytest.mark.parametrize("action", [action for action, phases in FAULTS.items() if phases])
-@pytest.mark.timeout(600)
-def test_the_job_goes_on_from_its_last_checkpoint(
-    action: Action, first_rank: int, prefix: str, expected: dict[int, float], tmp_path: Path
-) -> None:
-    injector = FaultInjector(tmp_path)
+def start_faulty(action: Action, first_rank: int, prefix: str, folder: Path) -> FaultyJob:
+    """A job with a fault of this kind in each of its phases, each in another start of the job."""
+    injector = FaultInjector(folder)
     phases = FAULTS[action]
     for number, phase in enumerate(phases):
-        # Every fault happens in another start of the job.
         step = 2 + number * (NUM_ITERATIONS - 2) // len(phases)
         injector.fail_at((first_rank + number) % NUM_RANKS, step, phase, action)
 
@@ -246,21 +251,88 @@ def test_the_job_goes_on_from_its_last_checkpoint(
 
     # If rank 0 is frozen while planning, the others wait in its store, not in a collective.
     extra = ("--plan-ahead", "0") if first_rank == 0 else ()
-    outcome = run_elastic_job(
-        command(prefix, tmp_path, *extra),
+    job = ElasticJob(
+        command(prefix, folder, "--exit-signal-handler", *extra),
         NUM_RANKS,
-        tmp_path / "output",
+        folder / "output",
         program=with_settings(program, distributed_timeout_minutes=TIMEOUT_S / 60.0),
         max_restarts=len(phases) + NUM_SPARE_RESTARTS,
-        timeout_s=60.0 + 60.0 * len(phases),
     )
+    return FaultyJob(job, injector, folder)
+
+
+def start_that_loses_a_node(action: Action, lost_node: int, prefix: str, folder: Path) -> FaultyJob:
+    """Three nodes of a rank each; one of them is lost in iteration 3."""
+    injector = FaultInjector(folder)
+
+    def program(argv: Sequence[str]) -> None:
+        if os.environ["NODE_NUMBER"] == str(lost_node):
+            injector.fail_at(_rank(), 3, "forward", action).install()
+        entry.main(argv)
+
+    elastic = ("--elastic", "--ranks-per-node", str(NUM_RANKS))
+    job = ElasticJob(
+        command(prefix, folder, *elastic, strategy=ELASTIC_STRATEGY),
+        1,
+        folder / "output",
+        program=program,
+        max_restarts=3,
+        num_nodes=NUM_RANKS,
+    )
+    return FaultyJob(job, injector, folder)
+
+
+@pytest.fixture(scope="module")
+def prefix(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return write_corpus(tmp_path_factory.mktemp("corpus") / "tiny")
+
+
+@pytest.fixture(scope="module")
+def start(prefix: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Start]:
+    """Starts a case's job, and with the first those of all other cases of the default list."""
+    running: dict[Case, FaultyJob] = {}
+
+    def start(case: Case) -> FaultyJob:
+        for each in (case,) if IS_NIGHTLY else (*CASES, LOST):
+            if each not in running:
+                starts = start_that_loses_a_node if each == LOST else start_faulty
+                running[each] = starts(*each, prefix, tmp_path_factory.mktemp("faulty"))
+        return running[case]
+
+    yield start
+    for each in running.values():
+        each.job.close()
+
+
+def losses_without_faults(prefix: str, folder: Path, *, strategy: str) -> dict[int, float]:
+    job = run_job(command(prefix, folder, strategy=strategy), NUM_RANKS, folder / "output")
+    job.assert_succeeded()
+    losses = losses_of(folder / "run")
+    assert sorted(losses) == list(range(1, NUM_ITERATIONS + 1))
+    return losses
+
+
+@pytest.fixture(scope="module")
+def expected(prefix: str, tmp_path_factory: pytest.TempPathFactory) -> dict[int, float]:
+    return losses_without_faults(prefix, tmp_path_factory.mktemp("alone"), strategy=STRATEGY)
+
+
+@pytest.mark.parametrize(("action", "first_rank"), CASES)
+@pytest.mark.timeout(600)
+def test_the_job_goes_on_from_its_last_checkpoint(
+    action: Action, first_rank: int, start: Start, expected: dict[int, float]
+) -> None:
+    started = start((action, first_rank))
+    num_faults = len(FAULTS[action])
+    (outcome,) = started.job.outcomes(60.0 + 60.0 * num_faults)
     outcome.assert_succeeded()
-    assert len(injector.happened) == len(phases)
-    assert outcome.num_starts > len(phases)
-    assert losses_of(tmp_path / "run") == expected
+    assert len(started.injector.happened) == num_faults
+    assert outcome.num_starts > num_faults
+    assert losses_of(started.folder / "run") == expected
     output = outcome.output("[1-9]*")
     assert "loaded " in output
-    assert (tmp_path / "save" / "latest_checkpointed_iteration.txt").read_text() == "4"
+    latest = started.folder / "save" / "latest_checkpointed_iteration.txt"
+    assert latest.read_text() == str(NUM_ITERATIONS)
     if action == "freeze":
         # Before collectives timed out, a waiting rank named the rank that it waited for.
         output = outcome.output("0*stderr")
@@ -274,3 +346,21 @@ def test_the_job_goes_on_from_its_last_checkpoint(
             _, missing = report.split("missing: ")
             assert re.findall(r"rank (\d+), silent for ", missing) == [str(first_rank)]
             assert "of iteration 2 (strategy 'pp2+tp1'" in report
+
+
+@pytest.mark.timeout(600)
+def test_the_others_continue_without_a_lost_node(prefix: str, start: Start, tmp_path: Path) -> None:
+    started = start(LOST)
+    expected = losses_without_faults(prefix, tmp_path, strategy=ELASTIC_STRATEGY)
+    nodes = started.job.outcomes(200.0)
+    assert len(started.injector.happened) == 1
+    for number, node in enumerate(nodes):
+        if number != LOST[1]:
+            node.assert_succeeded()
+    found = losses_of(started.folder / "run", rel=ROUNDING)
+    assert sorted(found) == sorted(expected)
+    for iteration, loss in expected.items():
+        assert found[iteration] == pytest.approx(loss, rel=ROUNDING)
+    output = "".join(node.output("[1-9]*") for node in nodes)
+    assert "strategy 'tp2+tp1': tp2+tp1 becomes tp2" in output
+    assert "it was written by 3 ranks, now 2 go on" in output

@@ -64,118 +64,79 @@ class ElasticOutcome:
         )
 
 
-def run_elastic_job(
-    argv: Sequence[str],
-    num_ranks: int,
-    folder: Path,
-    *,
-    program: Program = entry.main,
-    max_restarts: int,
-    timeout_s: float,
-) -> ElasticOutcome:
-    """Run ``program(argv)`` as ``torchrun --nproc-per-node num_ranks --max-restarts …`` would.
+class ElasticJob:
+    """A running job, as ``torchrun --nnodes 1:NUM_NODES --nproc-per-node NUM_RANKS`` starts it.
+
+    Ranks see the number of their node as ``NODE_NUMBER``; node 0 has the rendezvous. Training
+    begins on all nodes, however late one of them joins the others on a loaded machine.
 
     Args:
         argv: the flags.
-        num_ranks: on this machine.
-        folder: where each rank's output is kept.
-        program: called on every rank; may be a closure.
+        num_ranks: of each node; all of them are on this machine.
+        folder: gets a folder ``nodeN`` with the output of each node.
+        program: called with the flags on every rank; may be a closure.
         max_restarts: number of restarts after which a failure is final.
-        timeout_s: for the whole job; then agent and ranks are killed.
+        num_nodes: started.
     """
-    agent = _start_agent(argv, num_ranks, folder, program, max_restarts, free_port(), 1)
-    agent.join(timeout_s)
-    status = agent.exitcode
-    if status is None:
-        _kill(agent)
-    return ElasticOutcome(status, folder)
 
+    def __init__(
+        self,
+        argv: Sequence[str],
+        num_ranks: int,
+        folder: Path,
+        *,
+        program: Program = entry.main,
+        max_restarts: int,
+        num_nodes: int = 1,
+    ) -> None:
+        _prepare_once()
+        all_came = folder / "all_came"
 
-def run_elastic_nodes(
-    argv: Sequence[str],
-    num_nodes: int,
-    folder: Path,
-    *,
-    lost: int,
-    after: str,
-    max_restarts: int,
-    timeout_s: float,
-) -> list[ElasticOutcome]:
-    """As ``torchrun --nnodes 1:num_nodes`` on as many nodes of one rank each, one of which is lost.
+        def program_on_all_nodes(argv: Sequence[str]) -> None:
+            # Agents start ranks without a node that is late, and again when it joins.
+            if int(os.environ["WORLD_SIZE"]) == num_nodes * num_ranks:
+                all_came.touch()
+            while not all_came.exists():
+                time.sleep(0.1)
+            program(argv)
 
-    Training begins on all nodes, however late one of them joins the others on a loaded machine.
-
-    Args:
-        argv: the flags.
-        num_nodes: all of them here; the output of each is in a separate folder.
-        folder: of these folders.
-        lost: number of the node that is killed with its rank; not 0, which has the rendezvous.
-        after: text on any rank's output upon which that happens.
-        max_restarts: of every agent.
-        timeout_s: for the whole job.
-    """
-    port = free_port()
-    folders = [folder / f"node{number}" for number in range(num_nodes)]
-    all_came = folder / "all_came"
-
-    def program(argv: Sequence[str] | None) -> None:
-        # Agents start ranks without a node that is late, and again when it joins.
-        if int(os.environ["WORLD_SIZE"]) == num_nodes:
-            all_came.touch()
-        elif not all_came.exists():
-            time.sleep(timeout_s)
-        entry.main(argv)
-
-    agents: list[Any] = []
-    deadline_s = time.monotonic() + timeout_s
-    is_lost = False
-    try:
-        for each in folders:
-            agents.append(_start_agent(argv, 1, each, program, max_restarts, port, num_nodes))
+        port = free_port()
+        self._folders = [folder / f"node{number}" for number in range(num_nodes)]
+        self._agents: list[Any] = []
+        for number, each in enumerate(self._folders):
+            each.mkdir(parents=True)
+            agent = multiprocessing.get_context("fork").Process(
+                target=_agent_main,
+                args=(program_on_all_nodes, list(argv), num_ranks, each, max_restarts, port),
+                kwargs={"number": number, "num_nodes": num_nodes},
+            )
+            agent.start()
+            self._agents.append(agent)
             # The first agent to open the port has the rendezvous.
-            while not agents[0].exitcode and not _is_open(port) and time.monotonic() < deadline_s:
-                time.sleep(0.05)
-        while time.monotonic() < deadline_s and any(agent.is_alive() for agent in agents):
-            if not is_lost and any(after in ElasticOutcome(0, each).output() for each in folders):
-                _kill(agents[lost])
-                is_lost = True
-            time.sleep(0.05)
-        statuses = [agent.exitcode for agent in agents]
-    finally:
-        for agent in agents:
+            while number == 0 and agent.is_alive() and not _is_open(port):
+                time.sleep(0.02)
+
+    def outcomes(self, timeout_s: float) -> list[ElasticOutcome]:
+        """How the job ended on each node; what still runs after so long is killed."""
+        deadline_s = time.monotonic() + timeout_s
+        for agent in self._agents:
+            agent.join(max(0.0, deadline_s - time.monotonic()))
+        statuses = [agent.exitcode for agent in self._agents]
+        self.close()
+        return [ElasticOutcome(*pair) for pair in zip(statuses, self._folders, strict=True)]
+
+    def close(self) -> None:
+        """Kill the agents with their ranks."""
+        for agent in self._agents:
             if agent.is_alive():
-                _kill(agent)
-    return [ElasticOutcome(*pair) for pair in zip(statuses, folders, strict=True)]
-
-
-def _start_agent(
-    argv: Sequence[str],
-    num_ranks: int,
-    folder: Path,
-    program: Program,
-    max_restarts: int,
-    port: int,
-    num_nodes: int,
-) -> Any:
-    _prepare_once()
-    folder.mkdir(parents=True, exist_ok=True)
-    agent = multiprocessing.get_context("fork").Process(
-        target=_agent_main,
-        args=(program, list(argv), num_ranks, folder, max_restarts, port, num_nodes),
-    )
-    agent.start()
-    return agent
+                # It is the leader of the process group that its ranks belong to.
+                os.killpg(agent.pid, signal.SIGKILL)
+                agent.join()
 
 
 def _is_open(port: int) -> bool:
     with socket.socket() as connection:
         return connection.connect_ex(("127.0.0.1", port)) == 0
-
-
-def _kill(agent: Any) -> None:
-    """With its ranks: it is the leader of the process group that they belong to."""
-    os.killpg(agent.pid, signal.SIGKILL)
-    agent.join()
 
 
 def losses_of(run_dir: Path, *, rel: float = 0.0) -> dict[int, float]:
@@ -197,9 +158,12 @@ def _agent_main(
     folder: Path,
     max_restarts: int,
     port: int,
+    *,
+    number: int,
     num_nodes: int,
 ) -> None:
     os.setpgid(0, 0)
+    os.environ["NODE_NUMBER"] = str(number)
     log = os.open(folder / "agent", os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
     for descriptor in (1, 2):
         os.dup2(log, descriptor)
