@@ -1,8 +1,4 @@
-"""Runs many lone ranks: forks of one process that has imported torch and Megatron.
-
-Imports take longer than a small rank. The process with the imports, preloaded with the stand-in,
-lives for the test session, and every rank is a fork of it.
-"""
+"""Runs many lone ranks: forks of the host process on the stand-in, two at a time."""
 
 from __future__ import annotations
 
@@ -10,30 +6,25 @@ import logging
 import multiprocessing
 import os
 import pickle
-import subprocess
-import sys
 import time
 import traceback
-import warnings
 from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from functools import cache
 from multiprocessing.connection import Connection, wait
 from multiprocessing.context import ForkProcess
 from pathlib import Path
 from typing import Any
 
-from tests.cuda_stand_in.launch import environment
+from torch.distributed import distributed_c10d
+
+from tests.cuda_stand_in.pool import in_host
+from tests.support.gloo_pool import WorkerFailure
 
 NUM_AT_A_TIME = 2
 DEFAULT_TIMEOUT_S = 60.0
 """Time limit of one rank."""
-
-
-class LoneRankFailure(AssertionError):
-    """A rank raised, died or took too long."""
 
 
 @dataclass(frozen=True)
@@ -67,7 +58,7 @@ def run_alone(
         settings: of the stand-in, such as ``STAND_IN_MEMORY_BYTES``.
 
     Raises:
-        LoneRankFailure: with the traceback of the first rank that failed.
+        WorkerFailure: with the traceback of the first rank that failed.
     """
     request = _Request(
         function,
@@ -78,16 +69,7 @@ def run_alone(
         {name: str(value) for name, value in settings.items()},
         timeout_s,
     )
-    host = _host()
-    try:
-        host.send_bytes(pickle.dumps(request))
-        is_fine, answer = pickle.loads(host.recv_bytes())
-    except (EOFError, OSError) as error:
-        _host.cache_clear()
-        raise LoneRankFailure("the process that forks lone ranks died") from error
-    if not is_fine:
-        raise LoneRankFailure(answer)
-    results: list[Any] = answer
+    results: list[Any] = in_host(_run_all, request)
     return results
 
 
@@ -96,38 +78,11 @@ def log_of(logs: Path, rank: int) -> Path:
     return logs / f"rank{rank}.log"
 
 
-@cache
-def _host() -> Connection:
-    """The pipe to the process that forks, which ends with this process."""
-    ours, theirs = multiprocessing.Pipe()
-    subprocess.Popen(
-        [sys.executable, "-m", "tests.cuda_stand_in.lone_ranks", str(theirs.fileno())],
-        # torch 2.15 splits communicators, which requires other ranks. The older backend gets each
-        # communicator through the store.
-        env=environment(TORCH_DIST_USE_NCCL2=0),
-        pass_fds=[theirs.fileno()],
-    )
-    theirs.close()
-    return ours
-
-
-def _serve(connection: Connection) -> None:
-    while True:
-        try:
-            request: _Request = pickle.loads(connection.recv_bytes())
-        except EOFError:
-            return
-        answer: tuple[bool, Any]
-        try:
-            answer = (True, _run_all(request))
-        except LoneRankFailure as failure:
-            answer = (False, str(failure))
-        except Exception:
-            answer = (False, traceback.format_exc())
-        connection.send_bytes(pickle.dumps(answer))
-
-
 def _run_all(request: _Request) -> list[Any]:
+    """Run in the host."""
+    import tests.cuda_stand_in.lone_rank
+    import tests.support.models  # noqa: F401 - every fork has them
+
     context = multiprocessing.get_context("fork")
     waiting = deque(request.ranks)
     running: dict[Connection, tuple[int, ForkProcess, float]] = {}
@@ -149,7 +104,7 @@ def _run_all(request: _Request) -> list[Any]:
                 process.join()
             for rank, _, deadline in running.values():
                 if time.monotonic() > deadline:
-                    raise LoneRankFailure(f"rank {rank} took more than {request.timeout_s} s")
+                    raise WorkerFailure(f"rank {rank} took more than {request.timeout_s} s")
     finally:
         for _, process, _ in running.values():
             process.kill()
@@ -164,7 +119,7 @@ def _result(rank: int, connection: Connection) -> Any:
         is_fine, answer = False, "the process died"
     connection.close()
     if not is_fine:
-        raise LoneRankFailure(f"rank {rank} failed:\n{answer}")
+        raise WorkerFailure(f"rank {rank} failed:\n{answer}")
     return answer
 
 
@@ -173,6 +128,8 @@ def _run_one(request: _Request, rank: int, connection: Connection) -> None:
     from tests.cuda_stand_in.device import flush_log, log_to
     from tests.cuda_stand_in.lone_rank import alone
 
+    logging.disable(logging.WARNING)
+    _use_older_backend()
     os.environ.update(request.settings)
     status = 1
     with suppress(BaseException):
@@ -189,19 +146,10 @@ def _run_one(request: _Request, rank: int, connection: Connection) -> None:
     os._exit(status)  # NCCL's threads would wait for peers
 
 
-def _import() -> None:
-    """Import what every fork needs, without upstream's messages."""
-    logging.disable(logging.WARNING)
-    warnings.simplefilter("ignore")
-    import tests.cuda_stand_in.lone_rank
-    import tests.support.models  # noqa: F401
-
-    if "STAND_IN_TE" in os.environ:
-        from tests.cuda_stand_in.te.kernels import replace
-
-        replace()
-
-
-if __name__ == "__main__":
-    _import()
-    _serve(Connection(int(sys.argv[1])))
+def _use_older_backend() -> None:
+    """That of torch 2.15 splits communicators, which requires other ranks. The older one gets each
+    communicator through the store."""
+    os.environ["TORCH_DIST_USE_NCCL2"] = "0"
+    register = getattr(distributed_c10d, "_register_builtin_nccl_backend", None)
+    if register is not None:
+        register()
