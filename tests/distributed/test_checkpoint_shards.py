@@ -38,6 +38,19 @@ MODELS = {
     "learned positions": SmallModel(
         num_layers=3, dtype=torch.float32, swiglu=False, position_embedding="learned_absolute"
     ),
+    "experts with biases": SmallModel(
+        num_heads=8,
+        num_groups=4,
+        num_layers=3,
+        dtype=torch.bfloat16,
+        variant=(
+            ("num_moe_experts", 4),
+            ("moe_router_score_function", "sigmoid"),
+            ("moe_router_load_balancing_type", "none"),
+            ("moe_router_enable_expert_bias", True),
+            ("moe_layer_freq", (0, 1, 1)),
+        ),
+    ),
 }
 
 EARLIER = SmallModel(
@@ -61,6 +74,13 @@ def test_other_pools_and_other_numbers_of_ranks_hold_the_same_state(
     source = tmp_path / "four" / LAST
     expected = whole_tensors(source)
     assert not any(torch.isnan(tensor).any() for tensor in expected.values())
+    if name == "experts with biases":
+        biases = [key for key in expected if key.endswith("mlp.router.expert_bias")]
+        assert [expected[key].flatten().tolist() for key in biases] == [
+            [5.0, 6.0, 7.0, 8.0],
+            [9.0, 10.0, 11.0, 12.0],
+        ]
+        assert {expected[key].dtype for key in biases} == {torch.float32}
     steps = pool_of(3).run(
         load_and_save, model, ("tp2+tp1", "pp2+tp1"), str(source), str(tmp_path / "three")
     )

@@ -8,6 +8,7 @@ from dataclasses import replace
 from typing import Any
 from unittest.mock import patch
 
+import numpy as np
 import pytest
 import torch
 
@@ -16,10 +17,12 @@ from megatron.hydraulis.runtime import catalogue as catalogue_module
 from megatron.hydraulis.runtime import experts as experts_module
 from megatron.hydraulis.runtime.engine import Engine
 from megatron.hydraulis.runtime.executor import make_forward_step
+from megatron.hydraulis.runtime.outcome import RoutingFigures
 from megatron.hydraulis.transfer.canonical import Contribution, ParameterSpec
 from tests.support.bf16_error import assert_little_is_added, gradients_of
 from tests.support.gloo_pool import pool_of
 from tests.support.law import (
+    LENGTHS,
     MAIN_MODEL,
     SPLITS,
     changing,
@@ -28,7 +31,14 @@ from tests.support.law import (
     waves,
     wrong_gradients,
 )
-from tests.support.models import Job, RankRun, SmallModel, build_engine, run_job
+from tests.support.models import (
+    Job,
+    RankRun,
+    SmallModel,
+    build_engine,
+    packs_of_rank,
+    run_job,
+)
 from tests.support.reference import initial_parameters
 
 pytestmark = pytest.mark.distributed
@@ -57,6 +67,11 @@ MODELS = {
         moe_router_num_groups=4,
         moe_router_group_topk=2,
         moe_router_topk_scaling_factor=2.5,
+        moe_router_enable_expert_bias=True,
+        moe_router_bias_update_rate=1 / 16,
+        recompute_granularity="full",
+        recompute_method="uniform",
+        recompute_num_layers=1,
     ),
     "balanced, with z-loss": _model(
         num_moe_experts=8,
@@ -72,7 +87,12 @@ MODELS = {
         recompute_method="uniform",
         recompute_num_layers=1,
     ),
-    "every second layer dense": _model(moe_layer_freq=2),
+    "every second layer dense": _model(
+        moe_layer_freq=2,
+        moe_router_score_function="sigmoid",
+        moe_router_enable_expert_bias=True,
+        moe_router_bias_update_rate=1 / 16,
+    ),
     "the first layer dense": _model(moe_layer_freq=(0, 1), moe_token_dispatcher_type="allgather"),
     "recomputed": _model(
         recompute_granularity="full", recompute_method="uniform", recompute_num_layers=1
@@ -188,6 +208,39 @@ def test_a_second_call_before_an_update_is_refused_where_routers_balance() -> No
     job = law_job(1, "tp1", MODELS["balanced, with z-loss"])
     (message,) = pool_of(1).run(_call_twice, job)
     assert "this is call 2 since the last update; give all sequences to one call" in message
+
+
+def _evaluate_and_train(job: Job) -> tuple[list[float], list[RoutingFigures | None]]:
+    engine = build_engine(job)
+    (strategy,) = engine.pool.strategies
+    forward_step, routers = make_forward_step(), engine.routers
+    assert routers is not None
+    assert routers.biases is not None
+    sums, figures = [], []
+    for weight in (1.0, 0.0):
+        weights = tuple(np.full_like(each, weight) for each in job.weights[0])
+        mine = packs_of_rank(
+            strategy, job.assignments[0], job.batches[0], engine.rank, weights=weights
+        )
+        figures.append(engine.train_step(strategy.name, mine, forward_step).routing)
+        engine.evaluate(strategy.name, mine, forward_step)
+        sums += [routers.counts.sum().item(), routers.biases.abs().sum().item()]
+    return sums, figures
+
+
+def test_only_tokens_that_train_move_the_biases_of_routers() -> None:
+    """Padding, evaluation, recomputation and batches without trained tokens do not."""
+    job = law_job(2, "cp2", MODELS["sigmoid scores in groups"])
+    found = pool_of(2).run(_evaluate_and_train, job)
+    assert found[0][1] == found[1][1]
+    for (count, moved, _, moved_later), (figures, without_training) in found:
+        assert count == sum(LENGTHS[0]) * 2 * 2  # layers, experts of a token
+        assert moved == moved_later > 0
+        assert without_training is None
+        assert figures is not None
+        assert 1 < figures.worst_load < 8
+        assert figures.bias_range == (-1 / 16, 1 / 16)
+        assert figures.balancing_loss is figures.z_loss is None
 
 
 def test_routers_are_initialised_as_matrices() -> None:

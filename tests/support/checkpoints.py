@@ -101,11 +101,14 @@ def saved_state(engine: Engine, iteration: int) -> SavedState:
 
 
 def fill_moments(engine: Engine) -> None:
-    """On every rank: moments that differ for every element of the model."""
+    """On every rank: moments, and biases of routers, that differ for every element."""
     generator = torch.Generator().manual_seed(engine.rank)
     for flat in (engine.optimizer.exp_avg, engine.optimizer.exp_avg_sq):
         flat.copy_(torch.rand(flat.shape, generator=generator))
     engine.optimizer.num_steps.fill_(NUM_STEPS)
+    if engine.routers is not None and engine.routers.biases is not None:
+        biases = engine.routers.biases  # the same on every rank
+        biases.copy_(torch.arange(biases.numel()).view_as(biases) + 1)
 
 
 def save_new(model: SmallModel, strategies: Sequence[str], root: str, **options: Any) -> None:

@@ -214,6 +214,8 @@ def assert_law(job: Job, runs: list[RankRun]) -> None:
             np.testing.assert_allclose(
                 run.losses[i], reference.losses[i], rtol=1e-12 if is_fp64 else 1e-6
             )
+            if reference.biases:
+                np.testing.assert_array_equal(run.biases[i], reference.biases[i])
 
 
 def law_share(job: Job, runs: list[RankRun]) -> float:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 from unittest.mock import patch
 
@@ -217,6 +217,8 @@ class RankRun:
     losses: tuple[float, ...]
     norms: tuple[float, ...]
     shapes: dict[str, tuple[int, ...]]
+    biases: tuple[np.ndarray, ...] = ()
+    """Those of routers after each iteration, (layers, experts); none in a model without them."""
 
 
 def sequences(rng: np.random.Generator, lengths: list[int], vocab_size: int) -> tuple[Any, ...]:
@@ -302,7 +304,7 @@ def run_job(job: Job) -> RankRun:
     use_fp64_loss()
     engine = build_engine(job)
     forward_step = make_forward_step()
-    gradients, parameters, losses, norms = [], [], [], []
+    gradients, parameters, losses, norms, biases = [], [], [], [], []
     upcoming = [*job.schedule[1:], None] if job.knows_next else [None] * len(job.schedule)
     for i, (which, following, assignment, batch) in enumerate(
         zip(job.schedule, upcoming, job.assignments, job.batches, strict=True)
@@ -333,7 +335,10 @@ def run_job(job: Job) -> RankRun:
         parameters.append(engine.shards.parameters.cpu().numpy().copy())
         losses.append(outcome.loss.mean)
         norms.append(norm)
-    return rank_run(engine, gradients, parameters, losses, norms)
+        if engine.routers is not None and engine.routers.biases is not None:
+            biases.append(engine.routers.biases.cpu().numpy().copy())
+    run = rank_run(engine, gradients, parameters, losses, norms)
+    return replace(run, biases=tuple(biases))
 
 
 def build_engine(job: Job, spans: SpanRecorder = NO_SPANS) -> Engine:

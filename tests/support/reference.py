@@ -13,6 +13,10 @@ from unittest.mock import patch
 
 import numpy as np
 import torch
+from megatron.core.distributed.finalize_model_grads import (
+    _update_router_expert_bias,
+    reset_model_temporary_tensors,
+)
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.transformer import dot_product_attention
 from megatron.core.transformer import utils as attention_masks
@@ -32,6 +36,8 @@ class ReferenceRun:
     gradients: tuple[dict[str, np.ndarray], ...]
     parameters: tuple[dict[str, np.ndarray], ...]
     losses: tuple[float, ...]
+    biases: tuple[np.ndarray, ...]
+    """Those of routers, (layers, experts); none in a model without them."""
 
 
 def initial_parameters(model: SmallModel, seed: int) -> dict[str, torch.Tensor]:
@@ -138,7 +144,7 @@ def _run(job: Job, model: torch.nn.Module) -> ReferenceRun:
         betas=(settings.beta1, settings.beta2),
         eps=settings.eps,
     )
-    gradients, parameters, losses = [], [], []
+    gradients, parameters, losses, biases = [], [], [], []
     for i, batch in enumerate(job.batches):
         adamw.zero_grad()
         weights = job.weights_of(i) or [None] * len(batch)
@@ -160,7 +166,16 @@ def _run(job: Job, model: torch.nn.Module) -> ReferenceRun:
             _copies({name: p.detach() - _shift(job.model, name) for name, p in named.items()})
         )
         losses.append(total / divisor)
-    return ReferenceRun(tuple(gradients), tuple(parameters), tuple(losses))
+        config: Any = model.config
+        if config.moe_router_enable_expert_bias:
+            _update_router_expert_bias([model], config, worker_groups().of_self)
+            reset_model_temporary_tensors(config, [model])
+            of_layers = np.zeros((job.model.num_layers, config.num_moe_experts))
+            for name, bias in model.named_buffers():
+                if name.endswith("expert_bias"):
+                    of_layers[int(name.split(".")[2])] = bias.numpy()
+            biases.append(of_layers)
+    return ReferenceRun(tuple(gradients), tuple(parameters), tuple(losses), tuple(biases))
 
 
 def _copies(tensors: dict[str, torch.Tensor]) -> dict[str, np.ndarray]:

@@ -149,6 +149,15 @@ ROWS: dict[str, Row] = {
     "--moe-router-load-balancing-type": _experts("none", "moe_router_load_balancing_type", "none"),
     "--moe-aux-loss-coeff": _experts("0.01", "moe_aux_loss_coeff", 0.01),
     "--moe-z-loss-coeff": _experts("0.001", "moe_z_loss_coeff", 0.001),
+    "--moe-router-enable-expert-bias": _experts(
+        "", "moe_router_enable_expert_bias", True, "--moe-router-score-function sigmoid"
+    ),
+    "--moe-router-bias-update-rate": _experts(
+        "0.01",
+        "moe_router_bias_update_rate",
+        0.01,
+        "--moe-router-score-function sigmoid --moe-router-enable-expert-bias",
+    ),
     "--moe-shared-expert-intermediate-size": _experts(
         "24", "moe_shared_expert_intermediate_size", 24
     ),

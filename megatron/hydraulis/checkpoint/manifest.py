@@ -60,6 +60,7 @@ OFF_BY_DEFAULT = (
     "heterogeneous_layers_config_path",
     "layernorm_zero_centered_gamma",
     "linear_attention_freq",
+    "moe_router_enable_expert_bias",
     "mtp_num_layers",
     "multi_latent_attention",
     "no_rope_freq",

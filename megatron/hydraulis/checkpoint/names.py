@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -30,6 +30,10 @@ from megatron.hydraulis.transfer.role import Role
 
 WRITTEN_HERE = "hydraulis"
 """Marks a checkpoint of this program where Megatron describes its content."""
+_BIAS = ".router.expert_bias"
+"""End of the names of routers' biases."""
+_LAYER_OF_NAME = 2
+"""Of the parts of a name, which one numbers the layer."""
 _NORM = "layernorm.weight"
 """End of the keys of norms that are not fused with a linear layer."""
 
@@ -110,6 +114,16 @@ def shard_pieces(
         yield Piece(key, shape, offset, view.view(size), dtype, same_as)
 
 
+def bias_pieces(engine: Engine, stored: Mapping[str, StoredParameter]) -> Iterator[Piece]:
+    """The biases of all routers; ``stored`` as `stored_biases` returns it."""
+    biases = engine.routers.biases if engine.routers is not None else None
+    for name, place in stored.items():
+        assert biases is not None
+        row = biases[int(name.split(".")[_LAYER_OF_NAME])]
+        offset, size = place.rectangle(0, 0, len(row), 1)
+        yield Piece(MODEL + place.key, place.shape, offset, row.view(size), row.dtype)
+
+
 def training_state(engine: Engine) -> dict[str, torch.Tensor]:
     """This rank's fp32 master and moments, by the prefix of their keys."""
     return {
@@ -146,9 +160,25 @@ def stored_parameters(
     Raises ConfigurationError for a model that does not say where a parameter goes.
     """
     model, state = _whole_model(definition, separate_layers=separate_layers)
+    return _places(model.named_parameters(), state)
+
+
+def stored_biases(
+    definition: ModelDefinition, *, separate_layers: bool = False
+) -> Mapping[str, StoredParameter]:
+    """Likewise of the biases of routers, which are no parameters; none in a model without them."""
+    if not definition.transformer.moe_router_enable_expert_bias:
+        return {}
+    model, state = _whole_model(definition, separate_layers=separate_layers)
+    named = [(name, each) for name, each in model.named_buffers() if name.endswith(_BIAS)]
+    return _places(named, state)
+
+
+def _places(named: Iterable[tuple[str, Any]], state: Any) -> dict[str, StoredParameter]:
+    """Of tensors of the whole model in its sharded state dict."""
     entries = {id(entry.data): entry for entry in _leaves(state)}
     stored = {}
-    for name, parameter in model.named_parameters():
+    for name, parameter in named:
         # Megatron's state dict detaches parameters, but not those that it makes a factory for.
         entry = entries.get(id(parameter)) or _same_storage(entries.values(), parameter)
         if entry is None:

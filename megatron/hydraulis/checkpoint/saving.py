@@ -8,6 +8,7 @@ on. It uses files and tensors of the host, never a device or a process group.
 from __future__ import annotations
 
 import gc
+import itertools
 import logging
 import os
 import pickle
@@ -18,7 +19,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import IO, Any
 
@@ -32,8 +33,10 @@ from megatron.hydraulis.checkpoint.folder import CheckpointFolder
 from megatron.hydraulis.checkpoint.manifest import Manifest, records_of
 from megatron.hydraulis.checkpoint.names import (
     StoredParameter,
+    bias_pieces,
     shard_pieces,
     sharding_metadata,
+    stored_biases,
     stored_objects,
     training_state,
 )
@@ -125,6 +128,8 @@ class CheckpointSaver:
         self._folder = folder
         self._engine = engine
         self._stored = stored
+        # Every rank has all biases, and rank 0 writes them.
+        self._biases = stored_biases(engine.definition) if dist.get_rank() == 0 else {}
         self._object_keys = stored_objects(engine.definition)
         self._asynchronous = asynchronous
         self._keep_last = keep_last
@@ -146,9 +151,11 @@ class CheckpointSaver:
         start_s = time.perf_counter()
         engine = self._engine
         states = training_state(engine)
+        biases = list(bias_pieces(engine, self._biases))
         if self._asynchronous:  # a fork cannot read devices; on the host this copies nothing
             states = {prefix: flat.cpu() for prefix, flat in states.items()}
-        write = partial(self._write, saved, states)
+            biases = [replace(piece, data=piece.data.cpu()) for piece in biases]
+        write = partial(self._write, saved, states, biases)
         background = BackgroundWrite(write) if self._asynchronous else None
         self._current = _Save(saved, write, background, start_s)
         if background is None:
@@ -201,6 +208,7 @@ class CheckpointSaver:
         self,
         saved: SavedState,
         states: Mapping[str, Tensor],
+        biases: Sequence[Piece],
         goes_on: Callable[[], bool] = lambda: True,
     ) -> WrittenFile:
         """Write this rank's file. No collective, since it may run in a fork. Raises OSError."""
@@ -208,7 +216,8 @@ class CheckpointSaver:
         path.mkdir(parents=True, exist_ok=True)  # by the first rank
         rank = dist.get_rank()
         objects = self._objects(saved) if rank == 0 else {}
-        return write_file(path, rank, self._pieces(states), objects, goes_on)
+        pieces = itertools.chain(self._pieces(states), biases)
+        return write_file(path, rank, pieces, objects, goes_on)
 
     def _pieces(self, states: Mapping[str, Tensor]) -> Iterator[Piece]:
         shards, stored = self._engine.shards, self._stored

@@ -27,6 +27,7 @@ _CHANGE_UPDATE = (
     "lr_wsd_decay_samples",
     "lr_wsd_decay_style",
     "moe_aux_loss_coeff",
+    "moe_router_bias_update_rate",
     "moe_router_load_balancing_type",
     "moe_z_loss_coeff",
     "no_weight_decay_cond_type",

@@ -175,6 +175,12 @@ def check_experts(args: argparse.Namespace) -> None:
             "the softmax over --moe-router-topk 1 expert is 1, so that the router would learn "
             "nothing; add --moe-router-pre-softmax"
         )
+    if args.moe_router_enable_expert_bias and args.moe_router_score_function != "sigmoid":
+        raise ConfigurationError(
+            f"--moe-router-enable-expert-bias adds to sigmoid scores but "
+            f"--moe-router-score-function is {args.moe_router_score_function}; give sigmoid, or "
+            "balance by --moe-aux-loss-coeff"
+        )
     for dest in ("moe_aux_loss_coeff", "moe_router_load_balancing_type"):
         value = getattr(args, dest)
         if isinstance(value, list) and len(value) > 1:

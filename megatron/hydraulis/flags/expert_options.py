@@ -7,10 +7,14 @@ TOPIC = """
     --moe-router-score-function --moe-router-pre-softmax --moe-router-num-groups
     --moe-router-group-topk --moe-router-topk-scaling-factor --moe-router-dtype
     --moe-router-load-balancing-type --moe-aux-loss-coeff --moe-z-loss-coeff
+    --moe-router-enable-expert-bias --moe-router-bias-update-rate
     --moe-shared-expert-intermediate-size
     --moe-shared-expert-gate --moe-token-dispatcher-type"""
 
 RESTRICTED = {
+    "--moe-router-enable-expert-bias": Honoured(
+        "biases of routers follow the load of experts in all tokens of an update"
+    ),
     "--moe-router-score-function": Honoured(
         "scores of a router",
         only=("softmax", "sigmoid"),
@@ -32,13 +36,20 @@ RESTRICTED = {
 }
 
 _EXPERTS = Need("num_experts", "--num-experts")
-_OTHERS = " ".join(option for option in TOPIC.split() if option != "--num-experts")
-NEEDS = {
-    _EXPERTS: _OTHERS.replace("--moe-shared-expert-gate", ""),
+_OF_OTHERS = {
     Need(
         "moe_shared_expert_intermediate_size", "--moe-shared-expert-intermediate-size"
     ): "--moe-shared-expert-gate",
+    Need(
+        "moe_router_enable_expert_bias", "--moe-router-enable-expert-bias"
+    ): "--moe-router-bias-update-rate",
 }
+_NEED_EXPERTS = [
+    option
+    for option in TOPIC.split()
+    if option != "--num-experts" and option not in _OF_OTHERS.values()
+]
+NEEDS = {_EXPERTS: " ".join(_NEED_EXPERTS), **_OF_OTHERS}
 
 TAKEN_FOR = {
     "experts run one after the other by plain kernels, with the same result": """
@@ -55,14 +66,14 @@ TAKEN_FOR = {
         --moe-deepep-num-sms --moe-hybridep-num-sms --moe-hybridep-num-blocks-permute
         --moe-hybridep-num-blocks-unpermute --moe-hybridep-num-sms-preprocessing
         --moe-ncclep-static-shape --moe-ncclep-zero-copy
-        --moe-pad-expert-input-to-capacity --moe-token-drop-policy --moe-router-bias-update-rate
+        --moe-pad-expert-input-to-capacity --moe-token-drop-policy
         --moe-upcycling-granularity --moe-router-quantile-balancing-ema
         --moe-router-padding-for-quantization --moe-router-padding-for-fp8
         --moe-pad-experts-for-cuda-graph-inference --moe-enable-routing-replay""",
     "the activations of experts are kept, which takes more memory": """
         --moe-layer-recompute --moe-paged-stash --moe-paged-stash-page-size
         --moe-paged-stash-buffer-size-factor-cuda --moe-paged-stash-buffer-size-factor-cpu""",
-    "the load of experts is not written": """
+    "the log and metrics.jsonl have the load of the busiest expert": """
         --moe-per-layer-logging --save-tokens-per-expert-interval --moe-routing-trace-path
         --moe-routing-trace-max-training-iters --moe-routing-trace-capture-logits
         --moe-routing-trace-capture-hidden-states --moe-routing-trace-dump-weights""",
@@ -83,13 +94,6 @@ REFUSED = (
         "tp cuts every expert, and no rank holds whole ones",
         "remove it; more tp ranks hold more experts",
         r"expert-model-parallel-size|expert-tensor-parallel-num-weight-shards",
-        need=_EXPERTS,
-    ),
-    Refused(
-        "bias of routers",
-        "biases that balance the load of experts are not moved here",
-        "remove it, and balance by --moe-aux-loss-coeff",
-        r"moe-router-enable-expert-bias",
         need=_EXPERTS,
     ),
     Refused(

@@ -84,7 +84,7 @@ _OPTIONS: dict[Range, str] = {
     _NOT_NEGATIVE: """
         --lr --min-lr --decoupled-lr --decoupled-min-lr --lr-warmup-init --weight-decay
         --start-weight-decay --end-weight-decay --clip-grad
-        --moe-aux-loss-coeff --moe-z-loss-coeff""",
+        --moe-aux-loss-coeff --moe-z-loss-coeff --moe-router-bias-update-rate""",
     Range(0.0, 1.0, below_high=True): "--adam-beta1 --adam-beta2",
     Range(0.0, 1.0): "--lr-warmup-fraction --hidden-dropout --attention-dropout",
     Range(0.0, 1.0, above_low=True): "--rotary-percent",

@@ -54,7 +54,7 @@ TIMER_OF_PHASE = {
 AVERAGED = ("imbalance", "iteration_time_s", "plan_time_s", "plan_wait_s", "predicted_time_s")
 """Fields of the record of which a log line shows the mean over its iterations."""
 
-PEAKS = ("peak_allocated_bytes", "peak_reserved_bytes")
+PEAKS = ("peak_allocated_bytes", "peak_reserved_bytes", "expert_load")
 """Fields of which it shows the largest value."""
 
 MAX_SEQUENCES_NAMED = 16
@@ -426,7 +426,7 @@ class TrainingLoop:
                 one.name: {"bound_s": one.bound_s, "found_s": one.found_s}
                 for one in plan.strategy_times_s
             },
-            **allocator_peaks(),
+            **(_routing_fields(outcome) | allocator_peaks()),
         )
         self._num_sequences = record.num_sequences
         self._interval.add(record, planned.batch.lengths)
@@ -439,6 +439,23 @@ class TrainingLoop:
             writer.add_scalar("trained-tokens", record.trained_tokens, number)
             writer.add_scalar("padding-fraction", record.padding_fraction, number)
             writer.add_scalar("imbalance", record.imbalance, number)
+            for name in ("expert_load", "balancing_loss", "router_z_loss"):
+                value = getattr(record, name)
+                if value is not None:
+                    writer.add_scalar(name.replace("_", "-"), value, number)
+
+
+def _routing_fields(outcome: StepOutcome) -> dict[str, Any]:
+    """Fields of a record."""
+    routing = outcome.routing
+    if routing is None:
+        return {}
+    return {
+        "expert_load": routing.worst_load,
+        "balancing_loss": routing.balancing_loss,
+        "router_z_loss": routing.z_loss,
+        "router_bias_range": routing.bias_range,
+    }
 
 
 def _named(planned: PlannedBatch) -> str:

@@ -51,6 +51,8 @@ def iteration_suffix(record: IterationRecord, eta_s: float | None) -> str:
         f"imbalance: {record.imbalance:.2f}",
         f"plan time (ms): {record.plan_time_s * 1e3:.1f}",
     ]
+    if record.expert_load is not None:
+        fields.append(f"expert load: {record.expert_load:.2f}")
     if record.peak_allocated_bytes is not None and record.peak_reserved_bytes is not None:
         fields.append(
             f"peak memory (GiB): {record.peak_allocated_bytes / 2**30:.2f} of "

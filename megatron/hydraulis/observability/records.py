@@ -57,6 +57,9 @@ _OPTIONAL = (
     "scatter_wait_s",
     "peak_allocated_bytes",
     "peak_reserved_bytes",
+    "expert_load",
+    "balancing_loss",
+    "router_z_loss",
 )
 
 
@@ -120,6 +123,16 @@ class IterationRecord:
     """Peak device memory of tensors on the logging rank; None without CUDA, and as above."""
     peak_reserved_bytes: int | None = None
     """Peak device memory held by its allocator; None as above."""
+    expert_load: float | None = None
+    """Tokens of the busiest expert of a layer over the mean of its experts, in the worst layer;
+    None without experts, where the update was skipped, and as above."""
+    balancing_loss: float | None = None
+    """Mean loss of routers that balances experts, without its coefficient; None as above and
+    without such a loss."""
+    router_z_loss: float | None = None
+    """Likewise, their z-loss."""
+    router_bias_range: tuple[float, float] | None = None
+    """Smallest and largest bias of a router, after the update; None as above and without biases."""
     strategy_times_s: Mapping[str, Mapping[str, float]] = dataclasses.field(default_factory=dict)
     """By strategy that holds the batch: ``bound_s`` and ``found_s`` of the planner; empty where
     there was no choice, and as above."""
@@ -223,6 +236,8 @@ class IterationRecord:
             )
         known = {field.name: values[field.name] for field in fields if field.name in values}
         known["replica_times_s"] = tuple(known["replica_times_s"])
+        if known.get("router_bias_range") is not None:
+            known["router_bias_range"] = tuple(known["router_bias_range"])
         return cls(**known)
 
 

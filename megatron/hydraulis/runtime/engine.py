@@ -21,7 +21,7 @@ from megatron.hydraulis.optimizer.shards import CanonicalShards
 from megatron.hydraulis.runtime.arena import ArenaMemory
 from megatron.hydraulis.runtime.catalogue import CataloguedParameter, catalogue, initialise_shards
 from megatron.hydraulis.runtime.executor import ForwardStep, run_micro_batches
-from megatron.hydraulis.runtime.experts import balances
+from megatron.hydraulis.runtime.experts import RouterState, balances
 from megatron.hydraulis.runtime.memory import (
     CountedForwardStep,
     OutOfMemory,
@@ -194,6 +194,10 @@ class Engine:
         self.staging = Staging(self.device, num_slots)
         self._overlap = overlap
         self._balances = balances(definition.transformer)
+        self.routers: RouterState | None = None
+        """Biases of routers; None without experts."""
+        if definition.transformer.num_moe_experts is not None:
+            self.routers = RouterState(definition.transformer, self.device)
         self._spans = spans
         self._track = make_track(self.device, self.staging, spans)
         stamp = CudaStamp if self.device.type == "cuda" else HostStamp
@@ -208,6 +212,7 @@ class Engine:
             self.memory,
             self.dtype,
             gradient_dtype or wide,
+            self.routers,
         )
         self._gathered: tuple[str, GatherPass] | None = None
         """The strategy whose current parameters are in the arena or on their way there."""
@@ -270,6 +275,8 @@ class Engine:
         if not self._accumulated:
             self.gather_timer.forget()
             self.scatter_timer.forget()
+            if self.routers is not None:
+                self.routers.forget()
         self.gather(strategy_name, phase=phase)
         runtime = self.runtime_of(strategy_name)
         out_of_memory: OutOfMemory | None = None
@@ -327,7 +334,7 @@ class Engine:
         divides = self._divides(divisor)
         vote, bad = self._take_vote(next_strategy)
         loss = vote.loss
-        norm, updated = None, False
+        norm, updated, routing = None, False, None
         strategy = calls[-1].runtime.strategy
         if loss.weight_sum > 0 and loss.is_finite and not vote.num_ranks_without_memory:
             with self._in_phase("optimizer", strategy.name, phase):
@@ -335,6 +342,8 @@ class Engine:
                 norm = self.optimizer.gradient_norm()
                 updated = math.isfinite(norm)
                 if updated:
+                    # Before gathers are posted, behind which it might wait.
+                    routing = None if self.routers is None else self.routers.update()
                     self._update_shards(norm, vote.next_strategy)
         traffic = [call.runtime.regrouper.traffic for call in calls]
         return StepOutcome(
@@ -347,6 +356,7 @@ class Engine:
             scatter_wait_s=self.scatter_timer.take_s(),
             num_ranks_without_memory=vote.num_ranks_without_memory,
             out_of_memory=next(filter(None, (call.out_of_memory for call in calls)), None),
+            routing=routing,
         )
 
     def discard_gradients(self) -> None:
@@ -585,8 +595,9 @@ class Engine:
         dist.all_reduce(sums)
         if model is not None:
             config: Any = model.model.config
-            # Without tokens there are no losses either.
-            config.moe_grad_scale_func = lambda: sums[0] / sums[1].clamp(min=1)
+            # Of the shape that upstream gives it in models without these losses, since a process
+            # has one tensor for all. Without tokens there are no losses either.
+            config.moe_grad_scale_func = lambda: sums[:1] / sums[1].clamp(min=1)
 
     def _divides(self, divisor: float | None) -> float | None:
         """What the next update divides by; None for the sum of the weights."""

@@ -1,13 +1,16 @@
-"""Routers that balance the load of experts by losses which do not depend on packing.
+"""Routers that balance the load of experts in ways that do not depend on packing.
 
 Upstream's balancing losses are means over a packed row. Those here are sums over tokens that are
 not padding: a sequence's loss is weighted by its tokens, and counts of a sequence are added over
 the tp and cp ranks that share it. The engine gives the factor by which they enter the gradient,
 so that they are normalised by the tokens of the global batch: see `Engine.forward_backward`.
+
+Biases of routers follow the load of experts in all of the job's tokens since the last update.
 """
 
 from __future__ import annotations
 
+import math
 from functools import partial
 from typing import Any
 
@@ -19,6 +22,7 @@ from torch import Tensor
 
 from megatron.hydraulis.data.packed_batch import part_places
 from megatron.hydraulis.runtime.attention import PackedRow, once_a_row
+from megatron.hydraulis.runtime.outcome import RoutingFigures
 
 
 def balances(config: TransformerConfig) -> bool:
@@ -44,10 +48,83 @@ def _coefficient(config: TransformerConfig) -> float:
     return 0.0 if config.moe_router_load_balancing_type == "none" else coefficient
 
 
+class RouterState:
+    """What all routers of the model share: biases, and sums over the tokens since the last update.
+
+    A rank has the rows of all layers, so no strategy moves them. Those of layers without experts
+    stay 0.
+
+    Args:
+        config: of the whole model.
+        device: of the job.
+    """
+
+    def __init__(self, config: TransformerConfig, device: torch.device) -> None:
+        assert config.num_moe_experts is not None
+        shape = (config.num_layers, config.num_moe_experts)
+        self._config = config
+        self._sums = torch.zeros(math.prod(shape) + 2, dtype=torch.float64, device=device)
+        self.counts = self._sums[2:].view(shape)
+        """(layers, experts): how often tokens that are not padding chose an expert."""
+        self.balancing_loss, self.z_loss = self._sums[:2].split(1)
+        """Sums over tokens and layers, without coefficients."""
+        self.biases: Tensor | None = None
+        """(layers, experts), in fp32 as upstream's; None in a model without them."""
+        if config.moe_router_enable_expert_bias:
+            self.biases = torch.zeros(shape, dtype=torch.float32, device=device)
+
+    def attach(self, model: torch.nn.Module) -> None:
+        """Let the routers of a model use the biases, and add to the sums."""
+        for router in model.modules():
+            if isinstance(router, SequenceRouter):
+                router.state = self
+                if self.biases is not None:
+                    router.expert_bias = self.biases[router.layer]
+
+    def forget(self) -> None:
+        """Begin the sums of the next update."""
+        self._sums.zero_()
+
+    def update(self) -> RoutingFigures | None:
+        """Collective: add up the sums of all ranks, and move each bias by the update rate towards
+        equal loads of a layer's experts (arXiv 2408.15664)."""
+        dist.all_reduce(self._sums)
+        if self.biases is not None:
+            # Whole numbers, so the sign is exact.
+            missing = self.counts.sum(dim=1, keepdim=True) - self.counts.shape[1] * self.counts
+            rate = self._config.moe_router_bias_update_rate
+            self.biases.add_(missing.sign().to(self.biases.dtype), alpha=rate)
+        return self._figures()
+
+    def _figures(self) -> RoutingFigures | None:
+        """Of the sums; waits for the device. None where no router of ours has run."""
+        config, counts = self._config, self.counts[self.counts.any(dim=1)]
+        if not len(counts):
+            return None
+        loads = counts.amax(dim=1) / counts.mean(dim=1)
+        num_routed = counts.sum() / config.moe_router_topk  # tokens times layers
+        losses = (self._sums[:2] / num_routed).tolist()
+        biases = self.biases
+        return RoutingFigures(
+            worst_load=loads.amax().item(),
+            balancing_loss=losses[0] if _coefficient(config) else None,
+            z_loss=losses[1] if config.moe_z_loss_coeff else None,
+            bias_range=None if biases is None else (biases.min().item(), biases.max().item()),
+        )
+
+
 class SequenceRouter(upstream.TopKRouter):
     """Upstream's router with its balancing loss per sequence, and its z-loss without padding."""
 
     row: PackedRow | None = None
+    state: RouterState | None = None
+    """Set in the models of an engine."""
+
+    @property
+    def layer(self) -> int:
+        """The layer's index in the model."""
+        number: int = self.layer_number
+        return number - 1
 
     def is_aux_loss_enabled(self) -> bool:
         """False: upstream's losses would depend on packing."""
@@ -59,18 +136,28 @@ class SequenceRouter(upstream.TopKRouter):
         if not coefficient or not self._trains:
             return logits
         places, _ = self._tokens(len(logits))
-        losses = torch.logsumexp(_wide(logits[places]), dim=-1).square()
-        loss: Tensor = upstream.MoEAuxLossAutoScaler.apply(logits, coefficient * losses.sum())
-        return loss
+        loss = torch.logsumexp(_wide(logits[places]), dim=-1).square().sum()
+        if self.state is not None:
+            self.state.z_loss += loss.detach()
+        scaled: Tensor = upstream.MoEAuxLossAutoScaler.apply(logits, coefficient * loss)
+        return scaled
 
     def routing(self, logits: Tensor, padding_mask: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """Upstream's weights and choices; the backward of the former adds that of the loss."""
         weights, chosen = super().routing(logits, padding_mask)
         coefficient = _coefficient(self.config)
         if coefficient and self._trains and self._row.sequence_lengths:
-            loss = coefficient * self._sequence_loss(logits.view(-1, logits.shape[-1]))
-            weights = upstream.MoEAuxLossAutoScaler.apply(weights, loss)
+            loss = self._sequence_loss(logits.view(-1, logits.shape[-1]))
+            if self.state is not None:
+                self.state.balancing_loss += loss.detach()
+            weights = upstream.MoEAuxLossAutoScaler.apply(weights, coefficient * loss)
         return weights, chosen
+
+    def _apply_expert_bias(self, routing_map: Tensor, padding_mask: Tensor | None = None) -> None:
+        """Count the choices, (tokens, experts), with biases or without."""
+        if self.state is not None and self._trains:
+            places, _ = self._tokens(len(routing_map))
+            self.state.counts[self.layer] += routing_map[places].sum(dim=0)
 
     def _sequence_loss(self, logits: Tensor) -> Tensor:
         """Σ over sequences of tokens · experts · Σ over experts of the share of choices times the

@@ -44,6 +44,20 @@ class LossTotal:
         return math.isfinite(self.loss_sum) and math.isfinite(self.weight_sum)
 
 
+@dataclass(frozen=True, kw_only=True)
+class RoutingFigures:
+    """How the tokens of an update were routed to experts; the losses are without coefficients."""
+
+    worst_load: float
+    """Tokens of the busiest expert of a layer over the mean of its experts; of the worst layer."""
+    balancing_loss: float | None
+    """Mean over tokens and layers, 1 where the load is even; None without such a loss."""
+    z_loss: float | None
+    """Likewise, the square of the log-sum-exp of a router's logits."""
+    bias_range: tuple[float, float] | None
+    """Smallest and largest bias of a router, after the update; None without biases."""
+
+
 @dataclass(frozen=True)
 class StepOutcome:
     """The result of one iteration."""
@@ -66,3 +80,5 @@ class StepOutcome:
     """Ranks that ran out of memory; equal on every rank. If there are any, nothing is updated."""
     out_of_memory: OutOfMemory | None = None
     """Set if this rank is one of them."""
+    routing: RoutingFigures | None = None
+    """None without experts, and where nothing was updated."""

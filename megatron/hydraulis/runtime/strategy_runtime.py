@@ -16,6 +16,7 @@ from megatron.hydraulis.errors import HydraulisError
 from megatron.hydraulis.optimizer.shards import CanonicalShards
 from megatron.hydraulis.runtime.arena import Arena, ArenaMemory
 from megatron.hydraulis.runtime.executor import RoleModel
+from megatron.hydraulis.runtime.experts import RouterState
 from megatron.hydraulis.runtime.model_building import ModelDefinition, build_role_model
 from megatron.hydraulis.runtime.passes import GatherPass, ScatterPass, at_exit
 from megatron.hydraulis.runtime.process_groups import GroupRegistry
@@ -61,6 +62,7 @@ class StrategyRuntimes:
         memory: that all models are bound to.
         dtype: in which parameters travel.
         gradient_dtype: in which gradients travel.
+        routers: that the routers of all models share; None without experts.
     """
 
     def __init__(
@@ -73,6 +75,7 @@ class StrategyRuntimes:
         memory: ArenaMemory,
         dtype: torch.dtype,
         gradient_dtype: torch.dtype,
+        routers: RouterState | None,
     ) -> None:
         self._definition = definition
         self._pool = pool
@@ -82,6 +85,7 @@ class StrategyRuntimes:
         self._memory = memory
         self._dtype = dtype
         self._gradient_dtype = gradient_dtype
+        self._routers = routers
         self._built: dict[str, StrategyRuntime] = {}
         self._bound_roles: dict[object, BoundRole] = {}
         self._is_training = True
@@ -128,6 +132,8 @@ class StrategyRuntimes:
         if found is None:
             found = BoundRole(self._definition, role, groups, self._layout, self._memory)
             found.model.model.train(self._is_training)
+            if self._routers is not None:
+                self._routers.attach(found.model.model)
             self._bound_roles[key] = found
         return found
 

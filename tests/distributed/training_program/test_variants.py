@@ -26,6 +26,7 @@ EXPERTS = (
         "alltoall",
     ),
     *("--moe-shared-expert-intermediate-size", "16", "--moe-grouped-gemm"),
+    *("--moe-router-score-function", "sigmoid", "--moe-router-enable-expert-bias"),
 )
 
 
@@ -41,6 +42,11 @@ def test_another_strategy_resumes_a_model_with_experts(launch: Launch, tmp_path:
     save = ("--save", str(tmp_path), "--save-interval", "2")
     whole = launch("tp2+cp2", 4, *EXPERTS, *save)
     assert "--moe-grouped-gemm" in whole.outcome.stdout
+    assert " | expert load: " in whole.outcome.stdout
     load = ("--load", str(tmp_path), "--ckpt-step", "2")
     resumed = launch("pp2+tp2", 4, *EXPERTS, *load)
     assert resumed.losses == pytest.approx(whole.losses[2:], rel=ROUNDING)
+    last, expected = resumed.records[-1], whole.records[-1]
+    assert last.router_bias_range == expected.router_bias_range != (0.0, 0.0)
+    for name in ("expert_load", "balancing_loss", "router_z_loss"):
+        assert getattr(last, name) == pytest.approx(getattr(expected, name), rel=ROUNDING), name

@@ -38,6 +38,12 @@ def test_peaks_of_memory_are_shown_if_known() -> None:
     assert "memory" not in iteration_suffix(make_record(), 1.0)
 
 
+def test_the_load_of_experts_is_shown_if_there_are_some() -> None:
+    record = make_record(expert_load=1.234, router_bias_range=(-0.5, 0.25))
+    assert " | expert load: 1.23 | ETA " in iteration_suffix(record, 1.0)
+    assert IterationRecord.from_json(record.to_json()) == record
+
+
 def test_eta_leaves_out_the_first_iteration_and_one_slow_one() -> None:
     eta = EtaEstimator()
     assert eta.remaining_s(10) is None
