@@ -17,6 +17,9 @@ FULL_DISK = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 class HydraulisError(Exception):
     """Base of all errors of this package; its message is shown to the user."""
 
+    is_shared = False
+    """Whether every rank of the job raises it."""
+
 
 class ConfigurationError(HydraulisError):
     """Flags or settings that contradict each other or the job."""

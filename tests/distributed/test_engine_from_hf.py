@@ -32,14 +32,14 @@ LENGTHS = (9, 4, 14, 7)
 Tensors = dict[str, torch.Tensor]
 
 
-def make_engine(folder: Path, pool: str | Pool) -> Engine:
+def make_engine(folder: Path, pool: str | Pool, *, trains: bool = True) -> Engine:
     """A pool that is an object brings a cost profile that is one, too."""
     profile = estimate(folder, "h100", pool, fp32=True) if isinstance(pool, Pool) else None
     return Engine.from_hf(
         folder,
         pool=pool,
         cost_profile=profile,
-        optimizer=AdamWSettings(lr=1e-2),
+        optimizer=AdamWSettings(lr=1e-2) if trains else None,
         max_tokens_per_micro_batch=32,
         options=("--distributed-timeout-minutes", "1"),
     )
@@ -83,11 +83,35 @@ def run_verbs(folder: Path, saved: Path) -> tuple[Tensors, list[np.ndarray], Ten
     after = dict(engine.hf_tensors())
     loaded = dict(again.hf_tensors())
     assert int(again.runtime.optimizer.num_steps) == 2
+    check_reference(make_engine(folder, "2*tp1+idle", trains=False), engine, saved)
     losses = [each.train_step(sequences(), nll).loss.mean for each in (engine, again)]
     assert losses[0] == pytest.approx(losses[1], rel=1e-5)
     engine.close()
     again.close()
     return first, log_probs, after, loaded
+
+
+def check_reference(reference: Engine, engine: Engine, saved: Path) -> None:
+    """An engine without optimizer has parameters alone, which are those of the checkpoint."""
+    shards = reference.runtime.shards
+    assert shards.parameters.numel() > shards.gradients.numel() == 0
+    reference.load(saved)
+    reference.offload()
+    assert not shards.parameters.untyped_storage().nbytes()
+    reference.onload()
+    found, expected = (
+        each.forward(each.plan(sequences()))["log_probs"] for each in (reference, engine)
+    )
+    torch.testing.assert_close(found, expected)
+    for use in (
+        lambda: reference.forward_backward(reference.plan(sequences()), nll),
+        lambda: reference.train_step(sequences(), nll),
+        lambda: reference.save(saved),
+    ):
+        with pytest.raises(HydraulisError, match="made with optimizer=None"):
+            use()
+    reference.discard_gradients()
+    reference.close()
 
 
 @pytest.mark.parametrize("family", ["qwen3"])
@@ -160,7 +184,7 @@ def test_wrong_arguments_raise_on_every_rank(tmp_path: Path) -> None:
     assert "3 ranks" in of_ranks[0][1] or "the job has 3" in of_ranks[0][1]
     assert "options has --clip-grad, --loss-normalization; leave them out" in of_ranks[0][2]
     assert "dtype is torch.float16; give dtype=torch.bfloat16" in of_ranks[0][3]
-    assert "optimizer holds AdamWSettings but is 0.001" in of_ranks[0][4]
+    assert "optimizer holds AdamWSettings, or None" in of_ranks[0][4]
 
 
 def test_a_loss_that_raises_on_one_rank_ends_all(tmp_path: Path) -> None:

@@ -79,6 +79,11 @@ def negative(log_probs: Tensor, *_: Any) -> Tensor:
     return -log_probs
 
 
+def negative_alone(log_probs: Tensor, entropy: Tensor | None, *_: Any) -> Tensor:
+    assert entropy is None
+    return -log_probs
+
+
 # --- on every rank ---
 
 
@@ -306,7 +311,9 @@ def probe_verbs() -> VerbsProbe:
     engine.forward_backward(scattered, ppo)
     norms.append(engine.optim_step(divisor=7.0))
     plain = [each.tokens for each in found]
-    steps = [engine.train_step(plain, negative, lr=0.01) for _ in range(3)]
+    # A step needs no sums but those of its update.
+    engine.runtime.loss_of_last = lambda _: pytest.fail("other sums")  # type: ignore[assignment]
+    steps = [engine.train_step(plain, negative_alone, lr=0.01, entropy=False) for _ in range(3)]
     return VerbsProbe(
         {name: [each.numpy() for each in values] for name, values in outputs.items()},
         [each.numpy() for each in of_share["log_probs"]],
@@ -391,6 +398,10 @@ def largest_loss(log_probs: Tensor, *_: Any) -> Tensor:
     return log_probs.max() - log_probs
 
 
+def minus_entropy(log_probs: Tensor, entropy: Tensor, *_: Any) -> Tensor:
+    return log_probs - entropy
+
+
 def summed_loss(log_probs: Tensor, _: Any, __: Any, segments: Segments) -> Tensor:
     return segments.sum(log_probs[:, None])
 
@@ -458,6 +469,7 @@ def errors() -> dict[str, str]:
         "temperature": lambda: engine.forward(batch, temperature=0.0),
         "lr of one": lambda: engine.train_step([tokens], scaled_by_1, lr=-1.0 if rank == 1 else 1),
         "other lr": lambda: engine.optim_step(lr=0.5 if rank == 2 else 1.0),
+        "no entropy": lambda: engine.forward_backward(batch, minus_entropy, entropy=False),
         "lr": lambda: engine.optim_step(lr="x"),  # type: ignore[arg-type]
         "no call": engine.optim_step,  # none of these has added a gradient
         "load": load_while_gradients_wait,
@@ -500,11 +512,12 @@ def test_wrong_uses_raise_one_error_on_every_rank() -> None:
         "shapes": "torch.float32 of shape (2,) in sequence 1",
         "other names": "the same names of inputs but ranks [2] have others",
         "inputs of all": "'a' has 4 for 1 sequences",
-        "other divisor": "the same divisor and temperature but ranks [1, 2, 3] have others",
+        "other divisor": "same divisor, entropy and temperature but ranks [1, 2, 3] have others",
         "divisor of one": "must be positive and finite but is 0.0",
         "temperature": "the temperature must be positive and finite but is 0.0",
         "lr of one": "lr must be at least 0 and finite but is -1.0",
         "other lr": "the same lr and divisor but ranks [2] have others",
+        "no entropy": "raised TypeError: unsupported operand",
         "lr": "lr must be at least 0 and finite but is 'x'",
         "no call": "there were 0 since the last update",
         "load": "gradients of 1 calls of forward_backward wait for an update, which a load",

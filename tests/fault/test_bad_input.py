@@ -20,7 +20,7 @@ import torch
 from megatron.hydraulis.data import corpus as corpus_module
 from megatron.hydraulis.data.sampler import BatchSizes, LengthSampler
 from megatron.hydraulis.data.sources import Blend, load_corpora
-from megatron.hydraulis.loop import entry, startup
+from megatron.hydraulis.loop import entry, faults, startup
 from megatron.hydraulis.observability.records import MetricsWriter, read_metrics
 from megatron.hydraulis.planner.plan import IterationPlan
 from megatron.hydraulis.runtime.engine import Engine
@@ -199,21 +199,11 @@ _DATA = [
         ["3 of fewer than 2 tokens"],
         id="nothing to predict",
     ),
-    pytest.param(
-        lambda path: write_corpus(path, num_tokens=VOCAB_SIZE + 5),
-        [f"vocabulary of {VOCAB_SIZE}", f"there is {VOCAB_SIZE + 4}", "--vocab-size"],
-        id="tokens beyond the model's vocabulary",
-    ),
     pytest.param(lambda path: str(path), [".idx", "correct the prefix"], id="no files"),
     pytest.param(
         lambda path: write_weights(write_corpus(path, [4, 5]), [1.0] * 10),
         ["one weight a token", "10 for 11 tokens", "remove the file"],
         id="weights of another length",
-    ),
-    pytest.param(
-        lambda path: write_weights(write_corpus(path), ([1.0, -0.5] * NUM_TOKENS)[:NUM_TOKENS]),
-        ["finite and at least 0", "is -0.5", "correct"],
-        id="a negative weight",
     ),
 ]
 
@@ -227,6 +217,39 @@ def test_wrong_data_are_refused(
     for words in [*expected, data]:
         assert words in error, error
     assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize(
+    ("make", "expected"),
+    [
+        pytest.param(
+            lambda path: write_corpus(path, num_tokens=VOCAB_SIZE + 5),
+            [f"vocabulary of {VOCAB_SIZE}", f"there is {VOCAB_SIZE + 4}", "--vocab-size"],
+            id="tokens beyond the model's vocabulary",
+        ),
+        pytest.param(
+            lambda path: write_weights(write_corpus(path), ([1.0, -0.5] * NUM_TOKENS)[:NUM_TOKENS]),
+            ["finite and at least 0", "is -0.5", "correct"],
+            id="a negative weight",
+        ),
+    ],
+)
+def test_what_one_rank_finds_in_the_data_ends_all(
+    make: Callable[[Path], str], expected: list[str], command: Command, tmp_path: Path
+) -> None:
+    data = make(tmp_path / "wrong")
+
+    def program(argv: Sequence[str]) -> None:
+        faults.SECONDS_OF_SILENCE = 0.0  # or rank 1 would be silent until its launcher ends it
+        entry.main(argv)
+
+    argv = command("--strategy", "2*tp1", data=data)
+    outcome = run_job(argv, 2, tmp_path / "output", program=program, ends_others=False)
+    assert not outcome.timed_out
+    assert outcome.statuses == (EXIT_STATUS, EXIT_STATUS)
+    for rank in outcome.ranks.values():
+        for words in [*expected, data]:
+            assert words in rank.stderr
 
 
 @pytest.mark.parametrize(

@@ -57,7 +57,9 @@ def raise_first(failures: Sequence[Failure | None], what: str) -> None:
             is_named = " (rank " in message  # by rank 0, for another rank
             if kind is CheckpointError and message.startswith(what) and not is_named:
                 message = f"{message} (rank {rank}); make room or correct it, then start again"
-            raise kind(message)
+            error = kind(message)
+            error.is_shared = True
+            raise error
 
 
 def on_rank_0[T](action: Callable[[], T], what: str) -> T:

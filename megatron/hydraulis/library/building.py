@@ -82,7 +82,7 @@ def build_engine(
     resolved: Resolved,
     pool: Pool,
     definition: ModelDefinition,
-    settings: AdamWSettings,
+    settings: AdamWSettings | None,
     *,
     spans: SpanRecorder = NO_SPANS,
     make: Callable[..., Engine] = Engine,

@@ -84,7 +84,7 @@ class Engine:
         folder: str | Path,
         *,
         pool: PoolLike,
-        optimizer: AdamWSettings,
+        optimizer: AdamWSettings | None,
         cost_profile: ProfileLike | None = None,
         dtype: torch.dtype | None = None,
         max_tokens_per_micro_batch: int | None = None,
@@ -104,7 +104,8 @@ class Engine:
             folder: has config.json and safetensors; every rank reads it.
             pool: a strategy such as ``"tp2+2*tp1"``, several, the path of a pool file, a `Pool`, or
                 what `propose` returned.
-            optimizer: its settings.
+            optimizer: its settings; None for an engine that does not train or save, such as a
+                reference policy: it holds parameters alone, without gradients and moments.
             cost_profile: of the machine, or its path; without one, times follow from what is known
                 of it.
             dtype: of parameters, bf16 or fp32; None for that of the folder's tensors. The
@@ -224,6 +225,7 @@ class Engine:
         loss: TokenLoss,
         *,
         divisor: float | None = None,
+        entropy: bool = True,
         temperature: float = 1.0,
     ) -> LossTotal:
         """Add the gradient of Σ weight · loss over the tokens of a batch.
@@ -235,6 +237,7 @@ class Engine:
             batch: from `plan`; its mini-batches are added up.
             loss: see `runtime.token_loss.TokenLoss`.
             divisor: of this call's sum; None leaves the division to `optim_step`.
+            entropy: whether the loss gets entropies, which take time; None in their place without.
             temperature: by which all logits are divided.
 
         Returns:
@@ -244,14 +247,34 @@ class Engine:
 
         Raises:
             ConfigurationError: the loss returns anything but one number per token, reads inputs
-                that the sequences lack, or depends on no output.
+                that the sequences lack, or depends on no output; or the engine has no optimizer.
         """
-        divisor, temperature = _agreed(
-            lambda: (_checked_divisor(divisor), _checked_positive(temperature, "temperature")),
-            "divisor and temperature",
+        self.runtime.require_optimizer()
+        divisor, entropy, temperature = _agreed(
+            lambda: (
+                _checked_divisor(divisor),
+                bool(entropy),
+                _checked_positive(temperature, "temperature"),
+            ),
+            "divisor, entropy and temperature",
         )
+        self._add_gradients(batch, loss, divisor, entropy, temperature)
+        return self.runtime.loss_of_last(len(batch.plans))
+
+    def _add_gradients(
+        self,
+        batch: Batch,
+        loss: TokenLoss,
+        divisor: float | None = None,
+        entropy: bool = True,
+        temperature: float = 1.0,
+    ) -> None:
+        """See `forward_backward`; the sums stay on the ranks."""
         step = loss_forward_step(
-            loss, divisor=1.0 if divisor is None else divisor, temperature=temperature
+            loss,
+            divisor=1.0 if divisor is None else divisor,
+            entropy=entropy,
+            temperature=temperature,
         )
         first = batch.sequences[0]
         on_all_ranks(
@@ -260,6 +283,7 @@ class Engine:
                 {name: value[1:].to(self.runtime.device) for name, value in first.inputs.items()},
                 first.length,
                 self.runtime.device,
+                entropy=entropy,
             ),
             "the loss cannot be called",
         )
@@ -272,7 +296,6 @@ class Engine:
         except BaseException:
             self.runtime.abandon_gradients()
             raise
-        return self.runtime.loss_of_last(len(batch.plans))
 
     def discard_gradients(self) -> None:
         """Forget the gradients of all calls since the last update, if there are any.
@@ -310,11 +333,13 @@ class Engine:
         loss: TokenLoss,
         *,
         lr: float | None = None,
+        entropy: bool = True,
         scatter: bool = False,
     ) -> StepOutcome:
         """`plan`, `forward_backward` and `optim_step`; raises what they raise."""
-        lr = _agreed(lambda: _checked_lr(lr), "lr")
-        self.forward_backward(self.plan(sequences, scatter=scatter), loss)
+        self.runtime.require_optimizer()
+        lr, entropy = _agreed(lambda: (_checked_lr(lr), bool(entropy)), "lr and entropy")
+        self._add_gradients(self.plan(sequences, scatter=scatter), loss, entropy=entropy)
         return self._step(lr, None)
 
     def hf_tensors(self) -> Iterator[tuple[str, Tensor]]:
@@ -355,15 +380,18 @@ class Engine:
     def load(self, folder: str | Path) -> None:
         """Load parameters and optimizer of the latest checkpoint in a folder that `save` wrote.
 
-        Pool and number of ranks may be others. Raises CheckpointError, ConfigurationError for
-        another model, and HydraulisError while there are gradients that no update has used.
+        Pool and number of ranks may be others. Without an optimizer only parameters are loaded.
+        Raises CheckpointError, ConfigurationError for another model, and HydraulisError while
+        there are gradients that no update has used.
         """
         self.runtime.require_no_gradients("a load")
         paths = find_checkpoints(CheckpointFolder(Path(folder)))
         if not paths:
             raise CheckpointError(f"{folder}: there is no checkpoint; correct the path")
         self.runtime.require_onloaded()
-        load_checkpoint(paths[0], self.runtime, self._model)
+        load_checkpoint(
+            paths[0], self.runtime, self._model, with_optimizer=self.runtime.has_optimizer
+        )
 
     def offload(self) -> None:
         """Move parameters, gradients and optimizer state to the host until `onload`."""

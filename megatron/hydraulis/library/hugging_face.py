@@ -75,7 +75,7 @@ def build_from_folder(
     *,
     pool: PoolLike,
     cost_profile: ProfileLike | None,
-    optimizer: AdamWSettings,
+    optimizer: AdamWSettings | None,
     dtype: torch.dtype | None,
     max_tokens_per_micro_batch: int | None,
     options: Sequence[str],
@@ -92,9 +92,10 @@ def build_from_folder(
     silence_upstream(dist.get_rank())
 
     def resolve() -> tuple[HuggingFaceModel, Resolved]:
-        if not isinstance(optimizer, AdamWSettings):
+        if not isinstance(optimizer, AdamWSettings | None):
             raise ConfigurationError(
-                f"optimizer holds AdamWSettings but is {optimizer!r}; give AdamWSettings(lr=…)"
+                f"optimizer holds AdamWSettings, or None for an engine that does not train, but is "
+                f"{optimizer!r}; give AdamWSettings(lr=…)"
             )
         model, _, stored_dtype = open_folder(folder)
         flag_parser = FlagParser()
@@ -115,7 +116,8 @@ def build_from_folder(
         words = [
             *shlex.split(" ".join(model_flags(model))),
             *_FLAG_OF_DTYPE[parameter_dtype],
-            *("--tokenizer-type", "NullTokenizer", "--lr", str(optimizer.lr)),
+            *("--tokenizer-type", "NullTokenizer"),
+            *("--lr", str(0.0 if optimizer is None else optimizer.lr)),
             *("--seq-length", str(longest)),
             *("--global-batch-size", "1", "--train-iters", "1", name, str(value)),
         ]

@@ -256,7 +256,10 @@ class HydraulisEngine(BaseEngine):
                 for name, values in flat.items()
             }
             total = self.engine.forward_backward(
-                batch.with_inputs(**derivatives), _linear_loss, temperature=temperature
+                batch.with_inputs(**derivatives),
+                _linear_loss,
+                entropy="entropy" in flat,
+                temperature=temperature,
             )
             if is_linear:  # zeros stood for its log-probabilities
                 loss = total.loss_sum / self.get_data_parallel_size()
@@ -398,9 +401,11 @@ def _is_linear(loss_function: Any) -> bool:
     return getattr(loss_function, "func", loss_function) is sft_loss
 
 
-def _settings(config: HydraulisEngineConfig, optimizer: FSDPOptimizerConfig) -> AdamWSettings:
+def _settings(
+    config: HydraulisEngineConfig, optimizer: FSDPOptimizerConfig
+) -> AdamWSettings | None:
     if config.forward_only:
-        return AdamWSettings(lr=0.0)
+        return None
     return AdamWSettings(
         lr=optimizer.lr,
         weight_decay=optimizer.weight_decay,

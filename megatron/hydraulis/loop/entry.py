@@ -135,7 +135,7 @@ def _run(argv: Sequence[str] | None, hooks: UserHooks) -> None:
     job = Job(resolved, hooks, has_cuda=has_cuda)
     job.choose_core_attention()
     corpora = job.load_corpora()
-    job.check_limits(corpora)
+    job.check_longest(corpora)
     job.make_folders()
     timeout = timedelta(minutes=args.distributed_timeout_minutes)
     store, rank, num_ranks = met or meet(timeout)

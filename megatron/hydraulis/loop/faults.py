@@ -32,7 +32,7 @@ track, whose thread would then report the same."""
 
 SHARED_ONCE_RANKS_MET = (ConfigurationError, NonFiniteLossError, PlanError)
 """Errors that normally reach every rank, by a collective or with the plan. All others occur on one
-rank: in its data, its disk, its installation."""
+rank, in its data, its disk, its installation, unless they say that they are shared."""
 
 _LOST_CONNECTION = re.compile(
     r"[Cc]onnection (closed|reset) by peer( \[[^\]]+\]:\d+)?|Broken pipe"
@@ -52,7 +52,7 @@ def seconds_before_report(
     not, it is the only one with the error, and reports it.
     """
     if ranks_have_met:
-        reports_first = not isinstance(error, SHARED_ONCE_RANKS_MET)
+        reports_first = not (error.is_shared or isinstance(error, SHARED_ONCE_RANKS_MET))
     else:
         reports_first = local_rank == 0
     if rank == 0 or reports_first:

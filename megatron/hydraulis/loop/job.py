@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 from hydraulis_patches.training_loop import apply_training_loop
-from megatron.hydraulis.checkpoint.collective_errors import on_rank_0
+from megatron.hydraulis.checkpoint.collective_errors import on_all_ranks, on_rank_0
 from megatron.hydraulis.cost_model.profile import ProfiledModel
 from megatron.hydraulis.data.corpus import Corpus
 from megatron.hydraulis.data.fingerprint import DatasetFingerprint
@@ -216,17 +216,14 @@ class Job:
                 most = max(_size_of(corpus, sizes), sizes.largest) // scale
                 _check_batch(option, size, most, data, unit)
 
-    def check_limits(self, corpora: Corpora) -> None:
-        """Raise an error unless every sequence fits, before any rank waits for another.
-
-        The ranks share the check of the vocabulary. Raises ConfigurationError, DataError.
-        """
-        self._check_longest(corpora)
-        share, num_shares = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    def _check_tokens(self, corpora: Corpora) -> None:
+        """This rank's share of the check of tokens and weights. Raises DataError."""
         for corpus in corpora:
             if corpus is not None:
                 corpus.check_vocabulary(
-                    self._resolved.vocabulary.size, share=share, num_shares=num_shares
+                    self._resolved.vocabulary.size,
+                    share=dist.get_rank(),
+                    num_shares=dist.get_world_size(),
                 )
 
     def make_folders(self) -> None:
@@ -261,13 +258,15 @@ class Job:
             if not os.access(folder, os.W_OK | os.X_OK):
                 raise _cannot_write(option, folder, "no permission")
 
-    def _check_longest(self, corpora: Corpora) -> None:
+    def check_longest(self, corpora: Corpora) -> None:
+        """Raise ConfigurationError unless every sequence fits, before ranks wait for each other."""
         self._planning.check_longest(
             {corpus.name: int(corpus.lengths.max()) for corpus in corpora if corpus is not None}
         )
 
     def train(self, corpora: Corpora, store: dist.Store) -> None:
         """Train, with upstream's pretrain() around our step. Collective."""
+        on_all_ranks(lambda: self._check_tokens(corpora), "the data cannot be read")
         if self._has_cuda:
             self._agree_on_device(corpora)
         checkpoints = self._make_checkpoints(corpora)
@@ -306,7 +305,7 @@ class Job:
         """Collective: all ranks plan with the same device."""
         self._device = common_constants(of_all_ranks(self._device))
         self._planning = self._plan()
-        self._check_longest(corpora)
+        self.check_longest(corpora)
 
     def _start_run_folder(self, corpora: Corpora) -> None:
         """Move what an earlier run left out of the way and write ``config.json``."""
@@ -507,7 +506,7 @@ class Job:
             vocab_size=self._resolved.vocabulary.size,
         )
         self._planning = memory.planning
-        self._check_longest(corpora)
+        self.check_longest(corpora)
 
     def _planned_data(
         self, corpus: Corpus, store: dist.Store, parts: _Parts, *, is_training: bool

@@ -37,10 +37,17 @@ class CanonicalShards:
         rank: this rank.
         dtype: of master parameters, gradients and optimizer state; fp32, or fp64 in tests.
         device: where they are.
+        has_gradients: whether there is memory for them.
     """
 
     def __init__(
-        self, layout: CanonicalLayout, rank: int, *, dtype: torch.dtype, device: torch.device
+        self,
+        layout: CanonicalLayout,
+        rank: int,
+        *,
+        dtype: torch.dtype,
+        device: torch.device,
+        has_gradients: bool = True,
     ) -> None:
         self.layout = layout
         self.rank = rank
@@ -49,7 +56,8 @@ class CanonicalShards:
             start, stop = bucket.shard_range(rank)
             self._offsets.append(self._offsets[-1] + stop - start)
         self.parameters = torch.zeros(self._offsets[-1], dtype=dtype, device=device)
-        self.gradients = torch.zeros(self._offsets[-1], dtype=dtype, device=device)
+        num_gradients = self._offsets[-1] if has_gradients else 0
+        self.gradients = torch.zeros(num_gradients, dtype=dtype, device=device)
 
     def bucket_parameters(self, bucket: Bucket) -> Tensor:
         """The owned part of a bucket's parameters, flat."""

@@ -119,7 +119,8 @@ class Engine:
     Args:
         definition: the model.
         pool: the strategies of the run. All groups are created here.
-        settings: of the optimizer.
+        settings: of the optimizer; None for an engine that holds parameters alone, without
+            gradients and moments, and can only run forward.
         seed: of the initial weights.
         groups: an existing registry to share (tests); its groups are extended to the pool's.
         timeout: of collectives in the groups created here; the backend's default where None. The
@@ -144,7 +145,7 @@ class Engine:
         self,
         definition: ModelDefinition,
         pool: Pool,
-        settings: AdamWSettings,
+        settings: AdamWSettings | None,
         *,
         seed: int,
         groups: GroupRegistry | None = None,
@@ -187,9 +188,15 @@ class Engine:
             )
             orders = best_owner_orders(self.layout, roles)
             self.layout = self.layout.with_owner_orders(orders)
-        self.shards = CanonicalShards(self.layout, self.rank, dtype=wide, device=self.device)
+        self.shards = CanonicalShards(
+            self.layout,
+            self.rank,
+            dtype=wide,
+            device=self.device,
+            has_gradients=settings is not None,
+        )
         initialise_shards(self.shards, entries, seed)
-        self.optimizer = ShardedAdamW(self.shards, settings)
+        self._optimizer = None if settings is None else ShardedAdamW(self.shards, settings)
         self.memory = ArenaMemory(dtype=self.dtype, grad_dtype=wide, device=self.device)
         self.staging = Staging(self.device, num_slots)
         self._overlap = overlap
@@ -220,6 +227,25 @@ class Engine:
         """The batches whose gradients the next update sums."""
         self._offloaded: list[tuple[Tensor, Tensor]] = []
         """Tensors without memory, and their contents on the host."""
+
+    @property
+    def has_optimizer(self) -> bool:
+        """Whether it can train."""
+        return self._optimizer is not None
+
+    @property
+    def optimizer(self) -> ShardedAdamW:
+        """See `require_optimizer`."""
+        return self.require_optimizer()
+
+    def require_optimizer(self) -> ShardedAdamW:
+        """The optimizer. Raises ConfigurationError for an engine that was made without one."""
+        if self._optimizer is None:
+            raise ConfigurationError(
+                "training and saving need an optimizer but the engine was made with optimizer=None "
+                "and holds parameters alone; give AdamWSettings(lr=…)"
+            )
+        return self._optimizer
 
     def runtime_of(self, strategy_name: str) -> StrategyRuntime:
         """Role model, arena and routes of a strategy on this rank, built at first use."""
@@ -263,8 +289,10 @@ class Engine:
 
         Raises:
             ConfigurationError: a second call, or divided losses, where routers balance experts.
+            ConfigurationError: there is no optimizer.
             OutOfMemoryError: memory ran out on a replica of several ranks.
         """
+        self.require_optimizer()
         if self._balances and (self._accumulated or is_divided):
             raise ConfigurationError(
                 f"losses that balance experts are divided with those of all tokens of one call of "
@@ -442,7 +470,10 @@ class Engine:
         self.memory.size_parameters(0)
         self.memory.size_gradients(0)
         self.shards.gradients.untyped_storage().resize_(0)
-        for flat in (self.shards.parameters, self.optimizer.exp_avg, self.optimizer.exp_avg_sq):
+        flats = [self.shards.parameters]
+        if self._optimizer is not None:
+            flats += [self._optimizer.exp_avg, self._optimizer.exp_avg_sq]
+        for flat in flats:
             self._offloaded.append((flat, flat.to("cpu", copy=True)))
             flat.untyped_storage().resize_(0)
         release_cached_memory()  # for other programs on the device

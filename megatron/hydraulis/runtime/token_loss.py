@@ -24,11 +24,11 @@ from megatron.hydraulis.runtime.executor import (
 )
 from megatron.hydraulis.runtime.token_log_probs import TokenOutputs, token_outputs
 
-TokenLoss = Callable[[Tensor, Tensor, Mapping[str, Tensor], "Segments"], Tensor]
+TokenLoss = Callable[[Tensor, Any, Mapping[str, Tensor], "Segments"], Tensor]
 """``loss(log_probs, entropy, inputs, segments)``: (tokens,) losses of (tokens,) log-probabilities
-and entropies. ``inputs`` are the sequences' tensors, (tokens, ...). All are about predicting the
-same tokens: those of this rank's part of a row, without padding and without the first of each
-sequence, which nothing predicts. Possibly 0 tokens."""
+and entropies; these are None unless requested. ``inputs`` are the sequences' tensors, (tokens,
+...). All are about predicting the same tokens: those of this rank's part of a row, without padding
+and without the first of each sequence, which nothing predicts. Possibly 0 tokens."""
 
 OUTPUTS = ("log_probs", "entropy")
 """What a forward pass can give of each token."""
@@ -91,11 +91,11 @@ def _segment_sum(values: Tensor, index: Tensor, num_sequences: int, group: Any) 
 
 
 def loss_forward_step(
-    loss: TokenLoss, *, divisor: float = 1.0, temperature: float = 1.0
+    loss: TokenLoss, *, divisor: float = 1.0, entropy: bool = True, temperature: float = 1.0
 ) -> ForwardStep:
     """A forward step whose micro-batches give Σ weight · loss ÷ divisor.
 
-    Logits are divided by the temperature.
+    Without ``entropy`` the loss gets None for it. Logits are divided by the temperature.
 
     Raises ConfigurationError for a divisor that is not positive and finite.
     """
@@ -104,7 +104,7 @@ def loss_forward_step(
             f"the divisor must be positive and finite but is {divisor}; give another one"
         )
     finish = partial(_weighted_sum, loss, divisor)
-    outputs = token_outputs(entropy=True, temperature=temperature)
+    outputs = token_outputs(entropy=entropy, temperature=temperature)
     return forward_step_of(finish, output_processor=outputs)
 
 
@@ -118,7 +118,12 @@ def output_forward_step(*, entropy: bool, temperature: float = 1.0) -> ForwardSt
 
 
 def check_token_loss(
-    loss: TokenLoss, inputs: Mapping[str, Tensor], num_tokens: int, device: torch.device
+    loss: TokenLoss,
+    inputs: Mapping[str, Tensor],
+    num_tokens: int,
+    device: torch.device,
+    *,
+    entropy: bool,
 ) -> None:
     """Call a loss with zeros for a sequence and for no token, without a model and other ranks.
 
@@ -127,12 +132,13 @@ def check_token_loss(
         inputs: of one sequence, for ``num_tokens`` tokens, on the device.
         num_tokens: of the sequence, at least 1.
         device: of the job.
+        entropy: whether it gets entropies.
 
     Raises:
         ConfigurationError: it does not return a tensor of one loss per token, or one that depends
             on neither log-probabilities nor entropies.
     """
-    losses = _call_with_zeros(loss, inputs, num_tokens, device)
+    losses = _call_with_zeros(loss, inputs, num_tokens, device, entropy)
     if not losses.requires_grad:
         raise ConfigurationError(
             "a loss must depend on log_probs or entropy but has no gradient; compute it from them, "
@@ -140,16 +146,20 @@ def check_token_loss(
         )
     # A context-parallel rank may hold no token of a short sequence.
     none = {name: value[:0] for name, value in inputs.items()}
-    _call_with_zeros(loss, none, 0, device)
+    _call_with_zeros(loss, none, 0, device, entropy)
 
 
 def _call_with_zeros(
-    loss: TokenLoss, inputs: Mapping[str, Tensor], num_tokens: int, device: torch.device
+    loss: TokenLoss,
+    inputs: Mapping[str, Tensor],
+    num_tokens: int,
+    device: torch.device,
+    entropy: bool,
 ) -> Tensor:
-    log_probs, entropy = torch.zeros(2, num_tokens, device=device, requires_grad=True).unbind()
+    log_probs, zeros = torch.zeros(2, num_tokens, device=device, requires_grad=True).unbind()
     index = torch.zeros(num_tokens, dtype=torch.int64, device=device)
     try:
-        return _losses(loss, log_probs, entropy, inputs, Segments(index, 1))
+        return _losses(loss, log_probs, zeros if entropy else None, inputs, Segments(index, 1))
     except ConfigurationError:
         raise
     except Exception as error:
@@ -172,7 +182,7 @@ class _Inputs(dict[str, Tensor]):
 def _losses(
     loss: TokenLoss,
     log_probs: Tensor,
-    entropy: Tensor,
+    entropy: Tensor | None,
     inputs: Mapping[str, Tensor],
     segments: Segments,
 ) -> Tensor:
@@ -197,13 +207,11 @@ def _places(batch: PackedBatch, device: torch.device) -> tuple[Tensor, Tensor]:
 def _weighted_sum(
     loss: TokenLoss, divisor: float, batch: PackedBatch, outputs: TokenOutputs
 ) -> tuple[Tensor, int, dict[str, Tensor]]:
-    assert outputs.entropy is not None
     places, numbers = _places(batch, outputs.log_probs.device)
-    log_probs, entropy, weights = (
-        each.view(-1)[places] for each in (outputs.log_probs, outputs.entropy, batch.weights)
-    )
+    log_probs, weights = (each.view(-1)[places] for each in (outputs.log_probs, batch.weights))
+    entropy = None if outputs.entropy is None else outputs.entropy.view(-1)[places]
     for each in (log_probs, entropy):
-        if each.requires_grad:
+        if each is not None and each.requires_grad:
             each.register_hook(partial(_without_nan, weights == 0))
     segments = Segments(numbers, len(batch.sequence_lengths), batch.context_group)
     losses = _losses(loss, log_probs, entropy, batch.inputs, segments)

@@ -53,6 +53,12 @@ def test_after_they_met_rank_0_reports_a_common_error(kind: type[HydraulisError]
     assert 0.0 < later < seconds(kind, rank=9, local_rank=1, have_met=True)
 
 
+def test_a_shared_error_is_reported_by_rank_0(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(DataError, "is_shared", True)
+    assert seconds(DataError, rank=0, local_rank=0, have_met=True) == 0.0
+    assert seconds(DataError, rank=3, local_rank=3, have_met=True) > 0.0
+
+
 def test_signals_end_the_run_after_the_iteration_and_a_second_interrupt_at_once(
     capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
