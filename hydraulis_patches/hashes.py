@@ -5,6 +5,7 @@ CPU_BACKEND_HASHES = {
     "megatron.core.pipeline_parallel.p2p_communication": "d34aff2655a452e3",
     "megatron.core.pipeline_parallel.schedules": "9d3624f4b1bc8e9e",
     "megatron.core.models.common.embeddings.rotary_pos_embedding": "0c5bca26c50b5599",
+    "megatron.core.models.common.embeddings.yarn_rotary_pos_embedding": "9680720760c4acde",
     "megatron.core.tensor_parallel.layers": "f559500986961544",
     "megatron.core.tensor_parallel.mappings": "a91d34138309d787",
     "megatron.core.tensor_parallel.random": "c2bc8b53e27f0a88",

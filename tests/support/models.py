@@ -13,7 +13,7 @@ from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.tensor_parallel.cross_entropy import VocabParallelCrossEntropy
 from megatron.core.transformer.attention import Attention
 from megatron.core.transformer.moe import moe_utils, router
-from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 from torch.nn.functional import gelu, silu
 
 from megatron.hydraulis.cost_model.limits import Limits
@@ -72,7 +72,8 @@ class SmallModel:
             name: list(value) if name == "moe_layer_freq" and isinstance(value, tuple) else value
             for name, value in self.variant
         }
-        return TransformerConfig(
+        is_latent = "kv_lora_rank" in variant
+        return (MLATransformerConfig if is_latent else TransformerConfig)(
             num_layers=self.num_layers,
             hidden_size=self.hidden_size,
             ffn_hidden_size=self.ffn_hidden_size,
@@ -105,7 +106,9 @@ class SmallModel:
         if transformer.num_moe_experts is not None:
             return expert_layer_spec(transformer)
         return get_gpt_layer_local_spec(
-            qk_layernorm=self.qk_layernorm, normalization=self.normalization
+            qk_layernorm=self.qk_layernorm,
+            normalization=self.normalization,
+            multi_latent_attention=transformer.multi_latent_attention,
         )
 
     def definition(self) -> ModelDefinition:

@@ -18,8 +18,11 @@ from megatron.core.distributed.finalize_model_grads import (
     reset_model_temporary_tensors,
 )
 from megatron.core.models.gpt.gpt_model import GPTModel
+from megatron.core.tensor_parallel.layers import ColumnParallelLinear
 from megatron.core.transformer import dot_product_attention
 from megatron.core.transformer import utils as attention_masks
+from megatron.core.transformer.dot_product_attention import DotProductAttention
+from megatron.core.transformer.mla_qk_norm_config import QKNormConfigResolver
 from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler
 
 from hydraulis_patches.cpu_backend import CpuTorch
@@ -66,20 +69,43 @@ def build_upstream_model(
     config.calculate_per_token_loss = True  # what routers add is a sum over tokens, too
     # Upstream's norms on a CPU have no such switch, so the reference has weights that are 1 more.
     config.layernorm_zero_centered_gamma = False
-    reference = GPTModel(
-        config=config,
-        transformer_layer_spec=model.layer_spec(config),
-        vocab_size=model.vocab_size,
-        max_sequence_length=256,
-        position_embedding_type=model.position_embedding,
-        share_embeddings_and_output_weights=model.tied,
-        pg_collection=single_rank_collection(worker_groups().of_self),
-    ).to(dtype)
+    collection = single_rank_collection(worker_groups().of_self)
+    with (
+        patch.object(DotProductAttention, "__init__", _without_head_sizes),
+        patch.object(QKNormConfigResolver, "resolve", _given_modules),
+    ):
+        reference = GPTModel(
+            config=config,
+            transformer_layer_spec=model.layer_spec(config),
+            vocab_size=model.vocab_size,
+            max_sequence_length=256,
+            position_embedding_type=model.position_embedding,
+            share_embeddings_and_output_weights=model.tied,
+            pg_collection=collection,
+        ).to(dtype)
+    linear: Any
+    for linear in reference.modules():
+        if isinstance(linear, ColumnParallelLinear) and linear.tp_group is None:
+            linear.tp_group = collection.tp  # upstream hands no group to `linear_q_proj`
     values = initial_parameters(model, seed)
     with torch.no_grad():
         for name, parameter in reference.named_parameters():
             parameter.copy_(values[name] + _shift(model, name))
     return reference
+
+
+_INITIALISE = DotProductAttention.__init__
+
+
+def _without_head_sizes(core: Any, *args: Any, **named: Any) -> None:
+    """Latent attention gives sizes of heads, which upstream's local one does not take."""
+    sizes = {"k_channels", "v_channels"}
+    _INITIALISE(core, *args, **{name: named[name] for name in named.keys() - sizes})
+
+
+def _given_modules(resolver: QKNormConfigResolver) -> dict[str, Any]:
+    """Those of the spec: without a latent of queries, upstream's local layers refuse norms."""
+    return vars(resolver.submodules)
 
 
 def _shift(model: SmallModel, name: str) -> float:

@@ -104,6 +104,8 @@ class PackedAttention(torch.nn.Module, ABC):
     """
 
     takes_offset = False
+    takes_any_values = False
+    """Whether values of another size than queries and keys need no padding."""
 
     def __init__(
         self,
@@ -168,21 +170,31 @@ class PackedAttention(torch.nn.Module, ABC):
             query: (T, heads, head size), this rank's tokens; without ``packed_seq_params``
                 (T, 1, heads, head size).
             key: (T, query groups, head size), likewise.
-            value: as ``key``.
+            value: as ``key``, with heads of any size.
             attention_mask: not used: sequence borders and causality determine it.
             packed_seq_params: borders of the whole row; None for one unpacked sequence.
 
         Returns:
-            (T, heads · head size), or (T, 1, heads · head size) unpacked.
+            (T, heads · size of a value's head), or (T, 1, …) unpacked.
 
         Raises:
             ConfigurationError: unpacked input that this attention does not take, or a way of
                 exchange that the heads do not allow.
         """
+        num_heads, num_channels = query.size(-2), value.size(-1)
+        if query.size(-1) != num_channels and not self.takes_any_values:
+            # Kernels take one size. Zeros in queries and keys add nothing to a score.
+            size = max(query.size(-1), num_channels)
+            query, key, value = (
+                F.pad(each, (0, size - each.size(-1))) for each in (query, key, value)
+            )
         if packed_seq_params is None:
-            return self._attend_unpacked(query, key, value)
-        context = self._attend_packed(query, key, value, packed_seq_params)
-        return context.reshape(context.size(0), -1)
+            context = self._attend_unpacked(query, key, value)
+        else:
+            context = self._attend_packed(query, key, value, packed_seq_params).flatten(1)
+        if context.size(-1) != num_heads * num_channels:
+            context = context.unflatten(-1, (num_heads, -1))[..., :num_channels].flatten(-2)
+        return context
 
     @abstractmethod
     def _attend_packed(

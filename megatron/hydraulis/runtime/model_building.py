@@ -22,6 +22,7 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel import layers as parallel_layers
 from megatron.core.transformer.dot_product_attention import DotProductAttention
 from megatron.core.transformer.moe.router import TopKRouter
+from megatron.core.transformer.multi_latent_attention import MLASelfAttention
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.torch_norm import WrappedTorchNorm
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
@@ -32,6 +33,7 @@ from megatron.hydraulis.errors import ConfigurationError
 from megatron.hydraulis.model_shape import require_no_dropout
 from megatron.hydraulis.runtime.core_attention import MODULE_OF, CoreAttentionName
 from megatron.hydraulis.runtime.experts import SequenceRouter, hand_rows_to_routers
+from megatron.hydraulis.runtime.latent_attention import LatentAttention
 from megatron.hydraulis.runtime.packed_rope import follow_rows
 from megatron.hydraulis.runtime.token_log_probs import (
     ChunkedOutputLayer,
@@ -293,6 +295,7 @@ def packed_block_spec(
         WrappedTorchNorm: PackedNorm,
         DotProductAttention: attention,
         TopKRouter: SequenceRouter,
+        MLASelfAttention: LatentAttention,
     }
     packed: TransformerBlockSubmodules = _with_replaced(
         layer_spec, replaced | _te_replacements(attention)

@@ -1,0 +1,167 @@
+"""Models with latent attention give the same update under every strategy as upstream's on one
+process, sequence by sequence and unpacked."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+from collections.abc import Callable
+from contextlib import ExitStack
+from dataclasses import replace
+from functools import partial
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+from megatron.core.tensor_parallel import mappings
+from megatron.core.transformer import multi_latent_attention
+from megatron.core.transformer.multi_latent_attention import MLASelfAttention
+
+from megatron.hydraulis.runtime import catalogue as catalogue_module
+from megatron.hydraulis.runtime import model_building
+from megatron.hydraulis.transfer.canonical import Contribution, ParameterSpec
+from tests.support.gloo_pool import pool_of
+from tests.support.law import (
+    SHORT_MODEL,
+    SPLITS,
+    changing,
+    check_law,
+    law_job,
+    waves,
+    wrong_gradients,
+)
+from tests.support.models import Job, RankRun, SmallModel, run_job
+
+pytestmark = pytest.mark.distributed
+
+
+def _model(**variant: Any) -> SmallModel:
+    latent = {
+        "q_lora_rank": 12,
+        "kv_lora_rank": 9,
+        "qk_head_dim": 4,
+        "qk_pos_emb_head_dim": 6,
+        "v_head_dim": 8,
+        "rope_type": "rope",
+    } | variant
+    # The size of the output of upstream's local core attention.
+    latent["kv_channels"] = latent["v_head_dim"]
+    return replace(SHORT_MODEL, num_groups=8, qk_layernorm=True, variant=tuple(latent.items()))
+
+
+_YARN = {
+    "rope_type": "yarn",
+    "rotary_scaling_factor": 40,
+    "original_max_position_embeddings": 16,
+    "mscale": 0.7,
+    "mscale_all_dim": 0.9,
+}
+MODELS = {
+    "plain": _model(),
+    "one projection of queries": _model(q_lora_rank=None),
+    "YaRN": _model(**_YARN),
+    "large values": _model(v_head_dim=12),
+    "recomputed": _model(
+        recompute_granularity="full",
+        recompute_method="uniform",
+        recompute_num_layers=1,
+        **_YARN,
+    ),
+    "core attention recomputed": _model(
+        recompute_granularity="selective", recompute_modules=("core_attn",)
+    ),
+    "experts and YaRN": _model(
+        num_moe_experts=4,
+        moe_ffn_hidden_size=16,
+        moe_router_load_balancing_type="none",
+        moe_token_dispatcher_type="alltoall",
+        moe_shared_expert_intermediate_size=24,
+        **_YARN,
+    ),
+}
+STRATEGIES = (("tp2cp2", "tp2@0,3+pp2@2,1", "tp2+2*tp1"), ("cp2pp2", "tp4", "pp2:1,1+cp2"))
+"""One for each iteration of a run."""
+BY_DEFAULT = {"experts and YaRN": STRATEGIES[0], "one projection of queries": STRATEGIES[1]}
+CASES = [
+    pytest.param(
+        name,
+        strategies,
+        marks=() if BY_DEFAULT.get(name) == strategies else pytest.mark.nightly,
+        id=f"{name}: {', '.join(strategies)}",
+    )
+    for name in MODELS
+    for strategies in STRATEGIES
+]
+
+
+@pytest.mark.parametrize(("name", "strategies"), CASES)
+def test_latent_attention_gives_the_same_update(name: str, strategies: tuple[str, ...]) -> None:
+    check_law(changing(strategies, MODELS[name]), 4)
+
+
+@pytest.mark.parametrize(
+    ("name", "way"),
+    [
+        ("large values", "all_gather"),
+        *(
+            pytest.param(*case, marks=pytest.mark.nightly)
+            for case in (("large values", "a2a"), ("YaRN", "all_gather"), ("YaRN", "a2a"))
+        ),
+    ],
+)
+def test_latent_attention_gives_the_same_update_in_waves(name: str, way: str) -> None:
+    check_law(waves(list(SPLITS.values()), replace(MODELS[name], cp_comm_type=way)), 4)
+
+
+class _Upstreams(MLASelfAttention):
+    """Upstream's attention, with the groups of a strategy, which it takes from the process."""
+
+    def get_query_key_value_tensors(  # type: ignore[no-untyped-def]
+        self, hidden_states, key_value_states, position_ids, packed_seq_params, **named
+    ):
+        row = copy.copy(packed_seq_params)
+        row.local_cp_size = None
+        with ExitStack() as grouped:
+            for name in (
+                "gather_from_tensor_model_parallel_region",
+                "scatter_to_sequence_parallel_region",
+            ):
+                in_group = partial(getattr(mappings, name), group=self.tp_group)
+                grouped.enter_context(patch.object(multi_latent_attention, name, in_group))
+            return super().get_query_key_value_tensors(
+                hidden_states, key_value_states, position_ids, row, **named
+            )
+
+
+def _run_with_upstreams(job: Job) -> RankRun:
+    with patch.object(model_building, "LatentAttention", _Upstreams):
+        return run_job(job)
+
+
+def _run_with_whole_gradients(job: Job) -> RankRun:
+    right = catalogue_module._spec
+
+    def spec(*arguments: Any) -> ParameterSpec:
+        found = right(*arguments)
+        if not found.name.endswith(_PROJECTION):
+            return found
+        return dataclasses.replace(found, contribution=Contribution.REPLICATED)
+
+    with patch.object(catalogue_module, "_spec", spec):
+        return run_job(job)
+
+
+_PROJECTION = "self_attention.linear_kv_down_proj.weight"
+
+
+@pytest.mark.parametrize("run", [_run_with_upstreams, _run_with_whole_gradients])
+def test_lost_contributions_of_tp_ranks_are_found(run: Callable[[Job], RankRun]) -> None:
+    """Those that upstream's local layers lose are why the projections are our own."""
+    model = _model(q_lora_rank=16, kv_lora_rank=16, qk_pos_emb_head_dim=8)
+    job = law_job(1, "tp1", model)
+    assert not wrong_gradients(job, pool_of(1).run(run, job))
+    job = law_job(2, "tp2", model)
+    wrong = wrong_gradients(job, pool_of(2).run(run, job))
+    found = {name for name in wrong if name.startswith("decoder.layers.1.")}
+    above = {"decoder.layers.1.input_layernorm.weight"} if run is _run_with_upstreams else set()
+    assert found == {f"decoder.layers.1.{_PROJECTION}", *above}
