@@ -39,7 +39,6 @@ from benchmarks.rank_set import RankSet
 from benchmarks.workload import Workload
 from megatron.hydraulis.checkpoint.folder import CheckpointFolder
 from megatron.hydraulis.checkpoint.loading import load_checkpoint
-from megatron.hydraulis.checkpoint.names import stored_parameters
 from megatron.hydraulis.checkpoint.saving import CheckpointSaver
 from megatron.hydraulis.terminal import figures_table, results_console
 from tests.support.checkpoints import fill_moments, make_engine, saved_state
@@ -95,7 +94,6 @@ class OurSide:
             CheckpointSaver(
                 CheckpointFolder(folder),
                 self._engine,
-                stored_parameters(self._engine.definition),
                 log=lambda message: None,
                 asynchronous=asynchronous,
             )

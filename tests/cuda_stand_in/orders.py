@@ -14,7 +14,6 @@ import numpy as np
 import torch
 
 from megatron.hydraulis.checkpoint.folder import CheckpointFolder
-from megatron.hydraulis.checkpoint.names import stored_parameters
 from megatron.hydraulis.checkpoint.saving import CheckpointSaver
 from megatron.hydraulis.runtime.executor import make_forward_step
 from megatron.hydraulis.runtime.passes import PostFrom, ScatterPass
@@ -204,8 +203,7 @@ def train_and_save(root: str) -> None:
     job = case.job()
     engine = build_engine(job)
     forward_step = make_forward_step()
-    stored = stored_parameters(engine.definition)
-    saver = CheckpointSaver(CheckpointFolder(Path(root)), engine, stored, asynchronous=True)
+    saver = CheckpointSaver(CheckpointFolder(Path(root)), engine, asynchronous=True)
     for i, which in enumerate(job.schedule):
         strategy = engine.pool.strategies[which]
         packs = packs_of_rank(strategy, job.assignments[i], job.batches[i], engine.rank)

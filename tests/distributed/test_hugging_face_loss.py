@@ -20,7 +20,7 @@ from megatron.hydraulis.checkpoint.hugging_face.import_hf import import_folder
 from megatron.hydraulis.checkpoint.hugging_face.model import model_flags
 from megatron.hydraulis.checkpoint.loading import load_checkpoint
 from megatron.hydraulis.checkpoint.manifest import model_of
-from megatron.hydraulis.checkpoint.names import stored_objects, stored_parameters
+from megatron.hydraulis.checkpoint.names import stored_objects
 from megatron.hydraulis.checkpoint.saving import CheckpointSaver, SavedState
 from megatron.hydraulis.checkpoint.torch_dist import LAYERS, StoredCheckpoint
 from megatron.hydraulis.checkpoint.upstream_entries import upstream_entries
@@ -95,9 +95,7 @@ def load_train_save(
         outcome = engine.train_step(strategy, [pack(batch, 2)], make_forward_step())
         losses.append(outcome.loss.mean)
         if len(losses) == 1:
-            saver = CheckpointSaver(
-                CheckpointFolder(Path(root)), engine, stored_parameters(engine.definition)
-            )
+            saver = CheckpointSaver(CheckpointFolder(Path(root)), engine)
             upstream = upstream_entries(resolved.args, ITERATION, engine.optimizer)
             saver.save(SavedState(ITERATION, model, {}, {}, upstream))
             saver.finish()

@@ -12,7 +12,6 @@ from torch.distributed.checkpoint import FileSystemReader, TensorStorageMetadata
 
 from megatron.hydraulis.checkpoint.folder import CheckpointFolder
 from megatron.hydraulis.checkpoint.loading import load_checkpoint
-from megatron.hydraulis.checkpoint.names import stored_parameters
 from megatron.hydraulis.checkpoint.saving import CheckpointSaver, SavedState
 from megatron.hydraulis.checkpoint.torch_dist import (
     COMMON_STATE,
@@ -79,8 +78,7 @@ def make_engine(
 
 def save_engine(engine: Engine, root: Path, iteration: int = 3, **options: Any) -> CheckpointSaver:
     """On every rank: save, and complete it unless ``asynchronous``."""
-    stored = stored_parameters(engine.definition)
-    saver = CheckpointSaver(CheckpointFolder(root), engine, stored, **options)
+    saver = CheckpointSaver(CheckpointFolder(root), engine, **options)
     saver.save(saved_state(engine, iteration))
     return saver
 

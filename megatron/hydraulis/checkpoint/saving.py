@@ -32,12 +32,12 @@ from megatron.hydraulis.checkpoint.collective_errors import failure_of, on_all_r
 from megatron.hydraulis.checkpoint.folder import CheckpointFolder
 from megatron.hydraulis.checkpoint.manifest import Manifest, records_of
 from megatron.hydraulis.checkpoint.names import (
-    StoredParameter,
     bias_pieces,
     shard_pieces,
     sharding_metadata,
     stored_biases,
     stored_objects,
+    stored_parameters,
     training_state,
 )
 from megatron.hydraulis.checkpoint.torch_dist import (
@@ -107,7 +107,6 @@ class CheckpointSaver:
     Args:
         folder: folder of the checkpoints.
         engine: the engine.
-        stored: from `stored_parameters`.
         asynchronous: write in the background.
         keep_last: number of checkpoints to keep; all if None.
         check_lock: called on rank 0 before a checkpoint gets its name; may raise.
@@ -118,7 +117,6 @@ class CheckpointSaver:
         self,
         folder: CheckpointFolder,
         engine: Engine,
-        stored: Mapping[str, StoredParameter],
         *,
         asynchronous: bool = False,
         keep_last: int | None = None,
@@ -127,7 +125,7 @@ class CheckpointSaver:
     ) -> None:
         self._folder = folder
         self._engine = engine
-        self._stored = stored
+        self._stored = stored_parameters(engine.definition)
         # Every rank has all biases, and rank 0 writes them.
         self._biases = stored_biases(engine.definition) if dist.get_rank() == 0 else {}
         self._object_keys = stored_objects(engine.definition)

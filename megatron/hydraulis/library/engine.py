@@ -19,7 +19,6 @@ from megatron.hydraulis.checkpoint.collective_errors import on_all_ranks, on_ran
 from megatron.hydraulis.checkpoint.folder import CheckpointFolder
 from megatron.hydraulis.checkpoint.loading import find_checkpoints, load_checkpoint
 from megatron.hydraulis.checkpoint.manifest import model_of
-from megatron.hydraulis.checkpoint.names import stored_parameters
 from megatron.hydraulis.checkpoint.saving import CheckpointSaver, SavedState
 from megatron.hydraulis.checkpoint.upstream_entries import upstream_entries
 from megatron.hydraulis.cost_model.limits import Limits
@@ -361,10 +360,7 @@ class Engine:
         self.runtime.require_onloaded()
         num_steps = int(self.runtime.optimizer.num_steps.item())
         saver = CheckpointSaver(
-            CheckpointFolder(Path(folder)),
-            self.runtime,
-            stored_parameters(self.runtime.definition),
-            log=lambda message: None,
+            CheckpointFolder(Path(folder)), self.runtime, log=lambda message: None
         )
         saver.save(
             SavedState(

@@ -140,7 +140,7 @@ def build_from_folder(
     device = common_constants(of_all_ranks(device))
     attention = choose_core_attention(resolved, resolved.pool).name
     profile = cost_profile if isinstance(cost_profile, ProfileCostModel) else None
-    profile = read_cost_profile(resolved, profile)
+    profile = read_cost_profile(resolved, profile, attention)
     planning = Planning.of(resolved, device, profile, attention)
     definition = definition_of(resolved, attention)
     engine = build_engine(resolved, planning.pool, definition, optimizer)

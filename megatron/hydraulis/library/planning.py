@@ -44,11 +44,13 @@ def profiled_model(resolved: Resolved, core_attention: str | None = None) -> Pro
 
 
 def read_cost_profile(
-    resolved: Resolved, given: ProfileCostModel | None = None
+    resolved: Resolved,
+    given: ProfileCostModel | None = None,
+    core_attention: str | None = None,
 ) -> ProfileCostModel | None:
     """The cost profile that the flags name, with every scheme of the pool in it; None without.
 
-    given: takes the place of a file.
+    given: takes the place of a file; core_attention: the chosen one, if it is known.
 
     Raises ConfigurationError for a file that cannot be read, for one that was made for another
     model, and naming the schemes that it lacks.
@@ -59,7 +61,9 @@ def read_cost_profile(
     if given is None:
         return None
     profile, where = given, path or given.source
-    profile.check_model(profiled_model(resolved), where, speaks=resolved.args.rank == 0)
+    profile.check_model(
+        profiled_model(resolved, core_attention), where, speaks=resolved.args.rank == 0
+    )
     missing: dict[Scheme, list[str]] = {}
     for strategy in _pool_with_layers(resolved, _limits(resolved, profile)).strategies:
         for scheme in strategy.schemes:

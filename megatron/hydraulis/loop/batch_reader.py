@@ -11,7 +11,6 @@ import torch.distributed as dist
 
 from megatron.hydraulis.cost_model.limits import Limits
 from megatron.hydraulis.data.corpus import Corpus
-from megatron.hydraulis.data.packed_batch import PackedBatch
 from megatron.hydraulis.data.sampler import GlobalBatch
 from megatron.hydraulis.library.batches import RankShare, TokenSequence, checked_plan
 from megatron.hydraulis.loop.plan_feed import PlanExchange, PlanFeed, SampledBatches
@@ -28,11 +27,8 @@ class PlannedBatch:
     plan: IterationPlan
     digest: str
     """Of the plan."""
-    micro_batches: tuple[PackedBatch, ...]
-    """Of this rank's replica, its own part of each where that has cp > 1; empty where it is idle or
-    the replica has no sequence."""
-    micro_batch_sequences: tuple[tuple[int, ...], ...]
-    """Ids of the sequences of ``micro_batches`` that this rank has a part of."""
+    share: RankShare
+    """What this rank runs of it."""
     plan_wait_s: float
     """How long training waited for the planner; equal on every rank."""
     plan_fetch_s: float
@@ -101,15 +97,7 @@ class BatchReader:
             return TokenSequence(self.corpus.tokens(number), self.corpus.token_weights(number))
 
         share = RankShare.of(plan, self._rank, self._device, sequence_of)
-        return PlannedBatch(
-            batch,
-            plan,
-            published.digest,
-            share.micro_batches,
-            tuple(tuple(batch.sequence_ids[i] for i in places) for places in share.places),
-            plan_wait_s,
-            plan_fetch_s,
-        )
+        return PlannedBatch(batch, plan, published.digest, share, plan_wait_s, plan_fetch_s)
 
     def lower_limits(self, pool: Pool, limits: Limits, *, repeats_last: bool) -> None:
         """Read plans of lower limits from now on; see `PlannedData.lower_limits`."""

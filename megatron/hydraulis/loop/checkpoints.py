@@ -33,7 +33,6 @@ from megatron.hydraulis.checkpoint.loading import (
     read_rng_state,
 )
 from megatron.hydraulis.checkpoint.manifest import Manifest, model_of
-from megatron.hydraulis.checkpoint.names import stored_parameters
 from megatron.hydraulis.checkpoint.save_lock import SaveLock, Writer, writer_of
 from megatron.hydraulis.checkpoint.saving import CheckpointSaver, SavedState
 from megatron.hydraulis.checkpoint.upstream_entries import upstream_entries
@@ -268,11 +267,9 @@ class RunCheckpoints:
 
     def _saver_of(self, container: ModelContainer) -> CheckpointSaver:
         if self._saver is None:
-            engine = container.engine
             self._saver = CheckpointSaver(
                 CheckpointFolder(Path(self._resolved.args.save)),
-                engine,
-                stored_parameters(engine.definition),
+                container.engine,
                 asynchronous=self._resolved.args.async_save,
                 keep_last=self._resolved.hydraulis.keep_last,
                 check_lock=(lambda: None) if self._lock is None else self._lock.check,

@@ -645,7 +645,7 @@ class RunRefit:
         Plans that rank 0's feed requests from now on use them.
         """
         self.spans.tracks = _NO_TRACKS
-        own_ms = micro_batch_times_ms(self.spans.take(), len(planned.micro_batches))
+        own_ms = micro_batch_times_ms(self.spans.take(), len(planned.share.micro_batches))
         message = json.dumps({"iteration": iteration, "times_ms": own_ms})
         self._store.set(_key(iteration, self._rank), message)
         if self._refit is None:

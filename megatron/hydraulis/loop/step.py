@@ -200,7 +200,7 @@ class TrainingLoop:
         while True:
             with self._traced(number, planned), self._memory.explained():
                 engine.forward_backward(
-                    planned.plan.strategy, planned.micro_batches, forward_step, phase=phase
+                    planned.plan.strategy, planned.share.micro_batches, forward_step, phase=phase
                 )
                 # Only now, as the planner has been working during the backward passes.
                 is_last = number >= get_args().train_iters
@@ -267,7 +267,7 @@ class TrainingLoop:
                 planned = data_iterator.next_batch()
                 self._guard.enter("evaluation", plan=_named(planned))
                 loss = engine.evaluate(
-                    planned.plan.strategy, planned.micro_batches, forward_step_func
+                    planned.plan.strategy, planned.share.micro_batches, forward_step_func
                 )
                 loss_sum += loss.loss_sum
                 weight_sum += loss.weight_sum
@@ -592,9 +592,9 @@ def count_skipped(
 def _cause(planned: PlannedBatch, outcome: StepOutcome, corpus: Corpus) -> tuple[str, str]:
     """Collective: what is not finite, and in which sequences of any rank."""
     own = [
-        sequence_id
+        planned.batch.sequence_ids[place]
         for index in outcome.bad_micro_batches
-        for sequence_id in planned.micro_batch_sequences[index]
+        for place in planned.share.places[index]
     ]
     bad = sorted({sequence_id for ids in of_all_ranks(own) for sequence_id in ids})
     if outcome.loss.is_finite:

@@ -26,7 +26,7 @@ def test_every_batch_is_a_separate_place(monkeypatch: pytest.MonkeyPatch) -> Non
         SimpleNamespace(
             plan=SimpleNamespace(strategy=name),
             digest=name * 20,
-            micro_batches=(),
+            share=SimpleNamespace(micro_batches=()),
             batch=SimpleNamespace(num_sequences=1),
         )
         for name in ("a", "b")
