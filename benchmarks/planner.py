@@ -29,13 +29,15 @@ from benchmarks.command import (
     write_figures,
 )
 from megatron.hydraulis.cost_model.profile import ProfileCostModel
-from megatron.hydraulis.planner.plan import IterationPlan
-from megatron.hydraulis.planner.planners import CertifiedPlanner
+from megatron.hydraulis.planner.plan import IterationPlan, Planner
+from megatron.hydraulis.planner.planners import CertifiedPlanner, GreedyPlanner
 from megatron.hydraulis.strategy import Pool
 from megatron.hydraulis.terminal import figures_table, results_console
 
 NUM_LARGE_SEEDS = 3
 MANY_SEQUENCES = 10_000
+NUM_IN_LINE_BATCHES = 20
+IN_LINE_SEQUENCES = 512
 MS_PER_S = 1e3
 
 
@@ -85,10 +87,11 @@ class Benchmark:
         """Every strategy against the published planner; the first plan of the process."""
         batch, published = inputs.instance_b(), inputs.published_result()
         start_s, start_cpu_s = time.perf_counter(), time.process_time()
-        result = self._planned(batch, self._pool)
+        result = _planned(CertifiedPlanner(self._pool, self._model), batch)
         first_s, first_cpu_s = time.perf_counter() - start_s, time.process_time() - start_cpu_s
         self._plan_alone(batch, result)
-        self._time_rounds([batch], [result], self._pool, "instance B")
+        planner = CertifiedPlanner(self._pool, self._model)
+        self._time_rounds(planner, [batch], [result], "instance B")
         table = figures_table(
             "Instance B, every strategy planned alone, ms",
             ("strategy",),
@@ -120,11 +123,12 @@ class Benchmark:
         seeds = self._seeds(self._options.batches)
         batches = [self._lengths.batch(seed, inputs.BATCH_TOKENS) for seed in seeds]
         results = []
+        planner = CertifiedPlanner(self._pool, self._model)
         numbered = list(zip(seeds, batches, strict=True))
         for seed, batch in self._progress.track(numbered, description="Wikipedia, all strategies"):
-            results.append(self._planned(batch, self._pool, seed))
+            results.append(_planned(planner, batch, seed))
             self._plan_alone(batch, results[-1])
-        self._time_rounds(batches, results, self._pool, "Wikipedia")
+        self._time_rounds(planner, batches, results, "Wikipedia")
         chosen = sorted(Counter(r.strategy for r in results).items())
         table = figures_table(
             f"Wikipedia, {inputs.BATCH_TOKENS} tokens a batch, cut at {inputs.CONTEXT_TOKENS}: "
@@ -153,16 +157,15 @@ class Benchmark:
 
     def large(self) -> Any:
         """One strategy on 1,024 ranks."""
-        pool = inputs.large_pool()
+        planner = CertifiedPlanner(inputs.large_pool(), self._model)
         cases = [
             (cut, seed) for cut in inputs.LARGE_CUTS_TOKENS for seed in self._seeds(NUM_LARGE_SEEDS)
         ]
         batches = [self._lengths.batch(seed, inputs.LARGE_BATCH_TOKENS, cut) for cut, seed in cases]
         results = [
-            self._planned(batch, pool, seed)
-            for batch, (_, seed) in zip(batches, cases, strict=True)
+            _planned(planner, batch, seed) for batch, (_, seed) in zip(batches, cases, strict=True)
         ]
-        self._time_rounds(batches, results, pool, "1,024 ranks")
+        self._time_rounds(planner, batches, results, "1,024 ranks")
         table = figures_table(
             f"1,024 ranks, {inputs.LARGE_BATCH_TOKENS} tokens: {inputs.LARGE_STRATEGY}",
             (),
@@ -186,6 +189,30 @@ class Benchmark:
             figures.append({"cut_tokens": cut, **asdict(r)})
         self._console.print(table)
         return figures
+
+    def in_line(self) -> Any:
+        """The planner of the engine, whose caller waits, on strategies with cp and waves too."""
+        pool = Pool.read(inputs.POOL)
+        planner = GreedyPlanner(pool, ProfileCostModel.read(inputs.COST_PROFILE))
+        seeds = self._seeds(NUM_IN_LINE_BATCHES)
+        batches = [self._lengths.draw(seed, IN_LINE_SEQUENCES) for seed in seeds]
+        results = [
+            _planned(planner, batch, seed) for seed, batch in zip(seeds, batches, strict=True)
+        ]
+        self._time_rounds(planner, batches, results, "Greedy planner")
+        table = figures_table(
+            f"Greedy planner, {IN_LINE_SEQUENCES} documents of Wikipedia: "
+            f"{len(pool.strategies)} strategies on {pool.num_ranks} ranks",
+            ("",),
+            ("best", "quartile", "median", "quartile", "worst"),
+            caption=f"{len(results)} batches, {self._options.rounds} rounds.",
+        )
+        table.add_row(
+            "predicted time / bound", *_quartiles((r.time_ms / r.bound_ms for r in results), 4)
+        )
+        table.add_row("CPU time, s", *_quartiles((s for r in results for s in r.cpu_s), 3))
+        self._console.print(table)
+        return [asdict(result) for result in results]
 
     def pools(self) -> Any:
         """Random pools of many strategies; one plan of each batch."""
@@ -216,7 +243,7 @@ class Benchmark:
         results = []
         for case in self._progress.track(cases, description=title):
             start_cpu_s = time.process_time()
-            result = self._planned(case.batch, case.pool, profile=case.profile)
+            result = _planned(CertifiedPlanner(case.pool, case.profile), case.batch)
             result.cpu_s.append(time.process_time() - start_cpu_s)
             results.append(result)
             table.add_row(
@@ -243,27 +270,6 @@ class Benchmark:
     def _seeds(self, num: int) -> range:
         return range(self._options.seed, self._options.seed + num)
 
-    def _planned(
-        self,
-        batch: Sequence[int],
-        pool: Pool,
-        seed: int | None = None,
-        profile: ProfileCostModel | None = None,
-    ) -> PlannedBatch:
-        """Plan a batch once: what is the same in every round."""
-        plan = CertifiedPlanner(pool, profile or self._model).plan(batch)
-        bound_ms, time_ms = _bound_and_time_ms(plan)
-        assert plan.dispatch is not None  # the certified planner reports on every plan
-        return PlannedBatch(
-            seed=seed,
-            num_sequences=len(batch),
-            longest_tokens=max(batch),
-            strategy=plan.strategy,
-            time_ms=time_ms,
-            bound_ms=bound_ms,
-            status=plan.dispatch.status,
-        )
-
     def _plan_alone(self, batch: Sequence[int], result: PlannedBatch) -> None:
         """Plan a batch with every strategy that can hold it, one at a time."""
         explanation = CertifiedPlanner(self._pool, self._model).explain(batch)
@@ -274,13 +280,12 @@ class Benchmark:
 
     def _time_rounds(
         self,
+        planner: Planner,
         batches: Sequence[Sequence[int]],
         results: Sequence[PlannedBatch],
-        pool: Pool,
         name: str,
     ) -> None:
         """Plan all batches once a round, so that other work on the machine affects all of them."""
-        planner = CertifiedPlanner(pool, self._model)
         rounds = range(self._options.rounds)
         for _ in self._progress.track(rounds, description=f"{name}, rounds"):
             for batch, result in zip(batches, results, strict=True):
@@ -294,14 +299,31 @@ SECTIONS = {
     "instance-b": Benchmark.instance_b,
     "wikipedia": Benchmark.wikipedia,
     "large": Benchmark.large,
+    "in-line": Benchmark.in_line,
     "pools": Benchmark.pools,
     "many": Benchmark.many,
     "waves": Benchmark.waves,
 }
 
 
+def _planned(planner: Planner, batch: Sequence[int], seed: int | None = None) -> PlannedBatch:
+    """Plan a batch once: what is the same in every round."""
+    plan = planner.plan(batch)
+    bound_ms, time_ms = _bound_and_time_ms(plan)
+    assert plan.dispatch is not None  # these planners report on every plan
+    return PlannedBatch(
+        seed=seed,
+        num_sequences=len(batch),
+        longest_tokens=max(batch),
+        strategy=plan.strategy,
+        time_ms=time_ms,
+        bound_ms=bound_ms,
+        status=plan.dispatch.status,
+    )
+
+
 def _bound_and_time_ms(plan: IterationPlan) -> tuple[float, float]:
-    assert plan.dispatch is not None  # the certified planner reports on every plan
+    assert plan.dispatch is not None  # these planners report on every plan
     return MS_PER_S * plan.dispatch.bound_s, MS_PER_S * plan.predicted_time_s
 
 

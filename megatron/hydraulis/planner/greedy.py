@@ -50,15 +50,15 @@ def dispatch(
 
     Raises ValueError when a sequence fits no replica: the caller has excluded such strategies.
     """
-    # By class, a heap of (estimated time in ms, replica, load).
-    classes = {
-        of_class.cost: [(0.0, replica, _Load(of_class.cost)) for replica in of_class.replicas]
-        for of_class in ReplicaClass.of(costs)
-    }
+    # By class, its longest sequence and a heap of (estimated time in ms, replica, load).
+    classes = [
+        (cost.longest, [(0.0, replica, _Load(cost)) for replica in replicas])
+        for cost, replicas in ((each.cost, each.replicas) for each in ReplicaClass.of(costs))
+    ]
     shares: list[list[int]] = [[] for _ in costs]
     for unit in _units(sequences, len(costs)):
         length = lengths[unit[0]]
-        fitting = [heap for cost, heap in classes.items() if length <= cost.longest]
+        fitting = [heap for longest, heap in classes if length <= longest]
         if not fitting:
             raise ValueError(f"sequence {unit[0]} of {length} tokens fits no replica")
         times_ms = [heap[0][2].estimated_time_ms(length, len(unit)) for heap in fitting]

@@ -128,11 +128,11 @@ class LengthTable:
         self.column_ms = [
             min(
                 (works[index] * (1 << index) for index in range(least, self.num_sizes)),
-                default=float("inf"),
+                default=0.0,
             )
             for works, least in zip(self.works_ms, self.least_size, strict=True)
         ]
-        """Of each length, the least column time that a sequence takes."""
+        """Of each length, the least column time that a sequence takes; 0 if no size holds it."""
 
     def counts(self, lengths: Sequence[int]) -> Counts:
         """Number of sequences of each length."""
@@ -182,9 +182,11 @@ def fill_wave(
                 best = OpenGroup(size_index, table.constants_ms[size_index], 0)
                 groups.append(best)
             index = best.size_index
-            fitting = min(num, (rooms[index] - best.num_tokens) // tokens[index])
-            if works[index] > 0.0 and fitting > 1:
-                fitting = max(1, min(fitting, int((most_ms - best.time_ms) / works[index])))
+            fitting = 1
+            if num > 1:
+                fitting = min(num, (rooms[index] - best.num_tokens) // tokens[index])
+                if works[index] > 0.0:
+                    fitting = max(1, min(fitting, int((most_ms - best.time_ms) / works[index])))
             best.time_ms += fitting * works[index]
             best.num_tokens += fitting * tokens[index]
             best.counts[place] = best.counts.get(place, 0) + fitting
@@ -336,8 +338,7 @@ class WaveSearch:
     ) -> tuple[Wave, Wave] | None:
         """The best of several divisions of the sequences of two waves."""
         pooled = [num + more for num, more in zip(of_one, of_other, strict=True)]
-        longest = next(place for place, num in enumerate(pooled) if num)
-        low_ms = self.table.least_ms[longest]
+        low_ms = next(itertools.compress(self.table.least_ms, pooled))
         high_ms = max(max(one.time_ms, other.time_ms) * 1.05, low_ms)
         best: tuple[Wave, Wave] | None = None
         best_ms = one.time_ms + other.time_ms
@@ -348,7 +349,10 @@ class WaveSearch:
                 continue
             if filled[0].time_ms + self._least_ms(filled[1]) >= best_ms:
                 continue
-            rest = self.shortest(filled[1], effort)
+            # Most divisions fail here, at the cost of one filling.
+            rest = self._whole(filled[1], best_ms - filled[0].time_ms, effort)
+            if rest is not None:
+                rest = self.shortest(filled[1], effort, within=rest)
             if rest is not None and filled[0].time_ms + rest.time_ms < best_ms:
                 best, best_ms = (filled[0], rest), filled[0].time_ms + rest.time_ms
         return best
@@ -431,19 +435,13 @@ class WaveSearch:
             num_waves *= _GROWTH
 
     def _column_ms(self, counts: Counts) -> float:
-        return math.fsum(
-            num * of_length
-            for num, of_length in zip(counts, self.table.column_ms, strict=True)
-            if num
-        )
+        return math.sumprod(counts, self.table.column_ms)
 
     def _least_ms(self, counts: Counts) -> float:
         """Lower limit for one wave of sequences, of which there are some."""
         table = self.table
-        return max(
-            max(table.least_ms[place] for place, num in enumerate(counts) if num),
-            self._column_ms(counts) / self._width + min(table.constants_ms),
-        )
+        longest = next(itertools.compress(table.least_ms, counts))
+        return max(longest, self._column_ms(counts) / self._width + min(table.constants_ms))
 
     def _idle_ms(self, wave: Wave, counts: Counts) -> float:
         return wave.time_ms - self._column_ms(counts) / self._width
