@@ -19,6 +19,9 @@ order of the operations with work is that of 1F1B over v. The others wait for no
 but for the backwards of the d on other stages. So the program of v + d micro-batches in which the
 backwards of the first d do not wait for another stage bounds v to v + d micro-batches.
 
+In the programs operations wait for their stage on the first, the middle and the last one only: of 8
+stages this makes bounds up to 0.6 % lower and takes a quarter of the time.
+
 **Long micro-batches** contain a long sequence each. Let l_1 >= l_2 >= … be their works, X the total
 work, S what runs before a micro-batch t and R what runs after it, φ the share of the forward and p
 the number of stages. The path that goes forward through all stages at one micro-batch and back at
@@ -240,23 +243,32 @@ class PipelineColumns:
 
     The recurrence is that of cost_model.pipeline: an operation ends no earlier than its input and
     the operation before it on its stage allow. The backwards of the first num_idle micro-batches
-    do not wait for their input.
+    do not wait for their input. On stages that are left out operations wait for their input only.
     """
 
-    def __init__(self, pipeline: Pipeline, num_micro_batches: int, *, num_idle: int = 0) -> None:
+    def __init__(
+        self,
+        pipeline: Pipeline,
+        num_micro_batches: int,
+        *,
+        num_idle: int = 0,
+        stages: Sequence[int] | None = None,
+    ) -> None:
+        """stages: rising, with the first and the last one; None for these and the middle one."""
         self._p, self._forward_share = pipeline
         self._v = num_micro_batches
         self._num_idle = num_idle
-        self.num = num_micro_batches * (1 + 2 * self._p)
+        last = self._p - 1
+        self._stages = stages or sorted({0, last // 2, last})
+        self.num = num_micro_batches * (1 + 2 * len(self._stages))
         """Number of columns; the works are the first."""
 
-    def forward(self, stage: int, k: int) -> int:
-        """Column of the end of a forward, in ms."""
-        return self._v * (1 + stage) + k
+    def _forward(self, place: int, k: int) -> int:
+        """Column of the end of a forward, in ms; place: of the stage in stages."""
+        return self._v * (1 + place) + k
 
-    def backward(self, stage: int, k: int) -> int:
-        """Column of the end of a backward, in ms."""
-        return self._v * (1 + self._p + stage) + k
+    def _backward(self, place: int, k: int) -> int:
+        return self._v * (1 + len(self._stages) + place) + k
 
     def add_to(self, program: ProgramBuilder, works: Sequence[tuple[float, float]]) -> None:
         """Add the columns and rows ``end - end of the operation before it - its work >= 0``.
@@ -266,7 +278,7 @@ class PipelineColumns:
         for least, most in works:
             program.column(lower=least, upper=most)
         for column in range(self._v, self.num):
-            program.column(cost=float(column == self.backward(0, self._v - 1)))
+            program.column(cost=float(column == self._backward(0, self._v - 1)))
         for end, before, k, share in self._precedences():
             entries = {end: 1.0, k: -share}
             if before is not None:
@@ -274,28 +286,30 @@ class PipelineColumns:
             program.row(entries, 0.0, math.inf)
 
     def _precedences(self) -> Iterator[tuple[int, int | None, int, float]]:
-        """Yields (end of an operation, end of one before it, micro-batch, share of its work)."""
-        for stage, k in itertools.product(range(self._p), range(self._v)):
+        """Yields (end of an operation, end of one before it, micro-batch, share of its work).
+
+        From one of the stages to the next, the share counts those in between.
+        """
+        forward, backward = self._forward, self._backward
+        share, back_share = self._forward_share, 1.0 - self._forward_share
+        for (place, stage), k in itertools.product(enumerate(self._stages), range(self._v)):
             num_ahead = self._p - 1 - stage
-            before_forward: list[int | None] = []
-            if stage > 0:
-                before_forward.append(self.forward(stage - 1, k))
+            if place > 0:
+                num_passed = stage - self._stages[place - 1]
+                yield forward(place, k), forward(place - 1, k), k, num_passed * share
+                if k >= self._num_idle:
+                    yield backward(place - 1, k), backward(place, k), k, num_passed * back_share
             if k > num_ahead:
-                before_forward.append(self.backward(stage, k - num_ahead - 1))
+                yield forward(place, k), backward(place, k - num_ahead - 1), k, share
             elif k > 0:
-                before_forward.append(self.forward(stage, k - 1))
-            for before in before_forward or [None]:
-                yield self.forward(stage, k), before, k, self._forward_share
-            has_input = num_ahead > 0 and k >= self._num_idle
-            before_backward = [self.backward(stage + 1, k)] if has_input else []
+                yield forward(place, k), forward(place, k - 1), k, share
+            elif stage == 0:
+                yield forward(place, k), None, k, share
             if k + num_ahead < self._v:
-                before_backward.append(self.forward(stage, k + num_ahead))
-            elif k > 0:
-                before_backward.append(self.backward(stage, k - 1))
+                before = forward(place, k + num_ahead)
             else:
-                before_backward.append(self.forward(stage, self._v - 1))
-            for before in before_backward:
-                yield self.backward(stage, k), before, k, 1.0 - self._forward_share
+                before = backward(place, k - 1) if k > 0 else forward(place, self._v - 1)
+            yield backward(place, k), before, k, back_share
 
 
 @dataclass(frozen=True, slots=True)
