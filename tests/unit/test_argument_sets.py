@@ -4,6 +4,7 @@ import dataclasses
 from pathlib import Path
 
 import pytest
+import torch
 from megatron.training.arguments import moe_freq_type, no_rope_freq_type, tuple_type
 
 from megatron.hydraulis.errors import ConfigurationError
@@ -96,6 +97,25 @@ def test_what_a_set_says_of_the_model_reaches_the_model(name: str, tmp_path: Pat
     assert args.swiglu == ("--swiglu" in typed)
     assert args.add_bias_linear == ("--disable-bias-linear" not in typed)
     assert args.qk_layernorm == ("--qk-layernorm" in typed)
+
+
+def test_kernels_for_experts_give_way_to_plain_ones(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    typed = (
+        "--num-experts 4 --disable-bias-linear --moe-grouped-gemm --moe-permute-fusion "
+        "--moe-token-dispatcher-type flex --moe-enable-deepep --transformer-impl transformer_engine"
+    )
+    resolved = parse(tmp_path, *typed.split())
+    taken = dict(resolved.taken)
+    assert resolved.args.moe_token_dispatcher_type == "alltoall"
+    assert resolved.args.transformer_impl == "local"
+    assert resolved.args.apply_rope_fusion is False
+    assert taken["--moe-token-dispatcher-type flex"] == "run as alltoall, with the same result"
+    assert taken["--moe-grouped-gemm"] == taken["--moe-permute-fusion"]
+    assert "plain collectives" in taken["--moe-enable-deepep"]
+    assert "the model has experts" in taken["--transformer-impl transformer_engine"]
 
 
 def test_what_was_taken_is_listed_with_what_happens_instead(tmp_path: Path) -> None:

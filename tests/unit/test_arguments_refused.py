@@ -210,6 +210,11 @@ def test_a_refused_option_with_the_value_that_switches_it_off_is_taken(typed: st
             },
         ),
         ("--num-experts 0 --num-experts 4", 4, {}),
+        (
+            "--mtp-num-layers 4 --mtp-num-layers 0",
+            None,
+            {"--mtp-num-layers 0": "the feature is off, as by default"},
+        ),
     ],
 )
 def test_the_last_value_decides_whether_a_feature_is_off(

@@ -14,11 +14,16 @@ from megatron.hydraulis.cost_model.interface import usual_times_ms
 from megatron.hydraulis.cost_model.job_costs import JobOptions
 from megatron.hydraulis.cost_model.profile import ProfileCostModel
 from megatron.hydraulis.errors import ConfigurationError
-from megatron.hydraulis.model_shape import ModelShape, count_windowed_layers
+from megatron.hydraulis.model_shape import (
+    ModelShape,
+    count_windowed_layers,
+    layers_with_experts,
+)
 from megatron.hydraulis.strategy import Strategy
 
 # Upstream's defaults of the same flags.
 _FFN_OVER_HIDDEN = 4
+_EXPERTS_PER_TOKEN = 2
 VOCABULARY_MULTIPLE = 128
 
 _BYTES_PER_GB = 1e9
@@ -28,7 +33,15 @@ _LINK_FLAGS = {
 }
 
 _NEEDED = ("--num-layers", "--hidden-size", "--num-attention-heads")
+_EXPERTS = (
+    "--moe-layer-freq",
+    "--moe-ffn-hidden-size",
+    "--moe-router-topk",
+    "--moe-shared-expert-intermediate-size",
+)
 _OTHERS = (
+    "--num-experts",
+    *_EXPERTS,
     "--ffn-hidden-size",
     "--group-query-attention",
     "--num-query-groups",
@@ -90,6 +103,31 @@ def add_shape_arguments(parser: argparse.ArgumentParser) -> None:
         type=_pattern,
         metavar="N",
         help="every N-th layer has no window; or a list as in [1,0]*12 (default: all have)",
+    )
+    group.add_argument("--num-experts", type=int, metavar="N", help="experts of a layer")
+    group.add_argument(
+        "--moe-layer-freq",
+        type=_pattern,
+        metavar="N",
+        help="every N-th layer has experts; or a list as in [0]*3+[1]*58 (default: all have)",
+    )
+    group.add_argument(
+        "--moe-ffn-hidden-size",
+        type=int,
+        metavar="N",
+        help="width of an expert (default: --ffn-hidden-size)",
+    )
+    group.add_argument(
+        "--moe-router-topk",
+        type=int,
+        metavar="N",
+        help=f"experts that a token passes (default: {_EXPERTS_PER_TOKEN})",
+    )
+    group.add_argument(
+        "--moe-shared-expert-intermediate-size",
+        type=int,
+        metavar="N",
+        help="width of the experts that every token passes, together",
     )
     group.add_argument("--glu-linear-offset", type=float, metavar="X", help="of a gated MLP")
     group.add_argument(
@@ -255,18 +293,23 @@ def shape_of(namespace: argparse.Namespace) -> ModelShape:
             "--group-query-attention and --num-query-groups come together but one of them is "
             "missing; give both or neither"
         )
+    of_experts = [flag for flag in _EXPERTS if flag in flags]
+    if of_experts and not namespace.num_experts:
+        raise ConfigurationError(
+            f"{of_experts[0]} describes experts but --num-experts is missing; give it, or leave "
+            f"out {', '.join(of_experts)}"
+        )
     window_tokens, num_windowed = _window_of(namespace)
     vocabulary = namespace.padded_vocab_size
     if vocabulary is None:
         vocabulary = math.ceil(namespace.vocab_size / multiple) * multiple
+    ffn_hidden_size = namespace.ffn_hidden_size
+    if ffn_hidden_size is None:
+        ffn_hidden_size = _FFN_OVER_HIDDEN * hidden
     return ModelShape(
         num_layers=namespace.num_layers,
         hidden_size=hidden,
-        ffn_hidden_size=(
-            _FFN_OVER_HIDDEN * hidden
-            if namespace.ffn_hidden_size is None
-            else namespace.ffn_hidden_size
-        ),
+        ffn_hidden_size=ffn_hidden_size,
         num_attention_heads=heads,
         num_query_groups=namespace.num_query_groups if namespace.group_query_attention else heads,
         kv_channels=hidden // heads if namespace.kv_channels is None else namespace.kv_channels,
@@ -276,7 +319,36 @@ def shape_of(namespace: argparse.Namespace) -> ModelShape:
         output_gate=namespace.attention_output_gate,
         num_windowed_layers=num_windowed,
         window_tokens=window_tokens,
+        **expert_sizes(namespace, ffn_hidden_size),
     )
+
+
+def expert_sizes(namespace: argparse.Namespace, ffn_hidden_size: int) -> dict[str, int]:
+    """Fields of `ModelShape` about experts; none in a model without them.
+
+    Raises ConfigurationError for a wrong --moe-layer-freq.
+
+    Args:
+        namespace: flags of training, or of `add_shape_arguments`.
+        ffn_hidden_size: of an MLP.
+    """
+    num_experts, num_layers = namespace.num_experts, namespace.num_layers
+    if not num_experts:
+        return {}
+    frequency = 1 if namespace.moe_layer_freq is None else namespace.moe_layer_freq
+    if not _is_layer_pattern(frequency, num_layers):
+        raise ConfigurationError(
+            f"--moe-layer-freq is at least 1, or a list with a 0 or a 1 for each of {num_layers} "
+            f"layers, but is {frequency}; correct it"
+        )
+    width, topk = namespace.moe_ffn_hidden_size, namespace.moe_router_topk
+    return {
+        "num_experts": num_experts,
+        "num_expert_layers": sum(layers_with_experts(num_layers, frequency)),
+        "experts_per_token": _EXPERTS_PER_TOKEN if topk is None else topk,
+        "expert_ffn_hidden_size": ffn_hidden_size if width is None else width,
+        "shared_expert_ffn_hidden_size": namespace.moe_shared_expert_intermediate_size or 0,
+    }
 
 
 def num_gate_tensors(namespace: argparse.Namespace) -> int:
@@ -296,18 +368,19 @@ def num_gate_tensors(namespace: argparse.Namespace) -> int:
     return 5 + has_limit + bool(namespace.quick_geglu)
 
 
+def _is_layer_pattern(frequency: int | list[int], num_layers: int) -> bool:
+    if isinstance(frequency, int):
+        return frequency >= 1
+    return len(frequency) == num_layers and set(frequency) <= {0, 1}
+
+
 def _window_of(namespace: argparse.Namespace) -> tuple[int, int]:
     """Tokens that a token of a windowed layer attends to, and how many layers these are."""
     text, frequency = namespace.window_size, namespace.window_attn_skip_freq
     if text is None and frequency is None:
         return 0, 0
     match = re.fullmatch(r"\(?(-1|\d+),0\)?", text or "")
-    if isinstance(frequency, int):
-        is_right = frequency >= 1
-    else:
-        is_right = frequency is None or (
-            len(frequency) == namespace.num_layers and set(frequency) <= {0, 1}
-        )
+    is_right = frequency is None or _is_layer_pattern(frequency, namespace.num_layers)
     if match is None or not is_right:
         raise ConfigurationError(
             f"windows of layers are given by --window-size N,0, and --window-attn-skip-freq of at "

@@ -25,6 +25,7 @@ from megatron.training.arguments import validate_args
 from megatron.training.global_vars import set_global_variables
 from megatron.training.models import GPTModelConfig
 
+from megatron.hydraulis.cost_model.shape_arguments import expert_sizes
 from megatron.hydraulis.data.sampler import BatchSizes
 from megatron.hydraulis.errors import ConfigurationError
 from megatron.hydraulis.flags import checks
@@ -40,7 +41,7 @@ from megatron.hydraulis.flags.defaults import (
 from megatron.hydraulis.flags.parser import FlagParser, ParsedFlags
 from megatron.hydraulis.flags.problems import Problems
 from megatron.hydraulis.flags.samples import evaluation_sizes, training_sizes
-from megatron.hydraulis.model_shape import ModelShape, count_windowed_layers, layers_with_experts
+from megatron.hydraulis.model_shape import ModelShape, count_windowed_layers
 from megatron.hydraulis.strategy import Pool
 from megatron.hydraulis.strategy.pool import num_ranks_of
 
@@ -115,6 +116,7 @@ def parse_arguments(
         *_layout_taken(flags),
         *_core_attention_taken(flags),
         *_exchange_taken(flags),
+        *_dispatcher_taken(flags),
         *_missing_here(flags, has_cuda=has_cuda),
     )
     problems.hide(args, {*flags.wrong, *missing})
@@ -256,6 +258,14 @@ def _exchange_taken(flags: ParsedFlags) -> tuple[tuple[str, str], ...]:
     return ()
 
 
+def _dispatcher_taken(flags: ParsedFlags) -> tuple[tuple[str, str], ...]:
+    args = flags.args
+    if args.num_experts is None or args.moe_token_dispatcher_type != "flex":
+        return ()
+    args.moe_token_dispatcher_type = "alltoall"
+    return (("--moe-token-dispatcher-type flex", "run as alltoall, with the same result"),)
+
+
 def _missing_here(flags: ParsedFlags, *, has_cuda: bool) -> tuple[tuple[str, str], ...]:
     """Do without what this machine does not have and no update depends on."""
     args, found = flags.args, []
@@ -263,14 +273,13 @@ def _missing_here(flags: ParsedFlags, *, has_cuda: bool) -> tuple[tuple[str, str
         args.distributed_backend = "gloo"
         if flags.was_given("distributed_backend"):
             found.append(("--distributed-backend nccl", "gloo, as this machine has no CUDA"))
-    if not has_cuda and args.transformer_impl == "transformer_engine":
+    can_be_te = has_cuda and args.num_experts is None
+    if args.transformer_impl == "transformer_engine" and not can_be_te:
         args.transformer_impl = "local"
         if flags.was_given("transformer_impl"):
+            why = "this machine has no CUDA" if not has_cuda else "the model has experts"
             found.append(
-                (
-                    "--transformer-impl transformer_engine",
-                    "layers of megatron-core, as this machine has no CUDA",
-                )
+                ("--transformer-impl transformer_engine", f"layers of megatron-core, as {why}")
             )
     if args.wandb_project and importlib.util.find_spec("wandb") is None:
         found.append(
@@ -430,17 +439,5 @@ def _model_shape(args: argparse.Namespace) -> ModelShape:
         output_gate=args.attention_output_gate,
         num_windowed_layers=num_windowed,
         window_tokens=args.window_size[0] + 1 if num_windowed else 0,
-        **_expert_sizes(args),
+        **expert_sizes(args, args.ffn_hidden_size),
     )
-
-
-def _expert_sizes(args: argparse.Namespace) -> dict[str, int]:
-    if args.num_experts is None:
-        return {}
-    return {
-        "num_experts": args.num_experts,
-        "num_expert_layers": sum(layers_with_experts(args.num_layers, args.moe_layer_freq)),
-        "experts_per_token": args.moe_router_topk,
-        "expert_ffn_hidden_size": args.moe_ffn_hidden_size,
-        "shared_expert_ffn_hidden_size": args.moe_shared_expert_intermediate_size or 0,
-    }

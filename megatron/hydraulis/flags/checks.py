@@ -211,11 +211,6 @@ def check_experts(args: argparse.Namespace) -> None:
             f"the layers of --num-experts {num_experts} experts have no biases, which every tp "
             "rank would add again; add --disable-bias-linear"
         )
-    if args.transformer_impl == "transformer_engine":
-        raise ConfigurationError(
-            f"--num-experts {num_experts}: experts are layers of megatron-core but "
-            "--transformer-impl is transformer_engine; give --transformer-impl local"
-        )
 
 
 def check_sequence_parallel(

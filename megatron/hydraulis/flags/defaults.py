@@ -192,8 +192,10 @@ def set_defaults(
 
 
 def _has_te_layers(flags: ParsedFlags, before: Mapping[str, Any]) -> bool:
-    was_given = flags.was_given("transformer_impl")
-    return was_given and before["transformer_impl"] == "transformer_engine"
+    asks_for_te = flags.was_given("transformer_impl") and (
+        before["transformer_impl"] == "transformer_engine"
+    )
+    return asks_for_te and before["num_experts"] is None
 
 
 def has_fused_weight_gradients() -> bool:

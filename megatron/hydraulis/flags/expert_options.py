@@ -28,10 +28,9 @@ RESTRICTED = {
         "use none",
     ),
     "--moe-token-dispatcher-type": Honoured(
-        "how tokens reach the tp ranks that share an expert",
-        only=("allgather", "alltoall"),
-        otherwise="it sends tokens to ranks that hold whole experts, but tp cuts every expert; use "
-        "allgather or alltoall",
+        "how tokens reach their experts; flex is run as alltoall",
+        only=("allgather", "alltoall", "flex"),
+        otherwise="this dispatcher is not built; use allgather or alltoall",
     ),
 }
 
@@ -57,7 +56,7 @@ TAKEN_FOR = {
         --moe-single-grouped-bias --use-grouped-gemm-for-shared-expert
         --moe-shared-expert-overlap""",
     "tp of a replica cuts its experts, too": "--expert-tensor-parallel-size",
-    "it has an effect only with an option of experts that is refused": """
+    "plain collectives exchange tokens, with the same result": """
         --overlap-moe-expert-parallel-comm --delay-wgrad-compute
         --overlap-dispatch-backward-with-experts-wgrad --ep-overlap-early-attn-memory-release
         --high-priority-a2a-comm-stream
@@ -65,8 +64,9 @@ TAKEN_FOR = {
         --moe-hybridep-pad-uneven-dispatch-inputs --moe-flex-dispatcher-num-sms
         --moe-deepep-num-sms --moe-hybridep-num-sms --moe-hybridep-num-blocks-permute
         --moe-hybridep-num-blocks-unpermute --moe-hybridep-num-sms-preprocessing
-        --moe-ncclep-static-shape --moe-ncclep-zero-copy
-        --moe-pad-expert-input-to-capacity --moe-token-drop-policy
+        --moe-ncclep-static-shape --moe-ncclep-zero-copy""",
+    "no token is dropped": "--moe-pad-expert-input-to-capacity --moe-token-drop-policy",
+    "it has an effect only with an option of experts that is refused": """
         --moe-upcycling-granularity --moe-router-quantile-balancing-ema
         --moe-router-padding-for-quantization --moe-router-padding-for-fp8
         --moe-pad-experts-for-cuda-graph-inference --moe-enable-routing-replay""",

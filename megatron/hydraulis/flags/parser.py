@@ -37,7 +37,7 @@ _METAVARS: Mapping[Any, str] = {int: "N", float: "X"}
 """Names of upstream's numbers in --help, where argparse would repeat the flag."""
 _IGNORE_UNKNOWN = "--ignore-unknown-options"
 _SWITCHED_OFF_BY_0 = ("--num-experts",)
-"""Honoured options whose 0 stands for their absence. Only their last mention counts."""
+"""Honoured options whose 0 stands for their absence."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -200,7 +200,7 @@ class FlagParser:
         everything: list[Given] = [
             given
             for given in recorded.given
-            if given.option not in _SWITCHED_OFF_BY_0 or given is last[given.dest]
+            if given is last[given.dest] or not self._may_be_off(given)
         ]
         ignores = any(given.option == _IGNORE_UNKNOWN for given in everything)
         unknown = self._unknown(rest, mine, ignores=ignores)
@@ -284,6 +284,10 @@ class FlagParser:
                     f"{_IGNORE_UNKNOWN} to go on without such options"
                 )
         return tuple(found.items()) if ignores else ()
+
+    def _may_be_off(self, given: Given) -> bool:
+        """Whether a value may switch the option off, so that only its last mention counts."""
+        return given.option in _SWITCHED_OFF_BY_0 or isinstance(self._row(given.option), Refused)
 
     def _switches_off(self, given: Given) -> bool:
         """Whether an option has a value that leaves its feature off: its default, or 0."""

@@ -1,5 +1,6 @@
 """``predict-layouts``, ``recommend-layout`` and ``estimate``, end to end."""
 
+import argparse
 import csv
 import json
 import re
@@ -13,6 +14,8 @@ from megatron.hydraulis.__main__ import main
 from megatron.hydraulis.cost_model import ProfileCostModel
 from megatron.hydraulis.cost_model.analytic import AnalyticCostModel
 from megatron.hydraulis.cost_model.device import device_constants
+from megatron.hydraulis.cost_model.shape_arguments import add_shape_arguments, shape_of
+from megatron.hydraulis.errors import ConfigurationError
 from megatron.hydraulis.library.planning import Planning
 from megatron.hydraulis.strategy import Scheme
 from tests.unit.argument_command import parse
@@ -46,6 +49,48 @@ def predict(tmp_path: Path, *lines: str, device: str = "a100-80g") -> int:
 def predicted(tmp_path: Path) -> list[dict[str, str]]:
     with (tmp_path / "out.csv").open(newline="") as file:
         return list(csv.DictReader(file))
+
+
+QWEN3_30B_A3B = [
+    *("--num-layers", "48", "--hidden-size", "2048", "--num-attention-heads", "32"),
+    *("--group-query-attention", "--num-query-groups", "4", "--kv-channels", "128"),
+    *("--ffn-hidden-size", "6144", "--swiglu", "--untie-embeddings-and-output-weights"),
+    *("--padded-vocab-size", "151936"),
+]
+EXPERTS = [
+    *("--num-experts", "128", "--moe-ffn-hidden-size", "768", "--moe-router-topk", "8"),
+    *("--moe-layer-freq", "[0]*2+[1]*46", "--moe-shared-expert-intermediate-size", "512"),
+]
+
+
+def test_commands_and_training_describe_experts_by_the_same_flags(tmp_path: Path) -> None:
+    parser = argparse.ArgumentParser()
+    add_shape_arguments(parser)
+    shape = shape_of(parser.parse_args([*QWEN3_30B_A3B, *EXPERTS]))
+    flags = (*QWEN3_30B_A3B, *EXPERTS, "--disable-bias-linear")
+    assert shape == parse(tmp_path, *flags, num_ranks=4).shape
+    assert (shape.num_expert_layers, shape.experts_per_token) == (46, 8)
+    of_defaults = shape_of(parser.parse_args([*QWEN3_30B_A3B, "--num-experts", "4"]))
+    assert of_defaults.num_expert_layers == 48
+    assert (of_defaults.experts_per_token, of_defaults.expert_ffn_hidden_size) == (2, 6144)
+
+
+@pytest.mark.parametrize(
+    ("typed", "problem"),
+    [
+        (EXPERTS[2:4], "--moe-ffn-hidden-size describes experts but --num-experts is missing"),
+        (
+            ["--num-experts", "4", "--moe-layer-freq", "[0,1]"],
+            r"each of 48 layers, but is \[0, 1\]; correct it",
+        ),
+        (["--num-experts", "4", "--moe-router-topk", "5"], "experts_per_token 5"),
+    ],
+)
+def test_wrong_flags_of_experts_are_refused(typed: list[str], problem: str) -> None:
+    parser = argparse.ArgumentParser()
+    add_shape_arguments(parser)
+    with pytest.raises(ConfigurationError, match=problem):
+        shape_of(parser.parse_args([*QWEN3_30B_A3B, *typed]))
 
 
 def test_predicted_columns_follow_those_that_were_given(tmp_path: Path) -> None:
