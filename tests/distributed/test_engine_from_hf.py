@@ -114,7 +114,13 @@ def check_reference(reference: Engine, engine: Engine, saved: Path) -> None:
     reference.close()
 
 
-@pytest.mark.parametrize("family", ["qwen3"])
+@pytest.mark.parametrize(
+    "family",
+    [
+        "qwen2_moe",
+        *(pytest.param(name, marks=pytest.mark.nightly) for name in ("qwen3", "mixtral")),
+    ],
+)
 def test_weights_go_in_and_out_and_checkpoints_continue(family: str, tmp_path: Path) -> None:
     folder = make_folder(tmp_path / family, family)
     runs = pool_of(NUM_RANKS).run(run_verbs, folder, tmp_path / "saved")

@@ -53,6 +53,10 @@ ITERATION = 5
         ("smollm3", "pp2"),
         ("smollm3, untied, biases", "tp2"),
         ("qwen3_next", "tp2"),
+        ("mixtral, window, tied", "tp2"),
+        ("qwen2_moe", "tp2"),
+        ("qwen3_moe", "pp2"),
+        ("qwen3_moe, some dense, tied", "tp2"),
     ],
 )
 def test_the_same_loss_before_and_after_training(

@@ -6,6 +6,7 @@ that the engine's first update made.
 
 from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -20,7 +21,10 @@ from tests.support.huggingface import (
     labelled_gradients,
     llama_gradients,
     mistral,
+    mixtral,
     nemotron,
+    qwen2_moe,
+    qwen3_moe,
     qwen3_next,
     smollm3,
     to_llama,
@@ -65,6 +69,16 @@ def test_llama_gives_the_same_loss_and_gradients(
     check(law_job(num_ranks, text, model), num_ranks)
 
 
+def with_experts(model: SmallModel = LLAMA, **variant: Any) -> SmallModel:
+    experts = {
+        "num_moe_experts": 4,
+        "moe_ffn_hidden_size": 16,
+        "moe_router_load_balancing_type": "none",
+        "moe_token_dispatcher_type": "alltoall",
+    }
+    return replace(model, num_layers=2, variant=tuple((experts | variant).items()))
+
+
 FAMILIES: dict[str, tuple[SmallModel, Callable[[SmallModel], torch.nn.Module]]] = {
     "Mistral": (replace(LLAMA, variant=(("window_size", (6, 0)),)), mistral),
     "Nemotron": (
@@ -84,6 +98,19 @@ FAMILIES: dict[str, tuple[SmallModel, Callable[[SmallModel], torch.nn.Module]]] 
             variant=(("attention_output_gate", True), ("layernorm_zero_centered_gamma", True)),
         ),
         qwen3_next,
+    ),
+    "Mixtral": (with_experts(), mixtral),
+    "Qwen2-MoE": (
+        with_experts(
+            moe_router_pre_softmax=True,
+            moe_shared_expert_intermediate_size=24,
+            moe_shared_expert_gate=True,
+        ),
+        qwen2_moe,
+    ),
+    "Qwen3-MoE": (
+        with_experts(replace(LLAMA, qk_layernorm=True), moe_router_topk=3, moe_layer_freq=(0, 1)),
+        qwen3_moe,
     ),
     "GPT-OSS without experts": (
         replace(

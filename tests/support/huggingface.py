@@ -6,6 +6,7 @@ Differences of layout, all linear, so that weights and gradients map in the same
   their gates, of its key head and of its value head; Llama has three matrices, heads in order, and
   Qwen3-Next puts the gate of each head behind it.
 - Megatron's ``linear_fc1`` stacks gate and up.
+- Megatron's experts are modules; transformers has two tensors for all experts of a layer.
 - Megatron's vocabulary is padded; Llama's is not.
 
 Rotary positions are the same: both rotate the first half of a head against the second half (not
@@ -29,8 +30,14 @@ from transformers import (
     LlamaForCausalLM,
     MistralConfig,
     MistralForCausalLM,
+    MixtralConfig,
+    MixtralForCausalLM,
     NemotronConfig,
     NemotronForCausalLM,
+    Qwen2MoeConfig,
+    Qwen2MoeForCausalLM,
+    Qwen3MoeConfig,
+    Qwen3MoeForCausalLM,
     Qwen3NextConfig,
     Qwen3NextForCausalLM,
     SmolLM3Config,
@@ -56,6 +63,7 @@ def to_llama(tensors: Tensors, model: SmallModel) -> dict[str, np.ndarray]:
     Every tensor is used: one that Llama does not have is a KeyError.
     """
     found: dict[str, np.ndarray] = {}
+    experts: dict[str, dict[int, np.ndarray]] = {}
     for name, value in tensors.items():
         if name in _OUTER_NAMES:
             is_vocabulary = "layernorm" not in name
@@ -69,6 +77,14 @@ def to_llama(tensors: Tensors, model: SmallModel) -> dict[str, np.ndarray]:
             found[prefix + f"self_attn.q_proj.{kind}"] = query
             found[prefix + f"self_attn.k_proj.{kind}"] = key
             found[prefix + f"self_attn.v_proj.{kind}"] = value_rows
+        elif module.startswith("mlp.experts"):
+            *_, number, linear = module.split(".")
+            whole = {"linear_fc1": "gate_up_proj", "linear_fc2": "down_proj"}[linear]
+            experts.setdefault(f"{prefix}mlp.experts.{whole}", {})[int(number)] = value
+        elif module == "mlp.shared_experts.linear_fc1":
+            gate, up = np.split(value, 2)
+            found[prefix + "mlp.shared_expert.gate_proj.weight"] = gate
+            found[prefix + "mlp.shared_expert.up_proj.weight"] = up
         elif module == "mlp.linear_fc1" and model.transformer().gated_linear_unit:
             gate, up = np.split(value, 2)
             found[prefix + f"mlp.gate_proj.{kind}"] = gate
@@ -76,7 +92,9 @@ def to_llama(tensors: Tensors, model: SmallModel) -> dict[str, np.ndarray]:
         elif kind == "softmax_offset":
             found[prefix + "self_attn.sinks"] = value
         else:
-            found[prefix + f"{_LAYER_NAMES[module]}.{kind}"] = value
+            found[prefix + f"{_LAYER_NAMES[module]}.{kind.removeprefix('gate_')}"] = value
+    for name, of_numbers in experts.items():
+        found[name] = np.stack([of_numbers[number] for number in range(len(of_numbers))])
     return found
 
 
@@ -175,6 +193,9 @@ _LAYER_NAMES = {
     "pre_mlp_layernorm": "post_attention_layernorm",
     "mlp.linear_fc1": "mlp.up_proj",
     "mlp.linear_fc2": "mlp.down_proj",
+    "mlp.router": "mlp.gate",
+    "mlp.shared_experts": "mlp.shared_expert_gate",
+    "mlp.shared_experts.linear_fc2": "mlp.shared_expert.down_proj",
 }
 
 
@@ -259,6 +280,53 @@ def qwen3_next(model: SmallModel) -> torch.nn.Module:
         mlp_only_layers=list(range(model.num_layers)),
     )
     return Qwen3NextForCausalLM(config).float()
+
+
+def mixtral(model: SmallModel) -> torch.nn.Module:
+    """With experts in all layers."""
+    settings = model.transformer()
+    config = MixtralConfig(
+        **_sizes(model) | {"intermediate_size": settings.moe_ffn_hidden_size},
+        rms_norm_eps=_epsilon(model),
+        num_local_experts=settings.num_moe_experts,
+        num_experts_per_tok=settings.moe_router_topk,
+        sliding_window=None,
+    )
+    return MixtralForCausalLM(config).float()
+
+
+def qwen2_moe(model: SmallModel) -> torch.nn.Module:
+    """With a shared expert and its gate, without biases."""
+    settings = model.transformer()
+    config = Qwen2MoeConfig(
+        **_qwen_experts(model),
+        shared_expert_intermediate_size=settings.moe_shared_expert_intermediate_size,
+        qkv_bias=False,
+    )
+    return Qwen2MoeForCausalLM(config).float()
+
+
+def qwen3_moe(model: SmallModel) -> torch.nn.Module:
+    """With norms of queries and keys."""
+    return Qwen3MoeForCausalLM(Qwen3MoeConfig(**_qwen_experts(model))).float()
+
+
+def _qwen_experts(model: SmallModel) -> dict[str, Any]:
+    settings = model.transformer()
+    frequency = settings.moe_layer_freq
+    return _sizes(model) | {
+        "rms_norm_eps": _epsilon(model),
+        "num_experts": settings.num_moe_experts,
+        "num_experts_per_tok": settings.moe_router_topk,
+        "moe_intermediate_size": settings.moe_ffn_hidden_size,
+        "norm_topk_prob": not settings.moe_router_pre_softmax,
+        "mlp_only_layers": [
+            layer
+            for layer in range(model.num_layers)
+            if isinstance(frequency, list) and not frequency[layer]
+        ],
+        "router_aux_loss_coef": 0.0,
+    }
 
 
 def gpt_oss(model: SmallModel) -> torch.nn.Module:

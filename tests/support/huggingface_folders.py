@@ -16,14 +16,20 @@ from transformers import (
     LlamaForCausalLM,
     MistralConfig,
     MistralForCausalLM,
+    MixtralConfig,
+    MixtralForCausalLM,
     NemotronConfig,
     NemotronForCausalLM,
     PreTrainedConfig,
     PreTrainedModel,
     Qwen2Config,
     Qwen2ForCausalLM,
+    Qwen2MoeConfig,
+    Qwen2MoeForCausalLM,
     Qwen3Config,
     Qwen3ForCausalLM,
+    Qwen3MoeConfig,
+    Qwen3MoeForCausalLM,
     Qwen3NextConfig,
     Qwen3NextForCausalLM,
     SmolLM3Config,
@@ -47,11 +53,15 @@ _SIZES = {
     "num_key_value_heads": 2,
     "max_position_embeddings": 256,
 }
+_FEW_EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 12}
 _CLASSES: dict[str, tuple[type[PreTrainedConfig], type[PreTrainedModel]]] = {
     "llama": (LlamaConfig, LlamaForCausalLM),
     "qwen2": (Qwen2Config, Qwen2ForCausalLM),
     "qwen3": (Qwen3Config, Qwen3ForCausalLM),
     "mistral": (MistralConfig, MistralForCausalLM),
+    "mixtral": (MixtralConfig, MixtralForCausalLM),
+    "qwen2_moe": (Qwen2MoeConfig, Qwen2MoeForCausalLM),
+    "qwen3_moe": (Qwen3MoeConfig, Qwen3MoeForCausalLM),
     "nemotron": (NemotronConfig, NemotronForCausalLM),
     "smollm3": (SmolLM3Config, SmolLM3ForCausalLM),
     "qwen3_next": (Qwen3NextConfig, Qwen3NextForCausalLM),
@@ -89,6 +99,19 @@ VARIANTS: dict[str, dict[str, Any]] = {
         "mlp_bias": True,
         "pad_token_id": None,
     },
+    "mixtral": {"num_local_experts": 4},
+    "mixtral, window, tied": {
+        "num_local_experts": 3,
+        "sliding_window": 7,
+        "head_dim": 12,
+        "tie_word_embeddings": True,
+    },
+    "qwen2_moe": _FEW_EXPERTS | {"shared_expert_intermediate_size": 20, "decoder_sparse_step": 2},
+    "qwen2_moe, normalized, without biases": _FEW_EXPERTS
+    | {"shared_expert_intermediate_size": 12, "norm_topk_prob": True, "qkv_bias": False},
+    "qwen3_moe": _FEW_EXPERTS | {"head_dim": 12, "norm_topk_prob": True},
+    "qwen3_moe, some dense, tied": _FEW_EXPERTS
+    | {"head_dim": 6, "mlp_only_layers": [1], "tie_word_embeddings": True},
     "qwen3_next": {
         "layer_types": ["full_attention"] * 3,
         "mlp_only_layers": [0, 1, 2],
@@ -99,9 +122,9 @@ VARIANTS: dict[str, dict[str, Any]] = {
 
 
 def make_folder(
-    path: Path, variant: str, dtype: torch.dtype = torch.float32, *, max_shard_size: str = "1GB"
+    path: Path, variant: str, dtype: torch.dtype = torch.float32, **options: Any
 ) -> Path:
-    """Random parameters, norms and biases among them."""
+    """Random parameters, norms and biases among them; ``options`` of ``save_pretrained``."""
     config_class, model_class = _CLASSES[variant.split(",")[0]]
     model: Any = model_class(config_class(**(_SIZES | VARIANTS[variant])))
     generator = torch.Generator().manual_seed(len(variant))
@@ -109,7 +132,7 @@ def make_folder(
         for name, parameter in model.named_parameters():
             noise = torch.randn(parameter.shape, generator=generator)
             parameter.copy_(1.0 + 0.2 * noise if "norm" in name else 0.2 * noise)
-    model.to(dtype).save_pretrained(path, max_shard_size=max_shard_size)
+    model.to(dtype).save_pretrained(path, **options)
     return path
 
 

@@ -20,7 +20,14 @@ from megatron.core.dist_checkpointing.mapping import (
     is_main_replica,
 )
 
-from megatron.hydraulis.checkpoint.torch_dist import EXP_AVG, EXP_AVG_SQ, MASTER, MODEL, Piece
+from megatron.hydraulis.checkpoint.torch_dist import (
+    EXP_AVG,
+    EXP_AVG_SQ,
+    MASTER,
+    MODEL,
+    Piece,
+    norms_of_experts,
+)
 from megatron.hydraulis.errors import ConfigurationError
 from megatron.hydraulis.optimizer.shards import CanonicalShards
 from megatron.hydraulis.runtime.engine import Engine
@@ -238,6 +245,10 @@ def _whole_model(
     if separate_layers:
         metadata["non_homogeneous_layers"] = True
     state: dict[str, Any] = model.sharded_state_dict(metadata=metadata)
+    entries = list(_leaves(state))
+    new = norms_of_experts({entry.key for entry in entries})
+    for entry in entries:
+        entry.key = new.get(entry.key, entry.key)
     return model, state
 
 

@@ -14,9 +14,9 @@ import math
 import os
 import pickle
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import groupby
 from pathlib import Path
 from typing import IO, Any, cast
@@ -55,6 +55,8 @@ __all__ = [
     "StoredCheckpoint",
     "StoredTensor",
     "WrittenFile",
+    "layer_key",
+    "norms_of_experts",
     "object_key",
     "write_file",
     "write_metadata",
@@ -111,14 +113,41 @@ class Piece:
     stored once."""
 
 
-def object_key(key: str, num_axes: int = 1) -> str:
-    """Megatron's name, in the checkpoint, of an object that is not cut along any axis."""
-    found: str = ShardedObject(key, None, (1,) * num_axes, (0,) * num_axes).unique_key
+def object_key(key: str, axes: tuple[int, ...] = (1,), index: tuple[int, ...] = (0,)) -> str:
+    """Megatron's name, in the checkpoint, of an object at an index along axes of these sizes."""
+    found: str = ShardedObject(key, None, axes, index).unique_key
     return found
+
+
+def layer_key(key: str, layer: int | None, *, separate_layers: bool) -> str:
+    """Key of the stored tensor that has a layer's tensor, given its key without a number.
+
+    separate_layers: whether the checkpoint has a tensor for every layer.
+    """
+    if layer is None:
+        return key
+    return f"{LAYERS}{layer}.{key}" if separate_layers else f"{LAYERS}{key}"
 
 
 COMMON_STATE = object_key("common_state")
 """Megatron's name of everything that is neither a tensor nor a separate object."""
+
+
+_FUSED_NORM, _NORM_OF_EXPERTS = "mlp.linear_fc1.layer_norm_", "pre_mlp_layernorm."
+
+
+def norms_of_experts(keys: Collection[str]) -> dict[str, str]:
+    """Keys of norms before experts as upstream's local layers call them, to Transformer Engine's.
+
+    The former name it as if it were fused with the fc1 of an MLP, which such a layer does not have.
+    Checkpoints have the latter.
+    """
+    found = {}
+    for key in keys:
+        layer, is_norm, kind = key.partition(_FUSED_NORM)
+        if is_norm and f"{layer}mlp.linear_fc1.weight" not in keys:
+            found[key] = f"{layer}{_NORM_OF_EXPERTS}{kind}"
+    return found
 
 
 # --- reading ------------------------------------------------------------------------------------
@@ -180,22 +209,20 @@ class StoredCheckpoint:
         return needed
 
     def layer_key(self, key: str, layer: int | None) -> str:
-        """Key of the stored tensor that has a layer's tensor, given its key without a number."""
-        if layer is None:
-            return key
-        return f"{LAYERS}{layer}.{key}" if self.has_separate_layers else f"{LAYERS}{key}"
+        """As the function of this name, for this checkpoint."""
+        return layer_key(key, layer, separate_layers=self.has_separate_layers)
 
-    def read(self, key: str, layer: int | None = None) -> Tensor:
-        """A tensor, or that of one layer, whose key is given without a number."""
+    def read(self, key: str, layer: int | None = None, expert: int | None = None) -> Tensor:
+        """A tensor, or that of one layer, whose key is given without a number, and one expert."""
         stored_key = self.layer_key(key, layer)
         stored = self.tensors[stored_key]
-        has_axis = layer is not None and not self.has_separate_layers
-        size, offset = stored.shape, (0,) * len(stored.shape)
-        if has_axis:
-            size, offset = (1, *size[1:]), (cast(int, layer), *offset[1:])
-        data = torch.empty(size, dtype=stored.dtype)
+        of_layer = None if self.has_separate_layers else layer
+        index = tuple(each for each in (of_layer, expert) if each is not None)
+        size = stored.shape[len(index) :]
+        data = torch.empty((*(1 for _ in index), *size), dtype=stored.dtype)
+        offset = (*index, *(0 for _ in size))
         self.fill([Piece(stored_key, stored.shape, offset, data, stored.dtype)])
-        return data[0] if has_axis else data
+        return data.view(size)
 
     def fill(self, pieces: Iterable[Piece]) -> None:
         """Read into the memory of the pieces, in the order of the files.
@@ -235,7 +262,8 @@ class StoredCheckpoint:
     def read_object(self, key: str, num_axes: int = 1) -> Any:
         """An object that is not cut along any axis; None if there is none."""
         with _reading(self.folder):
-            info = self._metadata.storage_data.get(MetadataIndex(object_key(key, num_axes)))
+            full_key = object_key(key, (1,) * num_axes, (0,) * num_axes)
+            info = self._metadata.storage_data.get(MetadataIndex(full_key))
             if info is None:
                 return None
             with (self.folder / info.relative_path).open("rb") as file:
@@ -330,7 +358,24 @@ def _read_metadata(path: Path) -> Metadata:
                 f"{path}: must say which tensors are in which files of the folder but says "
                 "something else; load another checkpoint"
             )
-    return metadata
+    return _with_names_of_experts(metadata)
+
+
+def _with_names_of_experts(metadata: Metadata) -> Metadata:
+    """With the keys of `norms_of_experts`, also for what was written by others or earlier."""
+    new = norms_of_experts(metadata.state_dict_metadata.keys())
+    if not new:
+        return metadata
+    return replace(
+        metadata,
+        state_dict_metadata={
+            new.get(key, key): entry for key, entry in metadata.state_dict_metadata.items()
+        },
+        storage_data={
+            replace(index, fqn=new.get(index.fqn, index.fqn)): info
+            for index, info in metadata.storage_data.items()
+        },
+    )
 
 
 def _is_valid(metadata: Any) -> bool:

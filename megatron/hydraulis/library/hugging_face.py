@@ -7,7 +7,6 @@ import shlex
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from itertools import groupby
 from pathlib import Path
 
 import torch
@@ -17,14 +16,10 @@ from torch import Tensor
 from hydraulis_patches.cpu_backend import apply_cpu_backend
 from megatron.hydraulis.checkpoint.collective_errors import on_all_ranks
 from megatron.hydraulis.checkpoint.hugging_face.import_hf import assembled, open_folder
-from megatron.hydraulis.checkpoint.hugging_face.model import (
-    HuggingFaceModel,
-    TensorRows,
-    model_flags,
-    tensor_rows,
-)
+from megatron.hydraulis.checkpoint.hugging_face.model import HuggingFaceModel, model_flags
+from megatron.hydraulis.checkpoint.hugging_face.tensors import TensorRows, by_place
 from megatron.hydraulis.checkpoint.names import stored_parameters
-from megatron.hydraulis.checkpoint.torch_dist import LAYERS
+from megatron.hydraulis.checkpoint.torch_dist import layer_key
 from megatron.hydraulis.cost_model.profile import ProfileCostModel
 from megatron.hydraulis.errors import ConfigurationError
 from megatron.hydraulis.flags.arguments import Resolved, parse_arguments
@@ -233,8 +228,7 @@ def _fill(engine: Engine, folder: Path) -> None:
     for spec, parts in _parameters(engine, model):
         if spec.name not in owned:
             continue
-        size = spec.shape if parts[0].layer is None else (1, *spec.shape)
-        matrix = assembled(size, dtype, parts, files).view(spec.shape[0], -1)
+        matrix = assembled(spec.shape, dtype, parts, files).view(spec.shape[0], -1)
         for part in owned[spec.name]:
             rows = slice(part.first_row, part.first_row + part.num_rows)
             columns = slice(part.first_column, part.first_column + part.num_columns)
@@ -247,8 +241,9 @@ def _parameters(
 ) -> Iterator[tuple[ParameterSpec, list[TensorRows]]]:
     """Every parameter, with what Hugging Face has of it."""
     stored = stored_parameters(engine.definition, separate_layers=True)
-    name_of = {place.key: name for name, place in stored.items()}
+    name_of = {(at.key, at.prefix): name for name, at in stored.items()}
     layout = engine.layout
-    for (key, layer), parts in groupby(tensor_rows(model), key=lambda row: (row.key, row.layer)):
-        name = name_of[key if layer is None else f"{LAYERS}{layer}.{key}"]
+    for place, parts in by_place(model):
+        key = layer_key(place.key, place.layer, separate_layers=True)
+        name = name_of[key, () if place.expert is None else (place.expert,)]
         yield layout.parameters[layout.index_of[name]], list(parts)

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from megatron.hydraulis.checkpoint.hugging_face.model import model_from_config
+from megatron.hydraulis.checkpoint.hugging_face.config import model_from_config
 from megatron.hydraulis.cost_model.analytic import AnalyticCostModel
 from megatron.hydraulis.cost_model.device import device_constants
 from megatron.hydraulis.cost_model.estimate_command import (

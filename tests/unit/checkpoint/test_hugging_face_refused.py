@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 from argparse import Namespace
 from collections.abc import Callable
@@ -57,8 +58,8 @@ def cut(name: str) -> Callable[[dict[str, torch.Tensor]], None]:
 NORM = "model.layers.1.input_layernorm.weight"
 BAD_CONFIGS: dict[str, tuple[dict[str, Any], list[str]]] = {
     "architecture": (
-        {"model_type": "mixtral"},
-        ["llama, mistral, nemotron, qwen2, qwen3, ", "'mixtral'"],
+        {"model_type": "gemma"},
+        ["llama, mistral, mixtral, nemotron, qwen2, qwen2_moe, ", "'gemma'"],
     ),
     "task": ({"architectures": ["Qwen2ForTokenClassification"]}, ["Qwen2ForCausalLM"]),
     "activation": ({"hidden_act": "gelu"}, ["hidden_act", "silu", "'gelu'"]),
@@ -184,6 +185,35 @@ def test_damaged_folders(case: str, folder: Path, tmp_path: Path) -> None:
     assert not (tmp_path / "mega").exists()
 
 
+@pytest.mark.parametrize(
+    ("family", "missing"),
+    [
+        ("mixtral", "model.layers.2.block_sparse_moe.experts.3.w3.weight"),
+        ("qwen3_moe", "model.layers.0.mlp.experts.1.down_proj.weight"),
+        ("qwen2_moe", "model.layers.1.mlp.shared_expert_gate.weight"),
+        ("qwen2_moe", "model.layers.1.mlp.gate.weight"),
+    ],
+)
+def test_experts_that_are_missing(family: str, missing: str, tmp_path: Path) -> None:
+    source = make_folder(tmp_path / "hf", family)
+    rewrite(source, lambda tensors: tensors.__delitem__(missing))
+    words = (
+        rf"model of this configuration has \d+ tensors but {re.escape(missing)} .*get the folder"
+    )
+    with pytest.raises(CheckpointError, match=words):
+        import_folder(source, tmp_path / "mega")
+    assert not (tmp_path / "mega").exists()
+
+
+@pytest.mark.parametrize("options", [{}, {"save_original_format": False}])
+def test_another_number_of_experts_than_configured(options: dict[str, Any], tmp_path: Path) -> None:
+    for number, word in ((5, "experts.4.down_proj.weight"), (3, "have no counterpart")):
+        source = make_folder(tmp_path / str(number), "qwen3_moe", **options)
+        change_config(source, num_experts=number)
+        with pytest.raises((CheckpointError, ConfigurationError), match=word):
+            import_folder(source, tmp_path / "mega")
+
+
 def test_an_output_layer_equal_to_the_embedding_is_imported_as_tied(
     folder: Path, tmp_path: Path
 ) -> None:
@@ -304,6 +334,9 @@ SMALL = HuggingFaceModel(
 )
 
 
+EXPERTS = {"num_experts": 4, "moe_router_topk": 2, "moe_ffn_hidden_size": 12}
+
+
 def test_checkpoints_of_other_models(checkpoint: Path, tmp_path: Path) -> None:
     tensors = whole_tensors(checkpoint)
     arguments = SMALL.to_arguments()
@@ -339,11 +372,22 @@ def test_checkpoints_of_other_models(checkpoint: Path, tmp_path: Path) -> None:
         ({"swiglu": False}, ["--swiglu must be True"]),
         ({"rotary_percent": 0.5}, ["--rotary-percent", "0.5"]),
         ({"rotary_interleaved": True}, ["rotary_interleaved"]),
-        ({"num_experts": 8}, ["num_experts = 8"]),
+        (EXPERTS | {"num_experts": 1}, ["num_experts is 1", "experts_per_token 2"]),
+        (EXPERTS, ["Mixtral has --num-experts", "this model --add-qkv-bias and --num-experts"]),
+        (
+            EXPERTS | {"moe_router_pre_softmax": True, "add_qkv_bias": False},
+            ["Mixtral has", "--moe-router-pre-softmax"],
+        ),
+        (EXPERTS | {"moe_router_topk": 1}, ["norm_topk_prob", "passes 1 expert"]),
+        (EXPERTS | {"moe_router_score_function": "sigmoid"}, ["must be softmax but is sigmoid"]),
+        (EXPERTS | {"moe_router_num_groups": 2}, ["moe_router_num_groups = 2"]),
         ({"qk_layernorm": True}, ["--qk-layernorm", "Qwen3"]),
         ({"add_qkv_bias": False, "hidden_size": 30}, ["30", "4 heads"]),
         ({"use_rope_scaling": True, "rotary_seq_len_interpolation_factor": 2}, ["both"]),
-        ({"window_size": (7, 0)}, ["Mistral has --window-size but", "biases and --window-size"]),
+        (
+            {"window_size": (7, 0)},
+            ["Mistral has --window-size but", "--add-qkv-bias and --window-size"],
+        ),
         ({"window_size": (7, 0), "window_attn_skip_freq": 2}, ["window_attn_skip_freq = 2"]),
         ({"no_rope_freq": [0, 1, 0]}, ["SmolLM3", "biases in all linear layers but"]),
         ({"softmax_type": "learnable"}, ["--softmax-type must be vanilla"]),
@@ -378,6 +422,16 @@ def test_arguments_without_counterpart(changes: dict[str, Any], words: list[str]
         ("mistral", {"sliding_window": "7"}, ["sliding_window", "'7'"]),
         ("mistral", {"sliding_window": 0}, ["window_tokens must be positive"]),
         ("smollm3", {"use_sliding_window": True}, ["use_sliding_window"]),
+        ("mixtral", {"num_experts_per_tok": 1}, ["norm_topk_prob", "passes 1 expert"]),
+        ("mixtral", {"num_experts_per_tok": 5}, ["num_experts is 4", "experts_per_token 5"]),
+        ("mixtral", {"router_jitter_noise": 0.1}, ["router_jitter_noise", "0.1"]),
+        ("qwen3_moe", {"mlp_only_layers": [0, 1, 2]}, ["mlp_only_layers", "have experts"]),
+        ("qwen2_moe", {"decoder_sparse_step": 0}, ["decoder_sparse_step", "at least 1 layer"]),
+        (
+            "qwen2_moe",
+            {"shared_expert_intermediate_size": 0},
+            ["Qwen2Moe has", "--moe-shared-expert-intermediate-size"],
+        ),
         ("smollm3", {"no_rope_layers": [1, 0]}, ["no_rope_layers", "each of 3 layers"]),
         ("smollm3", {"no_rope_layers": [1, 0, "x"]}, ["no_rope_layers", "0 or 1"]),
         ("qwen3_next", {"mlp_only_layers": [0, 2]}, ["mlp_only_layers", "without experts"]),

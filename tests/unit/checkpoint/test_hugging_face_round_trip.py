@@ -85,6 +85,30 @@ def test_rows_are_placed_as_in_megatron(tmp_path: Path) -> None:
         assert not rows[61:].any()
 
 
+@pytest.mark.parametrize("family", ["mixtral", "qwen2_moe"])
+def test_experts_in_one_tensor_a_layer(family: str, tmp_path: Path) -> None:
+    """As transformers computes with them, and can write them."""
+    source = make_folder(tmp_path / "hf", family)
+    fused = make_folder(tmp_path / "fused", family, save_original_format=False)
+    assert any(name.endswith("mlp.experts.gate_up_proj") for name in tensors_of(fused))
+    import_folder(fused, tmp_path / "mega")
+    export_checkpoint(tmp_path / "mega", tmp_path / "back", max_file_bytes=1 << 30)
+    assert_same_tensors(tensors_of(source), tensors_of(tmp_path / "back"))
+
+
+def test_experts_are_placed_as_in_megatron(tmp_path: Path) -> None:
+    source = make_folder(tmp_path / "hf", "qwen3_moe, some dense, tied")
+    import_folder(source, tmp_path / "mega")
+    theirs, ours = tensors_of(source), whole_tensors(tmp_path / "mega" / "release")
+    fc1 = ours["decoder.layers.2.mlp.experts.experts.linear_fc1.weight"]
+    assert fc1.shape == (4, 24, 32)
+    prefix = "model.layers.2.mlp.experts.3."
+    parts = [theirs[f"{prefix}{each}_proj.weight"] for each in ("gate", "up")]
+    assert torch.equal(fc1[3], torch.cat(parts))
+    assert "decoder.layers.2.pre_mlp_layernorm.weight" in ours
+    assert "decoder.layers.1.mlp.linear_fc1.layer_norm_weight" in ours
+
+
 def test_a_folder_of_several_files(tmp_path: Path) -> None:
     source = make_folder(tmp_path / "hf", "llama", max_shard_size="20KB")
     assert len(list(source.glob("*.safetensors"))) > 2

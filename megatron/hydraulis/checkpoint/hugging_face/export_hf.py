@@ -11,23 +11,21 @@ import math
 import shutil
 from argparse import Namespace
 from collections.abc import Iterator, Mapping
-from itertools import groupby
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from megatron.hydraulis.checkpoint.byte_progress import ByteProgress
 from megatron.hydraulis.checkpoint.folder import CheckpointFolder, is_unfinished
-from megatron.hydraulis.checkpoint.hugging_face.model import (
-    CONFIG_NAME,
+from megatron.hydraulis.checkpoint.hugging_face.config import CONFIG_NAME, config_of
+from megatron.hydraulis.checkpoint.hugging_face.model import HuggingFaceModel, model_from_arguments
+from megatron.hydraulis.checkpoint.hugging_face.tensors import (
     EMBEDDING,
     OUTPUT,
     Converted,
-    HuggingFaceModel,
+    by_place,
     check_tensors,
-    config_of,
-    layer_shapes,
-    model_from_arguments,
-    outer_shapes,
+    leading_axes,
+    shape_of,
     tensor_rows,
 )
 from megatron.hydraulis.checkpoint.manifest import FORMAT_NAME, Manifest, is_checkpoint
@@ -210,13 +208,11 @@ def _model(path: Path, arguments: Mapping[str, Any], sizes: list[Any]) -> Huggin
 
 def _check_tensors(checkpoint: StoredCheckpoint, model: HuggingFaceModel) -> torch.dtype:
     """The dtype of all tensors."""
-    wanted: dict[str, tuple[int, ...]] = outer_shapes(model)
-    for key, shape in layer_shapes(model).items():
-        if checkpoint.has_separate_layers:
-            for layer in range(model.num_layers):
-                wanted[checkpoint.layer_key(key, layer)] = shape
-        else:
-            wanted[checkpoint.layer_key(key, 0)] = (model.num_layers, *shape)
+    separate = checkpoint.has_separate_layers
+    wanted: dict[str, tuple[int, ...]] = {}
+    for place, _ in by_place(model):
+        axes, _ = leading_axes(model, place, separate_layers=separate)
+        wanted[checkpoint.layer_key(place.key, place.layer)] = (*axes, *shape_of(model, place))
     found = {}
     for key, tensor in checkpoint.parameters.items():
         shape = tensor.shape
@@ -233,8 +229,8 @@ def _tensors(
     """Hugging Face's tensors in the order of `tensor_rows`, each of Megatron's read once."""
     import torch
 
-    for place, rows in groupby(tensor_rows(model), key=lambda row: (row.key, row.layer)):
-        piece = checkpoint.read(*place)
+    for place, rows in by_place(model):
+        piece = checkpoint.read(place.key, place.layer, place.expert)
         for row in rows:
             progress.advance(math.prod(row.shape) * piece.itemsize)
             if len(row.runs) == 1:

@@ -13,6 +13,7 @@ import os
 import shutil
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,8 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from megatron.hydraulis.checkpoint.byte_progress import size_text
-from megatron.hydraulis.checkpoint.hugging_face.model import CONFIG_NAME
+from megatron.hydraulis.checkpoint.hugging_face.config import CONFIG_NAME
+from megatron.hydraulis.checkpoint.hugging_face.families import ExpertNames
 from megatron.hydraulis.errors import CheckpointError, ConfigurationError
 from megatron.hydraulis.json_object import JsonObject, read_json
 
@@ -49,6 +51,19 @@ _TOKENIZER_FILES = (
 _TOKEN_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
 
 
+@dataclass(frozen=True, slots=True)
+class _Source:
+    """Where a tensor is."""
+
+    file: str
+    name: str
+    """In the file."""
+    expert: int | None = None
+    """Its number, if the tensor in the file has an axis for experts."""
+    rows: slice = slice(None)
+    """Of the expert's."""
+
+
 class SafetensorsFolder:
     """The tensors of a Hugging Face folder, read one by one.
 
@@ -61,16 +76,40 @@ class SafetensorsFolder:
     def __init__(self, folder: Path) -> None:
         self._folder = folder
         self._files: dict[str, Any] = {}
-        self._file_of = self._find()
+        self._sources = {name: _Source(file, name) for name, file in self._find().items()}
 
     @property
     def names(self) -> frozenset[str]:
         """Names of all tensors."""
-        return frozenset(self._file_of)
+        return frozenset(self._sources)
+
+    def split_experts(self, names: ExpertNames) -> None:
+        """Name the experts' tensors as published folders do, which have three for each expert;
+        transformers (5.23) can write two for all experts of a layer."""
+        gate, up, down = names.projections
+        for fused in [name for name in self._sources if ".mlp." in name]:
+            layer, _, kind = fused.rpartition(".mlp.")
+            prefix = f"{layer}.{names.module}."
+            if kind == "gate.weight":
+                self._sources[prefix + kind] = self._sources.pop(fused)
+            elif kind in ("experts.gate_up_proj", "experts.down_proj"):
+                num_experts, num_rows, _ = self.shape(fused)
+                parts = {down: slice(num_rows)}
+                if kind == "experts.gate_up_proj":
+                    parts = {gate: slice(num_rows // 2), up: slice(num_rows // 2, num_rows)}
+                file = self._sources.pop(fused).file
+                for expert in range(num_experts):
+                    for part, rows in parts.items():
+                        name = f"{prefix}experts.{expert}.{part}.weight"
+                        self._sources[name] = _Source(file, fused, expert, rows)
 
     def shape(self, name: str) -> tuple[int, ...]:
         """Shape of a tensor."""
-        return tuple(self._slice(name).get_shape())
+        shape = tuple(self._slice(name).get_shape())
+        source = self._sources[name]
+        if source.expert is None:
+            return shape
+        return (len(range(*source.rows.indices(shape[1]))), *shape[2:])
 
     def dtype(self, name: str) -> torch.dtype:
         """Dtype of a tensor. Raises CheckpointError for a quantized one."""
@@ -84,10 +123,14 @@ class SafetensorsFolder:
 
     def read(self, name: str) -> torch.Tensor:
         """A copy of a tensor."""
+        source = self._sources[name]
         try:
-            tensor: torch.Tensor = self._files[self._file_of[name]].get_tensor(name)
+            stored = self._slice(name)
+            tensor: torch.Tensor = (
+                stored[:] if source.expert is None else stored[source.expert, source.rows]
+            )
         except (SafetensorError, OSError) as error:
-            raise self._damaged(self._file_of[name], error) from error
+            raise self._damaged(source.file, error) from error
         return tensor
 
     def _find(self) -> dict[str, str]:
@@ -142,7 +185,8 @@ class SafetensorsFolder:
         return self._files[name]
 
     def _slice(self, name: str) -> Any:
-        return self._files[self._file_of[name]].get_slice(name)
+        source = self._sources[name]
+        return self._files[source.file].get_slice(source.name)
 
     def _damaged(self, name: str, error: Exception) -> CheckpointError:
         return CheckpointError(

@@ -9,23 +9,23 @@ import argparse
 import math
 from argparse import Namespace
 from collections.abc import Iterable, Iterator
-from itertools import groupby
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from megatron.hydraulis.checkpoint.byte_progress import ByteProgress
 from megatron.hydraulis.checkpoint.folder import LATEST_FILE_NAME, RELEASE, CheckpointFolder
-from megatron.hydraulis.checkpoint.hugging_face.model import (
-    CONFIG_NAME,
+from megatron.hydraulis.checkpoint.hugging_face.config import CONFIG_NAME, model_from_config
+from megatron.hydraulis.checkpoint.hugging_face.model import HuggingFaceModel, model_flags
+from megatron.hydraulis.checkpoint.hugging_face.tensors import (
     FINAL_NORM,
+    ROUTER,
     Converted,
-    HuggingFaceModel,
     TensorRows,
+    by_place,
     check_tensors,
-    layer_shapes,
-    model_flags,
-    model_from_config,
-    outer_shapes,
+    layers_differ,
+    leading_axes,
+    shape_of,
     tensor_rows,
 )
 from megatron.hydraulis.checkpoint.manifest import Manifest, model_of, records_of
@@ -134,9 +134,8 @@ def import_folder(source: Path, output: Path, *, vocab_divisor: int = 128) -> Co
         "content_metadata": sharding_metadata(),
     }
     objects = dict.fromkeys(_extra_states(model)) | {COMMON_STATE: common}
-    num_elements = sum(map(math.prod, outer_shapes(model, padded_size).values()))
-    num_elements += model.num_layers * sum(map(math.prod, layer_shapes(model).values()))
-    num_bytes = num_elements * dtype.itemsize
+    sizes = (math.prod(shape_of(model, place, padded_size)) for place, _ in by_place(model))
+    num_bytes = sum(sizes) * dtype.itemsize
     path = folder.path_of(RELEASE)
     with (
         ByteProgress("import-hf", num_bytes) as progress,
@@ -173,6 +172,8 @@ def open_folder(source: Path) -> tuple[HuggingFaceModel, SafetensorsFolder, torc
     config = source / CONFIG_NAME
     model = model_from_config(read_json(config, "config", CheckpointError), str(config))
     files = SafetensorsFolder(source)
+    if (names := model.of_family.experts) is not None:
+        files.split_experts(names)
     return model, files, _check_tensors(source, files, model)
 
 
@@ -198,46 +199,45 @@ def _pieces(
     dtype: torch.dtype,
     progress: ByteProgress,
 ) -> Iterator[Piece]:
-    """Megatron's tensors, a layer at a time, in the order of Hugging Face's."""
-    from megatron.hydraulis.checkpoint.torch_dist import LAYERS, Piece
+    """Megatron's tensors, one at a time, in the order of Hugging Face's."""
+    from megatron.hydraulis.checkpoint.torch_dist import Piece, layer_key
 
-    outer, layers = outer_shapes(model, padded_size), layer_shapes(model)
-    for (key, layer), rows in groupby(tensor_rows(model), key=lambda row: (row.key, row.layer)):
-        if layer is None:
-            shape = size = outer[key]
-        else:
-            key, size = f"{LAYERS}{key}", (1, *layers[key])
-            shape = (model.num_layers, *size[1:])
-        offset = (layer or 0, *(0 for _ in size[1:]))
-        yield Piece(key, shape, offset, assembled(size, dtype, rows, files), dtype)
+    separate = layers_differ(model)
+    for place, rows in by_place(model):
+        size = shape_of(model, place, padded_size)
+        axes, index = leading_axes(model, place, separate_layers=separate)
+        data = assembled(size, dtype, rows, files).view(*(1 for _ in axes), *size)
+        key = layer_key(place.key, place.layer, separate_layers=separate)
+        yield Piece(key, (*axes, *size), (*index, *(0 for _ in size)), data, dtype)
         progress.advance(math.prod(size) * dtype.itemsize)
+        del data  # before the next one is made
 
 
 def assembled(
     size: tuple[int, ...], dtype: torch.dtype, parts: Iterable[TensorRows], files: SafetensorsFolder
 ) -> torch.Tensor:
-    """A piece of Megatron's tensor, of its size with an axis for the layer if the parts have one;
-    rows that no part fills are 0."""
+    """One of Megatron's tensors, of its size; rows that no part fills are 0."""
     import torch
 
-    piece = torch.zeros(size, dtype=dtype)
+    whole = torch.zeros(size, dtype=dtype)
     for part in parts:
         rows = files.read(part.name)
-        whole = piece if part.layer is None else piece[0]
         at = 0
         for first, end in part.runs:
             whole[first:end] = rows[at : at + end - first]
             at += end - first
-    return piece
+    return whole
 
 
 def _extra_states(model: HuggingFaceModel) -> Iterator[str]:
     """Keys of the objects that Megatron's modules, local or Transformer Engine's, ask for."""
-    from megatron.hydraulis.checkpoint.torch_dist import LAYERS, object_key
+    from megatron.hydraulis.checkpoint.torch_dist import layer_key, object_key
 
     yield object_key(f"{FINAL_NORM}._extra_state")
-    for key in layer_shapes(model):
-        module, found, _ = key.partition(".weight")
-        if found:
-            for layer in range(model.num_layers):
-                yield f"{LAYERS}{module}._extra_state/shard_{layer}_{model.num_layers}"
+    separate = layers_differ(model)
+    for place, _ in by_place(model):
+        module, found, _ = place.key.partition(".weight")
+        if found and place.layer is not None and module != ROUTER:
+            axes, index = leading_axes(model, place, separate_layers=separate)
+            key = layer_key(f"{module}._extra_state", place.layer, separate_layers=separate)
+            yield object_key(key, axes or (1,), index or (0,))

@@ -1,0 +1,261 @@
+"""A model as the ``config.json`` of a Hugging Face folder."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from megatron.hydraulis.checkpoint.hugging_face.families import BIASES, FAMILIES, Family
+from megatron.hydraulis.checkpoint.hugging_face.model import (
+    Experts,
+    HuggingFaceModel,
+    layers_without_rope,
+    without_nulls,
+)
+from megatron.hydraulis.errors import ConfigurationError
+from megatron.hydraulis.json_object import JsonObject
+
+CONFIG_NAME = "config.json"
+_LLAMA3: Mapping[str, float] = {
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 8192,
+}
+"""What Megatron (0.19.2, `RotaryEmbedding._apply_scaling`) has fixed of Llama 3's scaling."""
+_INTERVAL_OF_SMOLLM3 = 4
+"""Default of transformers (5.23)."""
+_NUMBER = "num_local_experts"
+"""What transformers (5.23) writes for the number of experts of some families."""
+_PARTIAL = "partial_rotary_factor"
+_FULL_ATTENTION = "full_attention"
+
+
+def config_of(model: HuggingFaceModel, dtype: str) -> dict[str, Any]:
+    """The content of ``config.json``, in the form that transformers 4 and 5 both read.
+
+    Args:
+        model: the model.
+        dtype: of the tensors, by torch's name.
+    """
+    family = model.of_family
+    rope_scaling: dict[str, Any] | None = None
+    if model.llama3_factor is not None:
+        rope_scaling = {"rope_type": "llama3", "factor": model.llama3_factor, **_LLAMA3}
+    elif model.interpolation_factor is not None:
+        rope_scaling = {"rope_type": "linear", "factor": model.interpolation_factor}
+    config: dict[str, Any] = {
+        "architectures": [family.architecture],
+        "model_type": model.family,
+        "vocab_size": model.vocab_size,
+        "hidden_size": model.hidden_size,
+        "intermediate_size": model.ffn_hidden_size,
+        "num_hidden_layers": model.num_layers,
+        "num_attention_heads": model.num_attention_heads,
+        "num_key_value_heads": model.num_query_groups,
+        "head_dim": model.kv_channels,
+        "hidden_act": "silu",
+        "max_position_embeddings": model.max_position_embeddings,
+        family.norm_epsilon_key: model.norm_epsilon,
+        "rope_theta": float(model.rotary_base),
+        "rope_scaling": rope_scaling,
+        "tie_word_embeddings": model.tied_embeddings,
+        "attention_dropout": 0.0,
+        "torch_dtype": dtype,
+        # A checkpoint does not know its tokenizer; the families' defaults would be a guess.
+        "bos_token_id": None,
+        "eos_token_id": None,
+        "pad_token_id": None,
+        **family.settings,
+    }
+    if family.has(BIASES):
+        config |= {"attention_bias": model.has_linear_biases, "mlp_bias": model.has_linear_biases}
+    if family.has("--rotary-percent"):
+        config[_PARTIAL] = model.rotary_percent
+    if family.has("--window-size"):
+        config["sliding_window"] = model.window_tokens
+    if family.has("--no-rope-freq"):
+        config["no_rope_layers"] = [1 - skips for skips in model.layers_without_rope]
+    if model.family == "qwen2_moe":
+        config["qkv_bias"] = model.has_qkv_biases
+    if model.family == "qwen3_next":
+        config["layer_types"] = [_FULL_ATTENTION] * model.num_layers
+        config["mlp_only_layers"] = list(range(model.num_layers))
+    if (experts := model.experts) is not None and (names := family.experts) is not None:
+        config |= {
+            names.number: experts.number,
+            names.ffn_hidden_size: experts.ffn_hidden_size,
+            "num_experts_per_tok": experts.per_token,
+        }
+        if not names.always_normalizes:
+            config |= {
+                "norm_topk_prob": not experts.has_softmax_before_choice,
+                "decoder_sparse_step": 1,
+                "mlp_only_layers": [i for i, has in enumerate(experts.layers) if not has],
+            }
+        if names.shared_ffn_hidden_size is not None:
+            config[names.shared_ffn_hidden_size] = experts.shared_ffn_hidden_size
+    return config
+
+
+def model_from_config(content: Any, what: str) -> HuggingFaceModel:
+    """The model that a parsed ``config.json`` describes.
+
+    Raises ConfigurationError for what Megatron's model does not have.
+    """
+    config = without_nulls(content, what)
+    name = config.text("model_type")
+    if name not in FAMILIES:
+        raise ConfigurationError(
+            f"{what}: only the model types {', '.join(sorted(FAMILIES))} can be imported but this "
+            f"one is {name!r}; import a model of these"
+        )
+    family = FAMILIES[name]
+    _only(config, "architectures", [family.architecture])
+    _only(config, "quantization_config", None)
+    for key, value in ({"hidden_act": "silu"} | dict(family.settings)).items():
+        _only(config, key, value)
+    num_layers = config.integer("num_hidden_layers")
+    types = config.array("layer_types") if config.has("layer_types") else []
+    if name == "qwen3_next":
+        if sorted(config.integers("mlp_only_layers")) != list(range(num_layers)):
+            raise _wrong(config, "mlp_only_layers", "all layers, without experts")
+        types = config.array("layer_types")
+    if any(kind != _FULL_ATTENTION for kind in types):
+        raise _wrong(config, "layer_types", [_FULL_ATTENTION, "…"])
+    has_biases = False
+    if family.has(BIASES):
+        has_biases = config.flag("attention_bias", default=False)
+        if config.flag("mlp_bias", default=False) != has_biases:
+            raise _wrong(config, "mlp_bias", f"attention_bias, which is {has_biases}")
+    heads = config.integer("num_attention_heads")
+    hidden_size = config.integer("hidden_size")
+    num_query_groups = heads
+    if family.needs_groups or config.has("num_key_value_heads"):
+        num_query_groups = config.integer("num_key_value_heads")
+    if family.needs_head_dim or config.has("head_dim"):
+        kv_channels = config.integer("head_dim")
+    elif heads < 1 or hidden_size % heads:
+        raise _wrong(config, "hidden_size", f"a multiple of {heads} attention heads")
+    else:
+        kv_channels = hidden_size // heads
+    window_tokens = None
+    if family.has("--window-size"):
+        # Null, which is a value here, stands for no window.
+        window_tokens = family.window_tokens if "sliding_window" not in content else None
+        if config.has("sliding_window"):
+            window_tokens = config.integer("sliding_window")
+    has_qkv_biases = has_biases or name == "qwen2"
+    if name == "qwen2_moe":
+        has_qkv_biases = config.flag("qkv_bias", default=True)
+    return HuggingFaceModel(
+        num_layers=num_layers,
+        hidden_size=hidden_size,
+        ffn_hidden_size=config.integer("intermediate_size"),
+        num_attention_heads=heads,
+        num_query_groups=num_query_groups,
+        kv_channels=kv_channels,
+        vocab_size=config.integer("vocab_size"),
+        max_position_embeddings=config.integer("max_position_embeddings"),
+        norm_epsilon=config.number(family.norm_epsilon_key, default=family.norm_epsilon),
+        **_rope(config, family),
+        tied_embeddings=config.flag("tie_word_embeddings", default=family.tied_embeddings),
+        has_linear_biases=has_biases,
+        has_qkv_biases=has_qkv_biases,
+        has_qk_norms=family.has("--qk-layernorm"),
+        window_tokens=window_tokens,
+        layers_without_rope=(
+            _no_rope_layers(config, num_layers) if family.has("--no-rope-freq") else ()
+        ),
+        has_squared_relu=family.has("--squared-relu"),
+        has_output_gate=family.has("--attention-output-gate"),
+        experts=_experts(config, family, num_layers),
+    )
+
+
+def _experts(config: JsonObject, family: Family, num_layers: int) -> Experts | None:
+    names = family.experts
+    if names is None:
+        return None
+    layers = [1] * num_layers
+    is_normalized = True
+    if not names.always_normalizes:
+        is_normalized = config.flag("norm_topk_prob", default=False)
+        step = config.integer("decoder_sparse_step", default=1)
+        if step < 1:
+            raise _wrong(config, "decoder_sparse_step", "at least 1 layer")
+        dense = config.integers("mlp_only_layers") if config.has("mlp_only_layers") else ()
+        layers = [int((i + 1) % step == 0 and i not in dense) for i in range(num_layers)]
+    if not any(layers):
+        raise _wrong(config, "mlp_only_layers", "some of the layers that could have experts")
+    shared_key = names.shared_ffn_hidden_size
+    return Experts(
+        number=config.integer(names.number if config.has(names.number) else _NUMBER),
+        per_token=config.integer("num_experts_per_tok"),
+        ffn_hidden_size=config.integer(names.ffn_hidden_size),
+        layers=tuple(layers),
+        has_softmax_before_choice=not is_normalized,
+        shared_ffn_hidden_size=0 if shared_key is None else config.integer(shared_key),
+        has_shared_gate=shared_key is not None,
+    )
+
+
+def _no_rope_layers(config: JsonObject, num_layers: int) -> tuple[int, ...]:
+    """SmolLM3's list has 1 for a layer with positions, and may be longer than the model."""
+    if not config.has("no_rope_layers"):
+        interval = config.integer("no_rope_layer_interval", default=_INTERVAL_OF_SMOLLM3)
+        if interval < 1:
+            raise config.error(
+                f"no_rope_layer_interval must be at least 1 layer but is {interval}; correct it"
+            )
+        return layers_without_rope(interval, num_layers)
+    has_rope = config.array("no_rope_layers")
+    if len(has_rope) < num_layers or any(each not in (0, 1) for each in has_rope):
+        raise _wrong(config, "no_rope_layers", f"0 or 1 for each of {num_layers} layers")
+    return layers_without_rope([1 - each for each in has_rope[:num_layers]], num_layers)
+
+
+def _rope(config: JsonObject, family: Family) -> dict[str, Any]:
+    """The model's rotary fields: ``rope_theta`` and ``rope_scaling``, or ``rope_parameters``."""
+    content: dict[str, Any] = {}
+    for key in ("rope_parameters", "rope_scaling"):
+        if config.has(key):
+            if not isinstance(config.value(key), Mapping):
+                raise _wrong(config, key, "an object")
+            content |= config.value(key)
+    kinds = {content.pop("type", None), content.pop("rope_type", None)} - {None}
+    rope = without_nulls(content, f"{config.what}, rope")
+    theta = config.number("rope_theta", default=family.rope_theta)
+    theta = rope.number("rope_theta", default=theta)
+    if theta != int(theta):
+        raise _wrong(config, "rope_theta", "a whole number", theta)
+    percent = config.number(_PARTIAL, default=family.rotary_percent)
+    percent = rope.number(_PARTIAL, default=percent)
+    if percent != 1.0 and not family.has("--rotary-percent"):
+        raise _wrong(config, _PARTIAL, 1.0, percent)
+    kind = kinds.pop() if len(kinds) == 1 else "default" if not kinds else str(kinds)
+    fields: dict[str, Any] = {"rotary_base": int(theta), "rotary_percent": percent}
+    if kind == "llama3":
+        fields["llama3_factor"] = rope.number("factor")
+        for key, value in _LLAMA3.items():
+            if rope.number(key) != value:
+                raise _wrong(rope, key, value)
+    elif kind == "linear":
+        fields["interpolation_factor"] = rope.number("factor")
+    elif kind != "default":
+        raise _wrong(config, "rope_type", "'default', 'linear' or 'llama3'", kind)
+    rope.check_all_read()
+    return fields
+
+
+def _wrong(config: JsonObject, key: str, only: object, value: object = None) -> ConfigurationError:
+    value = config.value(key) if value is None else value
+    return ConfigurationError(
+        f"{config.what}: {key} can only be {only} but is {value!r}, for which Megatron's model has "
+        "no counterpart; import another model"
+    )
+
+
+def _only(config: JsonObject, key: str, only: object) -> None:
+    """Refuse another value; absent stands for the usual one."""
+    if config.has(key) and config.value(key) != only:
+        raise _wrong(config, key, only)

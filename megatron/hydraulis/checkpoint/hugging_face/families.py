@@ -1,0 +1,157 @@
+"""The families of models that Hugging Face and Megatron compute in the same way: a row each.
+
+Parts of a model are called by the flags of Megatron that give it them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+BIASES = "biases in all linear layers"
+"""The only part that Megatron has without a flag."""
+_NO_WINDOW = {"use_sliding_window": False}
+_NO_BIAS = {"attention_bias": False}
+
+
+DENSE_PROJECTIONS = ("gate_proj", "up_proj", "down_proj")
+"""Of an MLP, in all families."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ExpertNames:
+    """What a family calls its experts, in ``config.json`` and in the names of tensors."""
+
+    number: str = "num_experts"
+    ffn_hidden_size: str = "moe_intermediate_size"
+    module: str = "mlp"
+    """Of router and experts."""
+    projections: tuple[str, str, str] = DENSE_PROJECTIONS
+    """Of an expert."""
+    shared_module: str = "shared_expert"
+    shared_ffn_hidden_size: str | None = None
+    """Key of their width; None for a family without shared experts."""
+    always_normalizes: bool = False
+    """Whether the weights of a token's experts always sum to 1; else ``norm_topk_prob`` says so."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Family:
+    """A model type; numbers are the defaults of transformers (5.23)."""
+
+    architecture: str
+    marks: tuple[str, ...] = ()
+    """Parts by which the family is recognized."""
+    needs: tuple[str, ...] = ()
+    """Further parts that all its models have."""
+    may_have: tuple[str, ...] = ()
+    settings: Mapping[str, Any] = field(default_factory=dict)
+    """Of ``config.json``, which can only have these values."""
+    needs_head_dim: bool = False
+    """Whether ``head_dim`` must be given: its default is a fixed number, which may change."""
+    needs_groups: bool = True
+    """Whether ``num_key_value_heads`` must be given; otherwise it defaults to the heads."""
+    norm_epsilon_key: str = "rms_norm_eps"
+    norm_epsilon: float = 1e-6
+    rope_theta: float = 10000.0
+    rotary_percent: float = 1.0
+    window_tokens: int | None = None
+    tied_embeddings: bool = False
+    experts: ExpertNames | None = None
+
+    @property
+    def name(self) -> str:
+        """For messages."""
+        return self.architecture.removesuffix("ForCausalLM")
+
+    def has(self, part: str) -> bool:
+        """Whether its models always or sometimes have a part; a value after the flag is ignored."""
+        name = part if part == BIASES else part.split()[0]
+        return name in (*self.marks, *self.needs, *self.may_have)
+
+
+_SPARSE = ("--moe-layer-freq", "--moe-router-pre-softmax")
+FAMILIES: Mapping[str, Family] = {
+    "nemotron": Family(
+        architecture="NemotronForCausalLM",
+        marks=("--squared-relu",),
+        may_have=("--rotary-percent", BIASES),
+        settings={"hidden_act": "relu2"},
+        needs_groups=False,
+        norm_epsilon_key="norm_eps",
+        norm_epsilon=1e-5,
+        rotary_percent=0.5,
+    ),
+    "qwen3_next": Family(
+        architecture="Qwen3NextForCausalLM",
+        marks=("--attention-output-gate",),
+        needs=("--qk-layernorm",),
+        may_have=("--rotary-percent",),
+        settings=_NO_BIAS,
+        needs_head_dim=True,
+        rotary_percent=0.25,
+    ),
+    "smollm3": Family(
+        architecture="SmolLM3ForCausalLM",
+        marks=("--no-rope-freq",),
+        may_have=(BIASES,),
+        settings=_NO_WINDOW,
+        rope_theta=2e6,
+        tied_embeddings=True,
+    ),
+    "qwen2_moe": Family(
+        architecture="Qwen2MoeForCausalLM",
+        marks=("--num-experts", "--moe-shared-expert-gate"),
+        needs=("--moe-shared-expert-intermediate-size",),
+        may_have=(*_SPARSE, "--add-qkv-bias"),
+        settings=_NO_WINDOW,
+        experts=ExpertNames(shared_ffn_hidden_size="shared_expert_intermediate_size"),
+    ),
+    "qwen3_moe": Family(
+        architecture="Qwen3MoeForCausalLM",
+        marks=("--num-experts", "--qk-layernorm"),
+        may_have=_SPARSE,
+        settings=_NO_WINDOW | _NO_BIAS,
+        needs_head_dim=True,
+        experts=ExpertNames(),
+    ),
+    "mixtral": Family(
+        architecture="MixtralForCausalLM",
+        marks=("--num-experts",),
+        may_have=("--window-size",),
+        settings=_NO_BIAS | {"router_jitter_noise": 0.0},
+        norm_epsilon=1e-5,
+        rope_theta=1e6,
+        experts=ExpertNames(
+            number="num_local_experts",
+            ffn_hidden_size="intermediate_size",
+            module="block_sparse_moe",
+            projections=("w1", "w3", "w2"),
+            always_normalizes=True,
+        ),
+    ),
+    "mistral": Family(
+        architecture="MistralForCausalLM",
+        marks=("--window-size",),
+        settings=_NO_BIAS,
+        window_tokens=4096,
+    ),
+    "qwen3": Family(
+        architecture="Qwen3ForCausalLM",
+        marks=("--qk-layernorm",),
+        settings=_NO_WINDOW | _NO_BIAS,
+        needs_head_dim=True,
+    ),
+    "qwen2": Family(
+        architecture="Qwen2ForCausalLM",
+        marks=("--add-qkv-bias",),
+        settings=_NO_WINDOW,
+    ),
+    "llama": Family(
+        architecture="LlamaForCausalLM",
+        may_have=(BIASES,),
+        needs_groups=False,
+    ),
+}
+"""By model type; a model is of the first family whose marks it has."""
