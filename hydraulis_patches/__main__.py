@@ -7,7 +7,12 @@ import sys
 from rich.console import Console
 from rich.table import Table
 
-from hydraulis_patches.cpu_backend import CPU_BACKEND, RNG_STATE, RNG_TRACKER
+from hydraulis_patches.cpu_backend import (
+    CPU_BACKEND,
+    DISPATCHED_COUNTS,
+    RNG_STATE,
+    RNG_TRACKER,
+)
 from hydraulis_patches.deferred_compile import JIT_FUSER
 from hydraulis_patches.registry import Patch
 from hydraulis_patches.training_loop import ALL, MEMORY_BUFFER
@@ -22,7 +27,15 @@ def main() -> int:
     for column in ("patch", "targets", "why", "until", "fits"):
         table.add_column(column)
     status = 0
-    for patch in (CPU_BACKEND, RNG_STATE, RNG_TRACKER, JIT_FUSER, *ALL, MEMORY_BUFFER):
+    for patch in (
+        CPU_BACKEND,
+        RNG_STATE,
+        DISPATCHED_COUNTS,
+        RNG_TRACKER,
+        JIT_FUSER,
+        *ALL,
+        MEMORY_BUFFER,
+    ):
         try:
             patch.check()
             fits = "yes"

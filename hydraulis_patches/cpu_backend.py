@@ -14,7 +14,11 @@ from typing import Any
 
 import torch
 
-from hydraulis_patches.hashes import CPU_BACKEND_HASHES, RNG_STATE_HASHES
+from hydraulis_patches.hashes import (
+    CPU_BACKEND_HASHES,
+    DISPATCHED_COUNTS_HASHES,
+    RNG_STATE_HASHES,
+)
 from hydraulis_patches.registry import AppliedPatch, Patch, SetState
 
 CPU_BACKEND = Patch(
@@ -40,6 +44,16 @@ RNG_STATE = Patch(
     "without CUDA reading it raises, and setting it is deferred until CUDA is initialised, so "
     "that each state stays in memory",
     removable_when="upstream's checkpoint() skips CUDA generators where there is no CUDA",
+    cpu_only=True,
+)
+
+DISPATCHED_COUNTS = Patch(
+    name="dispatched_counts",
+    targets=DISPATCHED_COUNTS_HASHES,
+    reason="upstream's all-to-all dispatcher makes arrays of the numbers of tokens that experts' "
+    "ranks exchange while it copies them to the host; without CUDA they stay tensors, which "
+    "the collective does not take",
+    removable_when="upstream converts them wherever they are",
     cpu_only=True,
 )
 
@@ -141,19 +155,27 @@ def _on_cpu(factory: Any) -> Any:
 
 
 def apply_cpu_backend() -> list[AppliedPatch]:
-    """Apply both patches, and give upstream a random-number tracker that needs no CUDA.
+    """Apply the patches, and give upstream a random-number tracker that needs no CUDA.
 
     Raises:
         UpstreamVersionError: upstream is not the version that the patch was written for.
     """
     applied = CPU_BACKEND.apply(lambda original: CpuTorch())
-    applied += RNG_STATE.apply(stand_in_for_rng_state)
+    applied += RNG_STATE.apply(stand_in_for)
+    applied += DISPATCHED_COUNTS.apply(stand_in_for)
     from megatron.core.tensor_parallel.random import initialize_rng_tracker
 
     # Without dropout nothing random happens in a forward pass or its recomputation, so upstream's
     # tracker for inference, whose fork() does nothing, is enough.
     initialize_rng_tracker(inference_rng_tracker=True)
     return applied
+
+
+def _counts_on_host(
+    tensor: torch.Tensor, as_numpy: bool = False, record_stream: bool = False
+) -> Any:
+    """A tensor that is on the host, as an array if asked; anything else as it is."""
+    return tensor.numpy() if as_numpy and torch.is_tensor(tensor) else tensor
 
 
 def _get_no_rng_state(
@@ -167,15 +189,16 @@ def _set_no_rng_state(new_state: torch.Tensor, device: int = -1, graph_safe: boo
     """Nothing to restore."""
 
 
-RNG_STATE_REPLACEMENTS: dict[str, Any] = {
+REPLACEMENTS: dict[str, Any] = {
+    "maybe_move_tensor_to_cpu": _counts_on_host,
     "_get_cuda_rng_state": _get_no_rng_state,
     "_set_cuda_rng_state": _set_no_rng_state,
 }
 
 
-def stand_in_for_rng_state(original: Any) -> Any:
-    """The replacement of one of upstream's two functions, wrapped as the original."""
-    replacement = RNG_STATE_REPLACEMENTS[original.__name__]
+def stand_in_for(original: Any) -> Any:
+    """The replacement of one of upstream's functions, wrapped as the original."""
+    replacement = REPLACEMENTS[original.__name__]
 
     # A new function each time, wrapped around upstream's even if an earlier patch replaced that:
     # wrapped around itself it would have no signature and no source.

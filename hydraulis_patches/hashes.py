@@ -25,6 +25,10 @@ RNG_STATE_HASHES = {
     "megatron.core.tensor_parallel.random:_set_cuda_rng_state": "b179c9d95438b61c",
 }
 
+DISPATCHED_COUNTS_HASHES = {
+    "megatron.core.transformer.moe.token_dispatcher:maybe_move_tensor_to_cpu": "8fc5847a887d7319",
+}
+
 JIT_FUSER_HASHES = {"megatron.core.jit:enable_jit_fuser": "0714694302faf5a4"}
 
 TRAINING_LOOP_HASHES = {

@@ -19,6 +19,7 @@ from megatron.hydraulis.runtime.engine import Engine
 from megatron.hydraulis.runtime.executor import make_forward_step
 from megatron.hydraulis.runtime.outcome import RoutingFigures
 from megatron.hydraulis.transfer.canonical import Contribution, ParameterSpec
+from megatron.hydraulis.transfer.role import Role
 from tests.support.bf16_error import assert_little_is_added, gradients_of
 from tests.support.gloo_pool import pool_of
 from tests.support.law import (
@@ -107,15 +108,28 @@ BY_DEFAULT = {
     "every second layer dense": STRATEGIES[1],
 }
 """Together every kind of router and layer, and every cut."""
+WHOLE_EXPERTS = (
+    ("tp2cp2ep4", "tp2ep2@3,0+pp2@2,1", "cp2ep2+tp2"),
+    ("tp2cp2ep2", "tp2ep2+2*tp1", "tp4ep2"),
+    ("cp2ep2pp2", "tp2cp2ep4", "cp4ep4"),
+    ("tp4ep4", "cp4ep2", "tp2ep2pp2"),
+)
+"""Likewise, where ranks hold whole experts in some replicas, and some of them the same."""
+WHOLE_BY_DEFAULT = {
+    "balanced, with z-loss": WHOLE_EXPERTS[0],
+    "top 2, gathered": WHOLE_EXPERTS[1],
+    "recomputed": WHOLE_EXPERTS[2],
+}
 CASES = [
     pytest.param(
         name,
         strategies,
-        marks=() if BY_DEFAULT.get(name) == strategies else pytest.mark.nightly,
+        marks=() if by_default.get(name) == strategies else pytest.mark.nightly,
         id=f"{name}: {', '.join(strategies)}",
     )
     for name in MODELS
-    for strategies in STRATEGIES
+    for lists, by_default in ((STRATEGIES, BY_DEFAULT), (WHOLE_EXPERTS, WHOLE_BY_DEFAULT))
+    for strategies in lists
 ]
 
 
@@ -131,9 +145,27 @@ def test_experts_give_the_same_update_in_waves(name: str) -> None:
     check_law(waves(list(SPLITS.values()), MODELS[name]), 4)
 
 
+@pytest.mark.parametrize("name", ["top 2, gathered", "balanced, with z-loss"])
+@pytest.mark.parametrize("ep", [pytest.param(2, marks=pytest.mark.nightly), 4])
+def test_whole_experts_give_the_same_update_in_waves(name: str, ep: int) -> None:
+    """Columns have rows of different lengths, and some have padding only."""
+    check_law(waves(list(SPLITS.values()), MODELS[name], ep=ep), 4)
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("ep", [2, 4, 8])
+def test_whole_experts_give_the_same_update_in_a_wave_of_eight(ep: int) -> None:
+    splits = [[(0, 4), (4, 2), (6, 1), (7, 1)], [(0, 1), (1, 1), (2, 2), (4, 4)]]
+    check_law(waves(splits, MODELS["balanced, with z-loss"], ep=ep), 8)
+
+
 @pytest.mark.nightly
 @pytest.mark.parametrize(
-    "text", ["pp2", "tp2pp2", "cp4", "tp2cp2", "2*cp2", "2*pp2", "4*tp1", "tp2+idle+tp1", "tp4"]
+    "text",
+    [
+        *("pp2", "tp2pp2", "cp4", "tp2cp2", "2*cp2", "2*pp2", "4*tp1", "tp2+idle+tp1", "tp4"),
+        *("2*tp2ep2", "2*cp2ep2", "cp2ep2+tp2", "tp2ep2+idle+tp1", "cp4ep4", "tp2cp2ep4"),
+    ],
 )
 @pytest.mark.parametrize("name", MODELS)
 def test_every_strategy_gives_the_same_update(name: str, text: str) -> None:
@@ -167,6 +199,25 @@ def test_a_router_whose_partial_sums_are_dropped_is_found() -> None:
     wrong = wrong_gradients(job, pool_of(2).run(_run_with_whole_router_gradients, job))
     assert wrong
     assert all(name.endswith("router.weight") for name in wrong)
+
+
+def _run_with_experts_sent_once(job: Job) -> RankRun:
+    right = Role.contributes
+
+    def contributes(role: Role, parameter: ParameterSpec) -> bool:
+        is_whole = role.experts is not None and parameter.experts is not None
+        return right(role, parameter) and not (is_whole and role.tp_rank > 1)
+
+    with patch.object(Role, "contributes", contributes):
+        return run_job(job)
+
+
+def test_whole_experts_that_not_all_holders_send_are_found() -> None:
+    """As one TP rank sends what all of them hold; here the first ep group sends."""
+    job = law_job(4, "tp4ep2", MODELS["shared experts and a gate"])
+    wrong = wrong_gradients(job, pool_of(4).run(_run_with_experts_sent_once, job))
+    assert wrong
+    assert all(".local_experts." in name for name in wrong)
 
 
 def test_weights_of_tokens_do_not_weigh_what_balances_experts() -> None:

@@ -10,9 +10,12 @@ from megatron.hydraulis.strategy import Pool, Replica, Scheme, Strategy
 def schemes(draw: st.DrawFn) -> Scheme:
     splits_cp = draw(st.booleans())
     pp = draw(st.integers(1, 4))
+    tp = draw(st.integers(1, 8))
+    cp = draw(st.sampled_from([2, 4] if splits_cp else [1, 2, 3]))
     return Scheme(
-        tp=draw(st.integers(1, 8)),
-        cp=draw(st.sampled_from([2, 4] if splits_cp else [1, 2, 3])),
+        tp=tp,
+        cp=cp,
+        ep=draw(st.sampled_from([ep for ep in range(1, tp * cp + 1) if tp * cp % ep == 0])),
         pp=pp,
         layers=draw(st.none() | st.lists(st.integers(1, 40), min_size=pp, max_size=pp).map(tuple)),
         splits_cp=splits_cp,

@@ -1,7 +1,7 @@
 """All three kinds of transfer, run on numpy arrays, move every element to its place.
 
-Over random layouts, strategies (tp, pp, uneven layers, idle and permuted ranks, tied embeddings),
-nodes and owners. The elements that a rank must hold and the sums that its
+Over random layouts, strategies (tp, cp, ep, pp, uneven layers, idle and permuted ranks, tied
+embeddings), nodes and owners. The elements that a rank must hold and the sums that its
 shard must get are from `tests.support.layouts`, which is independent of transfers.
 """
 

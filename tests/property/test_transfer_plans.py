@@ -75,10 +75,7 @@ def test_ranges_partition_what_each_rank_holds(case: Case) -> None:
         held = np.sort(np.concatenate(found)) if found else np.zeros(0, dtype=np.int64)
         expected = (
             np.concatenate(
-                [
-                    local_ids(case, index, role.tp, role.tp_rank).reshape(-1)
-                    for index in parameters_of(case, role)
-                ]
+                [local_ids(case, index, role).reshape(-1) for index in parameters_of(case, role)]
             )
             if role is not None
             else np.zeros(0, dtype=np.int64)
@@ -95,7 +92,7 @@ def test_blocks_tile_every_local_parameter_once_with_what_the_gather_brings(case
         held = [] if role is None else parameters_of(case, role)
         sizes = {i: case.layout.parameters[i].num_elements for i in held}
         if role is not None:
-            sizes = {i: local_ids(case, i, role.tp, role.tp_rank).size for i in held}
+            sizes = {i: local_ids(case, i, role).size for i in held}
         arrived.append({i: np.full(size, -1, dtype=np.int64) for i, size in sizes.items()})
         written.append({i: np.zeros(size, dtype=np.int64) for i, size in sizes.items()})
     for bucket in case.layout.buckets:
@@ -113,7 +110,7 @@ def test_blocks_tile_every_local_parameter_once_with_what_the_gather_brings(case
         for parameter, found in arrived[rank].items():
             assert role is not None
             assert (written[rank][parameter] == 1).all()
-            expected = local_ids(case, parameter, role.tp, role.tp_rank).reshape(-1)
+            expected = local_ids(case, parameter, role).reshape(-1)
             np.testing.assert_array_equal(found, expected)
 
 
@@ -128,7 +125,7 @@ def test_gradients_reach_their_owner_as_often_as_the_rules_say(case: Case) -> No
             # The rank's send buffer, read from its local gradients block by block.
             blocks = [] if role is None else block_positions(case, bucket, role, contributed=True)
             parts = [
-                local_ids(case, parameter, role.tp, role.tp_rank).reshape(-1)[positions]
+                local_ids(case, parameter, role).reshape(-1)[positions]
                 for parameter, positions in blocks
                 if role is not None
             ]
@@ -184,13 +181,13 @@ def test_a_rank_receives_the_elements_that_it_holds_and_does_not_own(case: Case)
             owned |= set(ids[start:stop].tolist())
         for index in [] if role is None else parameters_of(case, role):
             assert role is not None
-            held |= set(local_ids(case, index, role.tp, role.tp_rank).reshape(-1).tolist())
+            held |= set(local_ids(case, index, role).reshape(-1).tolist())
         exchanged = [link_elements(plan, rank, ranks_per_node=None) for plan in plans]
         received, sent = sum(e.received for e in exchanged), sum(e.sent for e in exchanged)
         assert received == len(held - owned)
         others = [other for r, other in enumerate(roles) if r != rank and other is not None]
         wanted = [
-            len(owned & set(local_ids(case, i, other.tp, other.tp_rank).reshape(-1).tolist()))
+            len(owned & set(local_ids(case, i, other).reshape(-1).tolist()))
             for other in others
             for i in parameters_of(case, other)
         ]

@@ -133,7 +133,9 @@ SPLITS = {
 """All splits of a width of 4 into aligned groups: offsets and sizes."""
 
 
-def waves(splits: list[list[tuple[int, int]]], model: SmallModel = SHORT_MODEL) -> Job:
+def waves(
+    splits: list[list[tuple[int, int]]], model: SmallModel = SHORT_MODEL, *, ep: int = 1
+) -> Job:
     """The law's job on one replica, its micro-batches in groups of the given splits, in turn.
 
     Groups get unequal shares, some of them none: which ones changes from wave to wave.
@@ -157,7 +159,7 @@ def waves(splits: list[list[tuple[int, int]]], model: SmallModel = SHORT_MODEL) 
         assignments.append(Assignment((tuple(shares),), (tuple(groups),)))
     return replace(
         law_job(width, f"cp{width}", model),
-        strategies=(f"cp{width}~",),
+        strategies=(f"cp{width}~ep{ep}",),
         assignments=tuple(assignments),
     )
 

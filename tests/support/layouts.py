@@ -7,6 +7,7 @@ plain numpy slices. What the transfer plans move is checked against these number
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -36,18 +37,21 @@ class Case:
     strategy: Strategy
     num_layers: int
     tied_embeddings: bool
+    num_experts: int
 
     @property
     def roles(self) -> list[Role | None]:
         """Of every rank."""
-        return roles_of(self.strategy, self.num_layers, self.tied_embeddings)
+        return roles_of(self.strategy, self.num_layers, self.tied_embeddings, self.num_experts)
 
     def first_id(self, parameter: int) -> int:
         """Number of the parameter's element (0, 0)."""
         return sum(spec.num_elements for spec in self.layout.parameters[:parameter])
 
 
-def layer_parameters(layer: int, hidden: int, ffn: int, heads: int) -> list[ParameterSpec]:
+def layer_parameters(
+    layer: int, hidden: int, ffn: int, heads: int, num_experts: int
+) -> list[ParameterSpec]:
     """One layer with all kinds of parameters, in another order than the canonical one."""
     unit, prefix = Unit.layer(layer), f"decoder.layers.{layer}."
     replicated, partial, sharded = (
@@ -55,7 +59,31 @@ def layer_parameters(layer: int, hidden: int, ffn: int, heads: int) -> list[Para
         Contribution.PARTIAL,
         Contribution.SHARDED,
     )
+    experts = [
+        spec
+        for i in range(num_experts)
+        for spec in (
+            ParameterSpec(
+                f"{prefix}expert.{i}.fc1",
+                (2 * ffn, hidden),
+                unit,
+                sharded,
+                tp_dim=0,
+                stride=2,
+                experts=(i, i + 1),
+            ),
+            ParameterSpec(
+                f"{prefix}expert.{i}.fc2",
+                (hidden, ffn),
+                unit,
+                sharded,
+                tp_dim=1,
+                experts=(i, i + 1),
+            ),
+        )
+    ]
     return [
+        *experts,
         ParameterSpec(prefix + "norm", (hidden,), unit, replicated, decays=False),
         ParameterSpec(prefix + "qkv", (3 * heads, hidden), unit, sharded, tp_dim=0),
         ParameterSpec(prefix + "q_norm", (5,), unit, partial, decays=False),
@@ -68,7 +96,7 @@ def layer_parameters(layer: int, hidden: int, ffn: int, heads: int) -> list[Para
 
 
 def model_parameters(
-    num_layers: int, hidden: int, ffn: int, heads: int, vocab: int, *, tied: bool
+    num_layers: int, hidden: int, ffn: int, heads: int, vocab: int, num_experts: int, *, tied: bool
 ) -> list[ParameterSpec]:
     """A whole model; dims cut by tp are multiples of T where the arguments are."""
     parameters = [
@@ -80,7 +108,7 @@ def model_parameters(
         ),
     ]
     for layer in range(num_layers):
-        parameters += layer_parameters(layer, hidden, ffn, heads)
+        parameters += layer_parameters(layer, hidden, ffn, heads, num_experts)
     parameters.append(
         ParameterSpec("final_norm", (hidden,), Unit.output(), Contribution.PARTIAL, decays=False)
     )
@@ -98,6 +126,7 @@ def cases(draw: st.DrawFn) -> Case:
     num_ranks = draw(st.integers(1, 9), label="ranks")
     num_atoms = draw(st.sampled_from([1, 2, 3, 4, 6, 8]), label="T")
     tied = draw(st.booleans(), label="tied")
+    num_experts = draw(st.sampled_from([0, 0, 2, 4, 6]), label="experts")
     sizes = st.integers(1, 3)
     parameters = model_parameters(
         num_layers,
@@ -105,6 +134,7 @@ def cases(draw: st.DrawFn) -> Case:
         ffn=num_atoms * draw(sizes),
         heads=num_atoms * draw(sizes),
         vocab=num_atoms * draw(st.integers(1, 9)),
+        num_experts=num_experts,
         tied=tied,
     )
     layout = CanonicalLayout.build(
@@ -118,11 +148,15 @@ def cases(draw: st.DrawFn) -> Case:
     replicas: list[Replica] = []
     while free and (not replicas or draw(st.booleans())):
         tp = draw(st.sampled_from([degree for degree in degrees if degree <= len(free)]))
-        pp = draw(st.integers(1, min(num_layers, len(free) // tp)))
-        scheme = Scheme(tp=tp, pp=pp, layers=draw(_layers(num_layers, pp)))
-        replicas.append(Replica(scheme, tuple(free[: tp * pp])))
-        del free[: tp * pp]
-    return Case(layout, Strategy("drawn", tuple(replicas), num_ranks), num_layers, tied)
+        cp = draw(st.integers(1, min(3, len(free) // tp)))
+        pp = draw(st.integers(1, min(num_layers, len(free) // (tp * cp))))
+        divided = math.gcd(tp * cp, num_experts) if num_experts else 1
+        ep = draw(st.sampled_from([n for n in range(1, divided + 1) if divided % n == 0]))
+        scheme = Scheme(tp=tp, cp=cp, pp=pp, layers=draw(_layers(num_layers, pp)), ep=ep)
+        replicas.append(Replica(scheme, tuple(free[: scheme.num_ranks])))
+        del free[: scheme.num_ranks]
+    strategy = Strategy("drawn", tuple(replicas), num_ranks)
+    return Case(layout, strategy, num_layers, tied, num_experts)
 
 
 @st.composite
@@ -133,15 +167,23 @@ def _layers(draw: st.DrawFn, num_layers: int, pp: int) -> tuple[int, ...]:
     return tuple(stop - start for start, stop in itertools.pairwise(borders))
 
 
-def local_ids(case: Case, parameter: int, tp: int, tp_rank: int) -> Ids:
-    """The oracle: numbers of the elements in the TP rank's part of a parameter, in its shape."""
+def local_ids(case: Case, parameter: int, role: Role) -> Ids:
+    """The oracle: numbers of the elements in the role's part of a parameter, in its shape."""
     spec = case.layout.parameters[parameter]
     first = case.first_id(parameter)
     whole = np.arange(first, first + spec.num_elements).reshape(spec.shape)
-    if spec.tp_dim is None:
+    if spec.tp_dim is None or (role.experts is not None and _expert_of(spec) is not None):
         return whole
-    halves = np.split(whole, spec.stride, axis=0)
-    return np.concatenate([np.split(h, tp, axis=spec.tp_dim)[tp_rank] for h in halves], axis=0)
+    parts = [
+        np.split(half, role.tp, axis=spec.tp_dim)[role.tp_rank]
+        for half in np.split(whole, spec.stride, axis=0)
+    ]
+    return np.concatenate(parts, axis=0)
+
+
+def _expert_of(spec: ParameterSpec) -> int | None:
+    parts = spec.name.split(".")
+    return int(parts[4]) if parts[3:4] == ["expert"] else None
 
 
 def bucket_ids(case: Case, bucket: Bucket) -> Ids:
@@ -162,12 +204,13 @@ def block_positions(case: Case, bucket: Bucket, role: Role, *, contributed: bool
     """(parameter, flat positions in its local part) of the role's blocks, in canonical order."""
     found = []
     for piece in bucket.pieces:
-        kind = case.layout.parameters[piece.parameter].contribution
-        if bucket.unit not in role.units or not case.layout.holds(piece, role.tp, role.tp_rank):
+        spec = case.layout.parameters[piece.parameter]
+        cut = role.cut_of(spec)
+        if bucket.unit not in role.units or cut is None or not case.layout.holds(piece, *cut):
             continue
-        if contributed and not role.contributes(kind):
+        if contributed and not role.contributes(spec):
             continue
-        block = case.layout.block(piece, role.tp, role.tp_rank)
+        block = case.layout.block(piece, *cut)
         rows = np.arange(block.num_rows)[:, None] * block.row_stride
         positions = block.offset + rows + np.arange(block.row_length)[None, :]
         found.append((block.parameter, positions.reshape(-1)))
@@ -175,12 +218,15 @@ def block_positions(case: Case, bucket: Bucket, role: Role, *, contributed: bool
 
 
 def parameters_of(case: Case, role: Role) -> list[int]:
-    """The oracle: which parameters the stage has, by their names."""
+    """The oracle: which parameters the rank has, by their names."""
     held = []
     for index, spec in enumerate(case.layout.parameters):
         if spec.name.startswith("decoder.layers."):
             layer = int(spec.name.split(".")[2])
             mine = role.first_layer <= layer < role.first_layer + role.num_layers
+            expert = _expert_of(spec)
+            if expert is not None and role.experts is not None:
+                mine &= expert in range(*role.experts)
         elif spec.name == "embedding.word":
             mine = role.has_embedding or (case.tied_embeddings and role.has_output)
         elif spec.name == "embedding.position":
@@ -202,7 +248,7 @@ def expected_counts(case: Case) -> Ids:
             spec = case.layout.parameters[index]
             if spec.contribution is Contribution.REPLICATED and role.tp_rank > 0:
                 continue
-            counts[local_ids(case, index, role.tp, role.tp_rank)] += 1
+            counts[local_ids(case, index, role)] += 1
     return counts
 
 

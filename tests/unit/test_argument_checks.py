@@ -257,7 +257,16 @@ _BAD_INPUT = [
         (),
         ["sqrtsoftplus is not honoured", "use softmax or sigmoid"],
     ),
-    (f"{_EXPERTS} --expert-model-parallel-size 2", (), ["is not honoured", "tp cuts every expert"]),
+    (
+        f"{_EXPERTS} --expert-model-parallel-size 8",
+        (),
+        ["cp8~ep8 has ep 8 and the model 4 experts", "use an ep that divides 4"],
+    ),
+    (
+        f"{_EXPERTS} --tensor-model-parallel-size 2 --expert-model-parallel-size 3",
+        (),
+        ["tp2ep3 has tp·cp = 2 ranks a stage and ep 3", "use an ep that divides 2"],
+    ),
     ("--spec one", (), ["1 values: one", "write --spec package.module name"]),
     ("--spec no.such name", (), ["cannot be imported", "PYTHONPATH"]),
     ("--spec math no_such", (), ["the module has no no_such", "name a layer spec"]),

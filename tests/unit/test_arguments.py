@@ -18,6 +18,8 @@ from tests.unit.argument_command import base_command, flag_parser, parse, write_
 
 pytestmark = pytest.mark.usefixtures("plain_environment")
 
+EXPERTS = "--num-experts 4 --disable-bias-linear"
+
 # The parser
 
 
@@ -326,6 +328,14 @@ def test_a_dry_run_on_one_process_has_the_ranks_of_its_strategy(
         ("", 4, "4*tp1"),
         ("--tensor-model-parallel-size 2 --pipeline-model-parallel-size 2", 8, "2*tp2pp2"),
         ("--pipeline-model-parallel-size 4", 4, "pp4"),
+        (f"{EXPERTS} --expert-model-parallel-size 4", 8, "2*cp4~ep4"),
+        (
+            f"{EXPERTS} --tensor-model-parallel-size 2 --expert-model-parallel-size 2 "
+            "--expert-tensor-parallel-size 1",
+            4,
+            "2*tp2ep2",
+        ),
+        ("--expert-model-parallel-size 4", 4, "4*tp1"),
         ("--strategy tp2+2*tp1", 4, "tp2+2*tp1"),
         ("--strategy tp2@0,3+pp2:3,1@1,2", 4, "tp2@0,3+pp2:3,1@1,2"),
         ("--strategy tp2+2*idle", 4, "tp2+2*idle"),

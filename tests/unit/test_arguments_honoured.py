@@ -165,6 +165,9 @@ ROWS: dict[str, Row] = {
         "", "moe_shared_expert_gate", True, "--moe-shared-expert-intermediate-size 24"
     ),
     "--moe-token-dispatcher-type": _experts("alltoall", "moe_token_dispatcher_type", "alltoall"),
+    "--expert-model-parallel-size": Row(
+        "4", "strategy", "2*cp4~ep4", also="--num-experts 8 --disable-bias-linear"
+    ),
     # batch and loop
     "--global-batch-size": _args("7", "global_batch_size", 7),
     "--rampup-batch-size": Row(

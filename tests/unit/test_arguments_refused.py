@@ -119,7 +119,6 @@ def test_every_taken_option_is_listed_and_changes_no_argument() -> None:
         ("--fp8-format hybrid", "8- and 4-bit arithmetic", "--bf16"),
         ("--fp4-format e2m1", "8- and 4-bit arithmetic", "--bf16"),
         ("--moe-expert-capacity-factor 1", "capacity of experts", "packing"),
-        ("--expert-model-parallel-size 2", "experts on ranks", "tp cuts"),
         ("--moe-input-jitter-eps 0.1", "random routing", "random"),
         ("--moe-latent-size 8", "variants of experts", "every strategy"),
         ("--multi-latent-attention", "multi-latent attention", "latent"),

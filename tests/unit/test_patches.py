@@ -19,13 +19,19 @@ from hydraulis_patches import registry
 from hydraulis_patches.__main__ import main as list_patches
 from hydraulis_patches.cpu_backend import (
     CPU_BACKEND,
+    DISPATCHED_COUNTS,
+    REPLACEMENTS,
     RNG_STATE,
-    RNG_STATE_REPLACEMENTS,
     RNG_TRACKER,
-    stand_in_for_rng_state,
+    stand_in_for,
 )
 from hydraulis_patches.deferred_compile import JIT_FUSER, compile_at_first_call
-from hydraulis_patches.hashes import CPU_BACKEND_HASHES, RNG_STATE_HASHES, TRAINING_LOOP_HASHES
+from hydraulis_patches.hashes import (
+    CPU_BACKEND_HASHES,
+    DISPATCHED_COUNTS_HASHES,
+    RNG_STATE_HASHES,
+    TRAINING_LOOP_HASHES,
+)
 from hydraulis_patches.registry import (
     AppliedPatch,
     Patch,
@@ -96,10 +102,8 @@ def test_without_cuda_no_generator_state_is_saved(monkeypatch: pytest.MonkeyPatc
     # from this process must not inherit it, because they have a different one.
     monkeypatch.setattr(random, "_CUDA_RNG_STATE_TRACKER", None)
     monkeypatch.setattr(random, "_CUDA_RNG_STATE_TRACKER_INITIALIZED", False)
-    for target in RNG_STATE_HASHES:
-        check_signature(target, RNG_STATE_REPLACEMENTS[target.split(":")[1]])
-    applied = RNG_STATE.apply(stand_in_for_rng_state)
-    applied += RNG_STATE.apply(stand_in_for_rng_state)  # another test's patch may be applied
+    applied = RNG_STATE.apply(stand_in_for)
+    applied += RNG_STATE.apply(stand_in_for)  # another test's patch may be applied
     try:
         before = torch.get_rng_state()
         saved = random._get_all_rng_states()
@@ -110,6 +114,11 @@ def test_without_cuda_no_generator_state_is_saved(monkeypatch: pytest.MonkeyPatc
         RNG_STATE.check()  # as in a process that has applied it
     finally:
         undo_all(applied)
+
+
+@pytest.mark.parametrize("target", [*RNG_STATE_HASHES, *DISPATCHED_COUNTS_HASHES])
+def test_replacements_on_the_cpu_have_upstream_s_signatures(target: str) -> None:
+    check_signature(target, REPLACEMENTS[target.split(":")[1]])
 
 
 def test_an_unknown_version_is_refused_naming_version_and_patch(
@@ -301,7 +310,7 @@ def test_every_patch_and_every_state_that_is_set_is_listed(
     assert list_patches() == 0
     listed = capsys.readouterr().out
     described = (Path(registry.__file__).parent / "README.md").read_text()
-    for patch in (CPU_BACKEND, RNG_STATE, JIT_FUSER, *ALL):
+    for patch in (CPU_BACKEND, RNG_STATE, DISPATCHED_COUNTS, JIT_FUSER, *ALL):
         assert patch.name in listed
         assert f"`{patch.name}`" in described
     for state in (RNG_TRACKER, MEMORY_BUFFER):

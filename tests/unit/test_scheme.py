@@ -3,6 +3,7 @@
 import pytest
 
 from megatron.hydraulis.errors import StrategyError
+from megatron.hydraulis.json_object import JsonObject
 from megatron.hydraulis.strategy import Position, Replica, Scheme
 
 
@@ -33,6 +34,7 @@ def test_layers_that_do_not_fit_the_model(scheme: Scheme, num_layers: int, messa
         ({"pp": 2, "layers": (3, 0)}, "gives a stage 0 layers"),
         ({"cp": 6, "splits_cp": True}, "power of two .* cp is 6"),
         ({"splits_cp": True}, "power of two .* cp is 1"),
+        ({"ep": 0}, "ep is 0"),
     ],
 )
 def test_impossible_schemes(arguments: dict[str, int], message: str) -> None:
@@ -56,6 +58,20 @@ def test_position_and_rank_are_inverse() -> None:
         position = replica.position_of(rank)
         assert position is not None
         assert replica.rank_at(position.stage, position.cp, position.tp) == rank
+
+
+def test_ep_ranks_are_consecutive_in_a_stage() -> None:
+    ranks = tuple(range(10, 18))
+    narrow, wide = (Replica(Scheme(tp=2, cp=2, pp=2, ep=ep), ranks) for ep in (2, 4))
+    assert narrow.ep_ranks(0, 1, 0) == narrow.ep_ranks(0, 1, 1) == (12, 13)
+    assert wide.ep_ranks(1, 0, 1) == wide.ep_ranks(1, 1, 0) == (14, 15, 16, 17)
+
+
+def test_ep_belongs_to_a_scheme_and_its_context_groups() -> None:
+    scheme = Scheme(tp=2, cp=4, pp=2, splits_cp=True, ep=8)
+    assert str(scheme) == "tp2cp4~ep8pp2"
+    assert {group.ep for group in scheme.group_schemes} == {8}
+    assert Scheme.from_json(JsonObject(scheme.to_json(), "scheme", StrategyError)) == scheme
 
 
 def test_no_position_outside_the_scheme() -> None:

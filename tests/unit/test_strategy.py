@@ -7,17 +7,13 @@ import pytest
 
 from megatron.hydraulis.errors import StrategyError
 from megatron.hydraulis.strategy import Pool, Replica, Scheme, Strategy
+from megatron.hydraulis.strategy.pool import num_ranks_of
 from tests.support.planning import LLAMA_7B
 
 
 def ranks_of(text: str, num_ranks: int, ranks_per_node: int | None = None) -> list[list[int]]:
     strategy = Strategy.parse(text, num_ranks, ranks_per_node=ranks_per_node)
     return [list(replica.ranks) for replica in strategy.replicas]
-
-
-def num_ranks_of(scheme: str) -> int:
-    """The degree of a scheme that names one axis only, such as pp2:16,15."""
-    return int(scheme.split(":")[0].strip("tcp"))
 
 
 def test_the_designs_examples() -> None:
@@ -120,6 +116,8 @@ def test_placement(
         ("tp2@0,0", 2, "tp2 lists rank 0 2 times"),
         ("tp2@0,1+tp2@1,2", 4, "rank 1 is named for tp2 and for tp2"),
         ("tp2@0,5+tp2", 4, "rank 5 but the job's 4 ranks end at 3"),
+        ("tp2ep4", 2, "tp2ep4 has tp·cp = 2 ranks a stage and ep 4; use an ep that divides 2"),
+        ("ep2~", 2, "'~' belongs behind the degree of cp, not of ep"),
         ("tp1", 0, "at least 1 rank but has 0"),
         ("999999999*tp1", 999999999, "at most 1048576 ranks here but this one has 999999999"),
     ],
@@ -147,6 +145,8 @@ def test_nodes_must_be_complete() -> None:
 def test_homogeneous() -> None:
     assert str(Strategy.homogeneous(8, tp=2, pp=2)) == "2*tp2pp2"
     assert Strategy.homogeneous(1, tp=1).name == "tp1"
+    assert str(Strategy.homogeneous(16, tp=2, pp=2, ep=8)) == "tp2cp4~ep8pp2"
+    assert str(Strategy.homogeneous(8, tp=2, cp=2, ep=2)) == "2*tp2cp2ep2"
     with pytest.raises(StrategyError, match="replicas of 4 ranks do not fill the job's 6 ranks"):
         Strategy.homogeneous(6, tp=2, cp=2)
 
@@ -160,6 +160,14 @@ def test_replica_of() -> None:
         strategy.replica_of(4)
 
 
+EXPERTS = {
+    "num_experts": 8,
+    "num_expert_layers": 32,
+    "experts_per_token": 2,
+    "expert_ffn_hidden_size": 1024,
+}
+
+
 @pytest.mark.parametrize(
     ("changes", "text", "message"),
     [
@@ -170,6 +178,8 @@ def test_replica_of() -> None:
         ({"vocab_size": 32001}, "tp2", "padded vocabulary size"),
         ({}, "pp33", "33 stages but the model has 32 layers"),
         ({}, "pp2:16,15", "places 31 layers but the model has 32"),
+        ({}, "cp2ep2", "cp2ep2 has ep 2 and the model 0 experts; drop the ep"),
+        (EXPERTS, "cp3ep3", "cp3ep3 has ep 3 and the model 8 experts; use an ep that divides 8"),
     ],
 )
 def test_models_that_a_strategy_cannot_cut(
@@ -182,6 +192,8 @@ def test_models_that_a_strategy_cannot_cut(
 
 def test_models_that_a_strategy_can_cut() -> None:
     Strategy.parse("tp8pp4+tp4pp2:20,12+cp2", 42).check_model(LLAMA_7B)
+    with_experts = replace(LLAMA_7B, **EXPERTS)  # type: ignore[arg-type]
+    Strategy.parse("tp2cp4~ep8+tp2ep2", 10).check_model(with_experts)
 
 
 def pool_content() -> dict[str, Any]:
@@ -254,7 +266,7 @@ def test_limits_of_a_strategy_round_trip() -> None:
         ({"tp8": "all"}, "max_tokens of strategy 'own': tp8 must be a whole number but is 'all'"),
         ({"2*tp8": 5}, "expected one scheme, without copies and ranks, but found '2[*]tp8'"),
         ({"idle": 5}, "expected one scheme, without copies and ranks, but found 'idle'"),
-        ({"dp8": 5}, "'own, max_tokens of dp8': expected a scheme of tp, cp, pp"),
+        ({"dp8": 5}, "'own, max_tokens of dp8': expected a scheme of tp, cp, ep, pp"),
     ],
 )
 def test_impossible_limits_of_a_strategy(max_tokens: dict[str, Any], message: str) -> None:

@@ -246,19 +246,18 @@ class JobCosts:
 
     def _nearest(self, scheme: Scheme) -> ProfiledScheme:
         """The measured width fewest doublings away; the narrower of two equally near ones."""
-        same_shape = (scheme.tp, scheme.pp, scheme.layers)
+        same_shape = (scheme.tp, scheme.ep, scheme.pp, scheme.layers)
         rows = [
             row
             for row in self.profile.schemes
-            if (row.scheme.tp, row.scheme.pp, row.scheme.layers) == same_shape
+            if (row.scheme.tp, row.scheme.ep, row.scheme.pp, row.scheme.layers) == same_shape
         ]
         if not rows:
             known = ", ".join(str(row.scheme) for row in self.profile.schemes)
             raise StrategyError(
-                f"scheme {scheme}: a width of cp is estimated from another of the same tp, pp and "
-                f"layers but the cost profile of {self.profile.device} has {known}; measure "
-                f"{Scheme(scheme.tp, pp=scheme.pp, layers=scheme.layers)}, or take strategies of "
-                f"these schemes"
+                f"scheme {scheme}: a width of cp is estimated from another of the same tp, ep, pp "
+                f"and layers but the cost profile of {self.profile.device} has {known}; measure "
+                f"{scheme.of_context_group(1)}, or take strategies of these schemes"
             )
 
         def order(row: ProfiledScheme) -> tuple[float, int]:

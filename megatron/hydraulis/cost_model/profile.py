@@ -316,11 +316,11 @@ class ProfileCostModel:
 
         limit: of every row, if a user set one that replaces those of the profile.
         """
-        degrees = (scheme.tp, scheme.cp, scheme.pp)
+        degrees = (scheme.tp, scheme.cp, scheme.ep, scheme.pp)
         rows = [
             row
             for row in self.schemes
-            if (row.scheme.tp, row.scheme.cp, row.scheme.pp) == degrees
+            if (row.scheme.tp, row.scheme.cp, row.scheme.ep, row.scheme.pp) == degrees
             and sum(row.scheme.layers or (num_layers,)) == num_layers
         ]
         if not rows:

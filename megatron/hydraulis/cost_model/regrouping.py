@@ -16,7 +16,6 @@ import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from enum import Enum, auto
-from functools import cached_property
 
 from megatron.hydraulis.cluster import Cluster, Link
 from megatron.hydraulis.cost_model.device import DeviceConstants
@@ -134,6 +133,9 @@ class RegroupCosts:
     _known: dict[tuple[Replica, ...], RegroupTimes] = field(
         default_factory=dict, init=False, repr=False, compare=False
     )
+    _counted: dict[int, LayoutAmounts] = field(
+        default_factory=dict, init=False, repr=False, compare=False
+    )
 
     @classmethod
     def of(
@@ -177,18 +179,17 @@ class RegroupCosts:
         """Pickled without what it has computed."""
         return RegroupCosts, tuple(getattr(self, each.name) for each in fields(self) if each.init)
 
-    @cached_property
-    def layout(self) -> CanonicalLayout:
-        """The default order, in which rank r owns share r."""
-        return CanonicalLayout.build(
-            model_parameters(self.shape),
-            num_atoms=self.num_atoms,
-            num_ranks=self.cluster.num_ranks,
-        )
-
-    @cached_property
-    def _amounts(self) -> LayoutAmounts:
-        return LayoutAmounts(self.layout, self.cluster.ranks_per_node)
+    def _amounts(self, num_expert_groups: int) -> LayoutAmounts:
+        """Of a layout whose experts are grouped as ranks hold them."""
+        if num_expert_groups not in self._counted:
+            layout = CanonicalLayout.build(
+                model_parameters(self.shape, num_expert_groups),
+                num_atoms=self.num_atoms,
+                num_ranks=self.cluster.num_ranks,
+            )
+            counted = LayoutAmounts(layout, self.cluster.ranks_per_node)
+            self._counted[num_expert_groups] = counted
+        return self._counted[num_expert_groups]
 
     def times(self, strategy: Strategy) -> RegroupTimes:
         """Times of every bucket for a strategy of the job.
@@ -285,13 +286,15 @@ class RegroupCosts:
 
     def _of(self, strategy: Strategy) -> RegroupTimes:
         strategy.check_model(self.shape)
-        roles = roles_of(strategy, self.shape.num_layers, self.shape.tied_embeddings)
+        shape = self.shape
+        roles = roles_of(strategy, shape.num_layers, shape.tied_embeddings, shape.num_experts)
         per_node = self.cluster.ranks_per_node
-        amounts = StrategyAmounts(self._amounts, roles)
-        kind = collective_of(self.layout, roles, ranks_per_node=per_node, amounts=amounts)
+        counted = self._amounts(math.lcm(*(scheme.ep for scheme in strategy.schemes)))
+        amounts = StrategyAmounts(counted, roles)
+        kind = collective_of(counted.layout, roles, ranks_per_node=per_node, amounts=amounts)
         scatter_kind = scatter_collective_of(
             kind,
-            self.layout,
+            counted.layout,
             roles,
             ranks_per_node=per_node,
             may_reduce=self.gradient_bytes == FP32_BYTES,

@@ -216,6 +216,7 @@ _SIZES = (
     "tensor_model_parallel_size",
     "pipeline_model_parallel_size",
     "context_parallel_size",
+    "expert_model_parallel_size",
 )
 
 

@@ -584,14 +584,17 @@ def resolve_pool(
     if hydraulis.strategy is None and hydraulis.strategy_pool is None:
         tp, pp = args.tensor_model_parallel_size, args.pipeline_model_parallel_size
         cp = args.context_parallel_size
+        ep = args.expert_model_parallel_size if args.num_experts else 1
         num_used = num_ranks
         if hydraulis.elastic:
-            num_used = num_ranks // (tp * cp * pp) * tp * cp * pp
+            in_replica = max(tp * cp, ep) * pp
+            num_used = num_ranks // in_replica * in_replica
         strategy = Strategy.homogeneous(
             num_used or num_ranks,
             tp=tp,
             cp=cp,
             pp=pp,
+            ep=ep,
             ranks_per_node=ranks_per_node if num_used == num_ranks else None,
         )
         return _fitted(Pool.of(strategy), args, num_ranks, ranks_per_node)

@@ -226,6 +226,7 @@ def _set_always(args: argparse.Namespace) -> None:
     args.tensor_model_parallel_size = 1
     args.pipeline_model_parallel_size = 1
     args.context_parallel_size = 1
+    args.expert_model_parallel_size = args.expert_tensor_parallel_size = 1
     args.sequence_parallel = False
     args.calculate_per_token_loss = True
     args.use_distributed_optimizer = True

@@ -9,7 +9,7 @@ TOPIC = """
     --moe-router-load-balancing-type --moe-aux-loss-coeff --moe-z-loss-coeff
     --moe-router-enable-expert-bias --moe-router-bias-update-rate
     --moe-shared-expert-intermediate-size
-    --moe-shared-expert-gate --moe-token-dispatcher-type"""
+    --moe-shared-expert-gate --moe-token-dispatcher-type --expert-model-parallel-size"""
 
 RESTRICTED = {
     "--moe-router-enable-expert-bias": Honoured(
@@ -28,7 +28,7 @@ RESTRICTED = {
         "use none",
     ),
     "--moe-token-dispatcher-type": Honoured(
-        "how tokens reach their experts; flex is run as alltoall",
+        "how tokens reach their experts; flex, and allgather in waves (cp4~ep4), run as alltoall",
         only=("allgather", "alltoall", "flex"),
         otherwise="this dispatcher is not built; use allgather or alltoall",
     ),
@@ -55,7 +55,7 @@ TAKEN_FOR = {
         --moe-grouped-gemm --moe-permute-fusion --moe-router-fusion --moe-single-grouped-weight
         --moe-single-grouped-bias --use-grouped-gemm-for-shared-expert
         --moe-shared-expert-overlap""",
-    "tp of a replica cuts its experts, too": "--expert-tensor-parallel-size",
+    "tp of a replica cuts its experts unless ep is above 1": "--expert-tensor-parallel-size",
     "plain collectives exchange tokens, with the same result": """
         --overlap-moe-expert-parallel-comm --delay-wgrad-compute
         --overlap-dispatch-backward-with-experts-wgrad --ep-overlap-early-attn-memory-release
@@ -90,10 +90,10 @@ REFUSED = (
         need=_EXPERTS,
     ),
     Refused(
-        "experts on ranks",
-        "tp cuts every expert, and no rank holds whole ones",
-        "remove it; more tp ranks hold more experts",
-        r"expert-model-parallel-size|expert-tensor-parallel-num-weight-shards",
+        "shards of experts' weights",
+        "a rank holds a whole expert, or tp cuts it",
+        "remove it",
+        r"expert-tensor-parallel-num-weight-shards",
         need=_EXPERTS,
     ),
     Refused(

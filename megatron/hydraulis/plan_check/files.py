@@ -31,13 +31,13 @@ _IDX_HEADER = struct.Struct("<9sQBQQ")
 _IDX_MAGIC = b"MMIDIDX\0\0"
 _TERM = re.compile(
     r"(?:(?P<copies>\d+)\*)?"
-    r"(?:(?P<idle>idle)|(?P<degrees>(?:(?:tp|cp|pp)\d+~?)+))"
+    r"(?:(?P<idle>idle)|(?P<degrees>(?:(?:tp|cp|ep|pp)\d+~?)+))"
     r"(?::(?P<layers>\d+(?:,\d+)*))?"
     r"(?:@(?P<ranks>\d+(?:,\d+)*))?"
 )
 # More ranks are a typing error, and would not fit in memory.
 _MOST_RANKS = 10**7
-_DEGREE = re.compile(r"(tp|cp|pp)(\d+)(~?)")
+_DEGREE = re.compile(r"(tp|cp|ep|pp)(\d+)(~?)")
 
 
 class Rule(Enum):
@@ -96,13 +96,15 @@ class BrokenRule(Exception):
 
 
 class Shape(NamedTuple):
-    """Degrees of a replica, layers if the text lists them, and whether its cp splits."""
+    """Degrees of a replica, layers if the text lists them, whether its cp splits, and over how many
+    ranks the experts are distributed."""
 
     tp: int
     cp: int
     pp: int
     layers: tuple[int, ...] | None = None
     splits_cp: bool = False
+    ep: int = 1
 
     @property
     def num_ranks(self) -> int:
@@ -116,7 +118,8 @@ class Shape(NamedTuple):
     def __str__(self) -> str:
         split = "~" if self.splits_cp else ""
         layers = "" if self.layers is None else ":" + ",".join(map(str, self.layers))
-        return f"tp{self.tp}cp{self.cp}{split}pp{self.pp}{layers}"
+        experts = "" if self.ep == 1 else f"ep{self.ep}"
+        return f"tp{self.tp}cp{self.cp}{split}{experts}pp{self.pp}{layers}"
 
 
 @dataclass(frozen=True)
@@ -479,6 +482,7 @@ def _shape(entry: Any) -> Shape:
         _whole(entry["pp"]),
         None if layers is None else tuple(_whole(num) for num in layers),
         bool(entry.get("splits_cp", False)),
+        _whole(entry.get("ep", 1)),
     )
 
 
@@ -564,8 +568,10 @@ def read_strategy(text: str, num_ranks: int, ranks_per_node: int) -> list[tuple[
         size = shape.num_ranks
         if copies * size > num_ranks:
             raise ValueError(f"{term!r} needs more ranks than the {num_ranks} of the job")
-        if size < 1:
+        if size < 1 or shape.ep < 1:
             raise ValueError(f"{term!r} has a degree of 0")
+        if shape.tp * shape.cp % shape.ep:
+            raise ValueError(f"{term!r} has an ep that does not divide tp times cp")
         ranks = None if match["ranks"] is None else _numbers(match["ranks"])
         if ranks is not None and len(ranks) != copies * size:
             raise ValueError(f"{term!r} names {len(ranks)} ranks but needs {copies * size}")
@@ -587,11 +593,12 @@ def read_strategy(text: str, num_ranks: int, ranks_per_node: int) -> list[tuple[
 
 
 def _shape_of(match: re.Match[str]) -> Shape:
-    degrees = {"tp": 1, "cp": 1, "pp": 1}
+    degrees = {"tp": 1, "cp": 1, "ep": 1, "pp": 1}
     for axis, degree, _ in _DEGREE.findall(match["degrees"]):
         degrees[axis] = int(degree)
     layers = None if match["layers"] is None else tuple(_numbers(match["layers"]))
-    return Shape(degrees["tp"], degrees["cp"], degrees["pp"], layers, "~" in match["degrees"])
+    tp, cp, ep, pp = degrees.values()
+    return Shape(tp, cp, pp, layers, "~" in match["degrees"], ep)
 
 
 def _numbers(text: str) -> list[int]:

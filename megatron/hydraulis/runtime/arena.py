@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
@@ -116,11 +117,11 @@ class Arena:
         units = role.units
         end, before = 0, None
         for index, spec in enumerate(layout.parameters):
-            if spec.unit in units:
+            cut = role.cut_of(spec) if spec.unit in units else None
+            if cut is not None:
                 step = ALIGNMENT_ELEMENTS if spec.unit == before else UNIT_ALIGNMENT_ELEMENTS
                 self._offsets[index] = -(-end // step) * step
-                size = spec.num_elements // (role.tp if spec.tp_dim is not None else 1)
-                end, before = self._offsets[index] + size, spec.unit
+                end, before = self._offsets[index] + math.prod(spec.local_shape(cut[0])), spec.unit
         self.num_elements = end
         """Elements that the role needs of each storage."""
         with self.in_memory():
@@ -166,19 +167,20 @@ class Arena:
     ) -> tuple[int, torch.nn.Parameter]:
         name = global_name(local_name, self._role)
         index = self._layout.index_of.get(name)
-        if index is None or index not in self._offsets:
+        cut = None if index is None else self._role.cut_of(self._layout.parameters[index])
+        if index is None or index not in self._offsets or cut is None:
             raise ConfigurationError(
                 f"parameter '{name}' of the stage is not in the whole model; every stage must "
                 "be a part of the model that one rank would build"
             )
         spec = self._layout.parameters[index]
-        shape = spec.local_shape(self._role.tp)
+        shape = spec.local_shape(cut[0])
         if tuple(original.shape) != shape:
             raise ConfigurationError(
                 f"parameter '{name}' has shape {tuple(original.shape)} on this stage, but "
-                f"{spec.shape} cut over tp={self._role.tp} gives {shape}"
+                f"{spec.shape} cut over tp={cut[0]} gives {shape}"
             )
-        bound = self._views(index, name)
+        bound = self._views(index, name, math.prod(shape))
         # `Parameter(view)` would share the arena's version counter: autograd would raise as soon
         # as the gather of another parameter writes to the arena.
         parameter = torch.nn.Parameter(torch.empty(0, dtype=bound.values.dtype))
@@ -192,9 +194,7 @@ class Arena:
         self.bound[index] = bound
         return index, parameter
 
-    def _views(self, index: int, name: str) -> BoundParameter:
-        spec = self._layout.parameters[index]
-        size = spec.num_elements // (self._role.tp if spec.tp_dim is not None else 1)
+    def _views(self, index: int, name: str, size: int) -> BoundParameter:
         start = self._offsets[index]
         return BoundParameter(
             name, self.parameters[start : start + size], self.gradients[start : start + size]

@@ -11,6 +11,7 @@ import copy
 import dataclasses
 import hashlib
 import math
+import re
 import sys
 import warnings
 from collections.abc import Callable, Iterator, Sequence
@@ -42,6 +43,9 @@ ROW_PARALLEL_BIASES = ("linear_proj.bias", "linear_fc2.bias")
 TENSOR_PARALLEL_MODULES = ("self_attention", "cross_attention", "mlp")
 """Modules of a layer that work on one TP rank's part of the heads or of the FFN."""
 
+_EXPERT = re.compile(r"\.experts\.local_experts\.([0-9]+)\.")
+"""In the name of an expert's parameter: the expert's number in its layer."""
+
 MARK = "hydraulis_contribution"
 """Attribute of a parameter that says what each TP rank has of its gradient: a key of
 ``CONTRIBUTIONS``."""
@@ -71,7 +75,7 @@ class InitialisationStep:
 
 
 def catalogue(
-    definition: ModelDefinition, *, tensor_parallel: bool = True
+    definition: ModelDefinition, *, tensor_parallel: bool = True, expert_parallel: bool = False
 ) -> list[CataloguedParameter]:
     """All parameters of the whole model, in the order of the modules.
 
@@ -79,6 +83,8 @@ def catalogue(
         definition: the model.
         tensor_parallel: whether some strategy has tp > 1; if so, it must be known of every
             parameter how TP ranks share its gradient.
+        expert_parallel: whether some strategy has ep > 1; if so, all parameters of experts must be
+            cut by tp.
 
     Raises:
         ConfigurationError: a parameter that cannot be regrouped, or whose initial value cannot be
@@ -103,7 +109,7 @@ def catalogue(
         model = build_model(definition, config, role, local_collection())
     return [
         CataloguedParameter(
-            _spec(name, parameter, definition, tensor_parallel),
+            _spec(name, parameter, definition, tensor_parallel, expert_parallel),
             recorder.recipe(name, parameter),
         )
         for name, parameter in model.named_parameters()
@@ -158,7 +164,11 @@ def initial_rows(
 
 
 def _spec(
-    name: str, parameter: Any, definition: ModelDefinition, tensor_parallel: bool
+    name: str,
+    parameter: Any,
+    definition: ModelDefinition,
+    tensor_parallel: bool,
+    expert_parallel: bool,
 ) -> ParameterSpec:
     if getattr(parameter, "average_gradients_across_tp_domain", False):
         raise ConfigurationError(
@@ -171,6 +181,8 @@ def _spec(
         if is_cut
         else _contribution(name, parameter, tensor_parallel, definition.sequence_parallel)
     )
+    found = _EXPERT.search(name) if is_cut or expert_parallel else None
+    expert = None if found is None else int(found[1])
     is_matrix = parameter.dim() > 1 and not name.endswith(".bias")
     is_decayed_norm = definition.decays_qk_norms and any(norm in name for norm in QK_NORMS)
     return ParameterSpec(
@@ -182,6 +194,7 @@ def _spec(
         stride=parameter.partition_stride if is_cut else 1,
         decays=is_matrix or is_decayed_norm,
         is_embedding_or_output=getattr(parameter, "is_embedding_or_output_parameter", False),
+        experts=None if expert is None else (expert, expert + 1),
     )
 
 

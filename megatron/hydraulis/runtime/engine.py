@@ -45,7 +45,6 @@ from megatron.hydraulis.runtime.track import Staging, make_track
 from megatron.hydraulis.strategy import Pool
 from megatron.hydraulis.transfer.canonical import CanonicalLayout
 from megatron.hydraulis.transfer.owner_order import best_owner_orders
-from megatron.hydraulis.transfer.role import roles_of
 
 
 @dataclass(frozen=True)
@@ -176,17 +175,14 @@ class Engine:
             for strategy in pool.strategies:
                 groups.add_strategy(strategy)
         self.groups = groups
-        entries: list[CataloguedParameter] = catalogue(definition, tensor_parallel=pool.tp_lcm > 1)
+        entries: list[CataloguedParameter] = catalogue(
+            definition, tensor_parallel=pool.tp_lcm > 1, expert_parallel=pool.ep_lcm > 1
+        )
         self.layout = CanonicalLayout.build(
             [entry.spec for entry in entries], num_atoms=num_atoms, num_ranks=pool.num_ranks
         )
         if owners_for is not None:
-            roles = roles_of(
-                pool.strategy(owners_for),
-                definition.transformer.num_layers,
-                definition.tied_embeddings,
-            )
-            orders = best_owner_orders(self.layout, roles)
+            orders = best_owner_orders(self.layout, definition.roles_of(pool.strategy(owners_for)))
             self.layout = self.layout.with_owner_orders(orders)
         self.shards = CanonicalShards(
             self.layout,

@@ -40,7 +40,8 @@ from megatron.hydraulis.runtime.token_log_probs import (
     OutputSettings,
     token_losses,
 )
-from megatron.hydraulis.transfer.role import Role
+from megatron.hydraulis.strategy import Strategy
+from megatron.hydraulis.transfer.role import Role, roles_of
 
 _TE_FUSION = "te_gradient_accumulation_fusion"
 """Attribute of a role's configuration: whether Transformer Engine's layers add to gradients."""
@@ -88,6 +89,24 @@ class ModelDefinition:
         require_no_dropout(self.transformer.hidden_dropout, self.transformer.attention_dropout)
 
     @property
+    def for_uneven_columns(self) -> ModelDefinition:
+        """The same model for ranks that share experts but have rows of different lengths, which
+        upstream's all-gather dispatcher cannot gather."""
+        transformer = copy.copy(self.transformer)
+        if transformer.moe_token_dispatcher_type == "allgather":
+            transformer.moe_token_dispatcher_type = "alltoall"
+        return dataclasses.replace(self, transformer=transformer)
+
+    def roles_of(self, strategy: Strategy) -> list[Role | None]:
+        """The role of every rank, None for idle ranks: shape (num_ranks,)."""
+        return roles_of(
+            strategy,
+            self.transformer.num_layers,
+            self.tied_embeddings,
+            self.transformer.num_moe_experts or 0,
+        )
+
+    @property
     def as_built(self) -> ModelDefinition:
         """The same model with the layers that roles are built of as ``layer_spec``."""
         if self.built_layer_spec is None:
@@ -104,6 +123,10 @@ class ModelDefinition:
         config = copy.copy(self.transformer)
         config.num_layers = role.num_layers
         config.tensor_model_parallel_size = config.expert_tensor_parallel_size = role.tp
+        if role.experts is not None:
+            first, stop = role.experts
+            config.expert_tensor_parallel_size = 1
+            config.expert_model_parallel_size = config.num_moe_experts // (stop - first)
         config.pipeline_model_parallel_size = 1
         config.context_parallel_size = 1
         config.sequence_parallel = self.sequence_parallel and role.tp > 1
@@ -261,6 +284,9 @@ def global_name(local_name: str, role: Role) -> str:
     parts = local_name.split(".")
     if parts[:2] == ["decoder", "layers"]:
         parts[2] = str(int(parts[2]) + role.first_layer)
+        if role.experts is not None and "local_experts" in parts:
+            place = parts.index("local_experts") + 1
+            parts[place] = str(int(parts[place]) + role.experts[0])
     name = ".".join(parts)
     for fused, local in _LOCAL_NAMES.items():
         name = name.replace(fused, local)

@@ -120,8 +120,12 @@ class GroupRegistry:
         assert position is not None
         collection = single_rank_collection(self.of_self)
         collection.tp = self.group(replica.tp_ranks(position.stage, position.cp))
-        # Tensor parallelism cuts every expert as it cuts any MLP.
-        collection.expt_tp = collection.tp_ep = collection.tp
+        if replica.scheme.ep == 1:
+            # Tensor parallelism cuts every expert as it cuts any MLP.
+            collection.expt_tp = collection.tp_ep = collection.tp
+        else:
+            ranks = replica.ep_ranks(position.stage, position.cp, position.tp)
+            collection.ep = collection.tp_ep = self.group(ranks)
         collection.pp = self.group(replica.pp_ranks(position.cp, position.tp))
         return collection
 

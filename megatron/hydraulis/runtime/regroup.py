@@ -541,11 +541,13 @@ def canonical_copies(
         return ()
     at = 0
     for piece in bucket.pieces:
-        if not layout.holds(piece, role.tp, role.tp_rank):
+        parameter = layout.parameters[piece.parameter]
+        cut = role.cut_of(parameter)
+        if cut is None or not layout.holds(piece, *cut):
             continue
-        if gradients and not role.contributes(layout.parameters[piece.parameter].contribution):
+        if gradients and not role.contributes(parameter):
             continue
-        block = layout.block(piece, role.tp, role.tp_rank)
+        block = layout.block(piece, *cut)
         bound = arena.bound[block.parameter]
         flat = bound.gradient if gradients else bound.values
         view = flat.as_strided(

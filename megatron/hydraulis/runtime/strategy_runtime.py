@@ -23,7 +23,7 @@ from megatron.hydraulis.runtime.process_groups import GroupRegistry
 from megatron.hydraulis.runtime.regroup import Regrouper
 from megatron.hydraulis.strategy import Pool, Strategy
 from megatron.hydraulis.transfer.canonical import CanonicalLayout
-from megatron.hydraulis.transfer.role import Role, roles_of
+from megatron.hydraulis.transfer.role import Role
 
 
 @dataclass(frozen=True)
@@ -107,8 +107,7 @@ class StrategyRuntimes:
             bound.model.model.train(training)
 
     def _build(self, strategy: Strategy) -> StrategyRuntime:
-        definition = self._definition
-        roles = roles_of(strategy, definition.transformer.num_layers, definition.tied_embeddings)
+        roles = self._definition.roles_of(strategy)
         role = roles[dist.get_rank()]
         bound = None if role is None else self._bound_role(strategy, role)
         regrouper = Regrouper(
@@ -127,10 +126,16 @@ class StrategyRuntimes:
         """The model of the role, shared by strategies that give this rank the same neighbours."""
         groups = self._groups.collection(strategy)
         assert groups is not None
-        key = (role, *(tuple(dist.get_process_group_ranks(g)) for g in (groups.tp, groups.pp)))
+        replica = strategy.replica_of(dist.get_rank())
+        is_uneven = replica is not None and replica.scheme.ep > 1 and replica.scheme.splits_cp
+        neighbours = (groups.tp, groups.pp, groups.ep)
+        ranks = (tuple(dist.get_process_group_ranks(group)) for group in neighbours)
+        key = (role, is_uneven, *ranks)
         found = self._bound_roles.get(key)
         if found is None:
-            found = BoundRole(self._definition, role, groups, self._layout, self._memory)
+            definition = self._definition
+            definition = definition.for_uneven_columns if is_uneven else definition
+            found = BoundRole(definition, role, groups, self._layout, self._memory)
             found.model.model.train(self._is_training)
             if self._routers is not None:
                 self._routers.attach(found.model.model)

@@ -2,7 +2,8 @@
 
     strategy = term ('+' term)*
     term     = [N '*'] (scheme | 'idle')
-    scheme   = ('tp' N | 'cp' N ['~'] | 'pp' N)+ [':' layers (',' layers)*] ['@' rank (',' rank)*]
+    scheme   = degree+ [':' layers (',' layers)*] ['@' rank (',' rank)*]
+    degree   = 'tp' N | 'cp' N ['~'] | 'ep' N | 'pp' N
 
 Blanks are allowed between any two symbols. The ranks after ``@`` are ordered by stage, then cp,
 then tp; with ``N*`` copies, those of the first copy come first.
@@ -17,7 +18,7 @@ from megatron.hydraulis.errors import StrategyError
 from megatron.hydraulis.strategy.placement import place
 from megatron.hydraulis.strategy.scheme import Replica, Scheme
 
-_AXES = ("tp", "cp", "pp")
+_AXES = ("tp", "cp", "ep", "pp")
 _SYMBOL = re.compile(r"\s*(?:(?P<number>[0-9]+)|(?P<word>[A-Za-z]+)|(?P<mark>\S))")
 # Longer numbers are typing errors; int() raises another error for thousands of digits.
 _MAX_DIGITS = 9
@@ -157,7 +158,7 @@ def _read_scheme(reader: _Reader) -> Scheme:
             reader.take()
             splits_cp = True
     if not degrees:
-        raise reader.error("expected a scheme of tp, cp, pp with their degrees, or 'idle',")
+        raise reader.error("expected a scheme of tp, cp, ep, pp with their degrees, or 'idle',")
     layers = reader.take_numbers("a number of layers") if reader.take_if(":") else None
     try:
         return Scheme(
@@ -166,6 +167,7 @@ def _read_scheme(reader: _Reader) -> Scheme:
             pp=degrees.get("pp", 1),
             layers=layers,
             splits_cp=splits_cp,
+            ep=degrees.get("ep", 1),
         )
     except StrategyError as error:
         raise reader.refuse(str(error)) from None

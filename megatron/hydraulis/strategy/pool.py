@@ -61,6 +61,11 @@ class Pool:
         """The least common multiple of all tp degrees: into how many atoms parameters divide."""
         return math.lcm(*(scheme.tp for strategy in self.strategies for scheme in strategy.schemes))
 
+    @property
+    def ep_lcm(self) -> int:
+        """The least common multiple of all ep degrees."""
+        return math.lcm(*(scheme.ep for strategy in self.strategies for scheme in strategy.schemes))
+
     def strategy(self, name: str) -> Strategy:
         """The strategy of this name; StrategyError if there is none."""
         for strategy in self.strategies:

@@ -10,7 +10,7 @@ from megatron.hydraulis.json_object import JsonObject
 
 @dataclass(frozen=True, slots=True)
 class Scheme:
-    """The shape ⟨tp, cp, pp⟩ of one replica.
+    """The shape ⟨tp, cp, pp⟩ of one replica, and whether its ranks share out whole experts.
 
     Raises StrategyError for a degree below 1, for layers that do not list every stage, and for a
     splitting width (``cp8~``) that is not a power of two.
@@ -23,9 +23,12 @@ class Scheme:
     """Layers of each stage; None splits evenly, see layers_per_stage."""
     splits_cp: bool = False
     """Whether cp ranks may form other groups in every micro-batch: the ``~`` of ``cp8~``."""
+    ep: int = 1
+    """Ranks of a stage over which the experts of a layer are distributed, each expert whole on one
+    of them; 1: tp cuts every expert. Divides tp·cp of a replica, not of a context group of it."""
 
     def __post_init__(self) -> None:
-        for axis, degree in (("tp", self.tp), ("cp", self.cp), ("pp", self.pp)):
+        for axis, degree in (("tp", self.tp), ("cp", self.cp), ("ep", self.ep), ("pp", self.pp)):
             if degree < 1:
                 raise StrategyError(
                     f"a degree must be at least 1 but {axis} is {degree}; "
@@ -55,7 +58,7 @@ class Scheme:
 
     def of_context_group(self, size: int) -> "Scheme":
         """The scheme with cp = size, whose time and memory are those of a group of the cp ranks."""
-        return Scheme(self.tp, size, self.pp, self.layers)
+        return Scheme(self.tp, size, self.pp, self.layers, ep=self.ep)
 
     @property
     def group_schemes(self) -> "tuple[Scheme, ...]":
@@ -115,12 +118,15 @@ class Scheme:
         return tuple(num_each + (stage < num_longer) for stage in range(self.pp))
 
     def to_json(self) -> dict[str, Any]:
-        """``{"tp", "cp", "pp"}``, and ``layers`` and ``splits_cp`` where the scheme has them."""
+        """``{"tp", "cp", "pp"}``, and ``layers``, ``splits_cp`` and ``ep`` where the scheme has
+        them."""
         content: dict[str, Any] = {"tp": self.tp, "cp": self.cp, "pp": self.pp}
         if self.layers is not None:
             content["layers"] = list(self.layers)
         if self.splits_cp:
             content["splits_cp"] = True
+        if self.ep != 1:
+            content["ep"] = self.ep
         return content
 
     @classmethod
@@ -133,6 +139,7 @@ class Scheme:
                 pp=content.integer("pp"),
                 layers=content.integers("layers") if content.has("layers") else None,
                 splits_cp=content.flag("splits_cp", default=False),
+                ep=content.integer("ep", default=1),
             )
         except StrategyError as error:
             raise content.error(str(error)) from None
@@ -142,6 +149,8 @@ class Scheme:
         text = f"tp{self.tp}" if self.tp != 1 else ""
         if self.cp != 1 or self.splits_cp:
             text += f"cp{self.cp}{'~' if self.splits_cp else ''}"
+        if self.ep != 1:
+            text += f"ep{self.ep}"
         if self.pp != 1:
             text += f"pp{self.pp}"
         text = text or "tp1"
@@ -163,8 +172,8 @@ class Position:
 class Replica:
     """One copy of the model on scheme.num_ranks ranks.
 
-    Raises StrategyError if the number of ranks is not the scheme's, or a rank is negative or
-    repeated.
+    Raises StrategyError if ep does not divide tp·cp, the number of ranks is not the scheme's, or a
+    rank is negative or repeated.
     """
 
     scheme: Scheme
@@ -172,6 +181,13 @@ class Replica:
     """By stage, then cp, then tp."""
 
     def __post_init__(self) -> None:
+        of_stage = self.scheme.tp * self.scheme.cp
+        if of_stage % self.scheme.ep:
+            raise StrategyError(
+                f"the ranks of a stage form groups of ep ranks but {self.scheme} has tp·cp = "
+                f"{of_stage} ranks a stage and ep {self.scheme.ep}; use an ep that divides "
+                f"{of_stage}, or a larger tp or cp"
+            )
         if len(self.ranks) != self.scheme.num_ranks:
             raise StrategyError(
                 f"scheme {self.scheme} needs {self.scheme.num_ranks} ranks but "
@@ -216,6 +232,14 @@ class Replica:
     def cp_ranks(self, stage: int, tp: int) -> tuple[int, ...]:
         """The context-parallel group of a stage and tp coordinate, by cp: shape (cp,)."""
         return tuple(self.rank_at(stage, cp, tp) for cp in range(self.scheme.cp))
+
+    def ep_ranks(self, stage: int, cp: int, tp: int) -> tuple[int, ...]:
+        """The ranks of a stage that share out the experts with this one, in the order of their
+        experts: consecutive by cp, then tp; shape (ep,)."""
+        scheme = self.scheme
+        first = (cp * scheme.tp + tp) // scheme.ep * scheme.ep
+        places = (divmod(place, scheme.tp) for place in range(first, first + scheme.ep))
+        return tuple(self.rank_at(stage, *place) for place in places)
 
     def pp_ranks(self, cp: int, tp: int) -> tuple[int, ...]:
         """The pipeline through a cp and tp coordinate, by stage: shape (pp,)."""

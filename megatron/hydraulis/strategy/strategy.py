@@ -112,13 +112,18 @@ class Strategy:
         tp: int,
         cp: int = 1,
         pp: int = 1,
+        ep: int = 1,
         ranks_per_node: int | None = None,
     ) -> "Strategy":
         """Replicas of one scheme that fill the job: ``2*tp2pp2`` on 8 ranks.
 
-        Raises StrategyError unless the ranks are a multiple of tp·cp·pp.
+        In Megatron replicas may share experts. A multiple ep of tp·cp therefore makes replicas of
+        ep ranks a stage whose cp ranks may each have sequences of their own: ``cp8~ep8``.
+
+        Raises StrategyError unless the ranks are a multiple of those of a replica.
         """
-        scheme = Scheme(tp=tp, cp=cp, pp=pp)
+        width = cp if ep % (tp * cp) else ep // tp
+        scheme = Scheme(tp=tp, cp=width, pp=pp, splits_cp=width != cp, ep=ep)
         if num_ranks < 1 or num_ranks % scheme.num_ranks:
             num_fitting = max(num_ranks // scheme.num_ranks, 1) * scheme.num_ranks
             raise StrategyError(
@@ -148,7 +153,7 @@ class Strategy:
 
     @property
     def rank_groups(self) -> list[tuple[int, ...]]:
-        """Rank tuples of the tp, cp and pp groups that the strategy needs, in a fixed order.
+        """Rank tuples of the tp, cp, ep and pp groups that the strategy needs, in a fixed order.
 
         For a scheme that splits its cp ranks, like ``cp8~``, every group that a wave may need.
         Groups of one rank are left out.
@@ -159,6 +164,8 @@ class Strategy:
             for stage in range(scheme.pp):
                 for cp in range(scheme.cp):
                     needed[replica.tp_ranks(stage, cp)] = None
+                    for tp in range(scheme.tp):
+                        needed[replica.ep_ranks(stage, cp, tp)] = None
                 for tp in range(scheme.tp):
                     columns = replica.cp_ranks(stage, tp)
                     for size in (group.cp for group in scheme.group_schemes):
@@ -208,6 +215,16 @@ class Strategy:
                         f"tp must divide the {what} but {scheme} has tp {scheme.tp} and the "
                         f"model's {what} is {size}; use a tp that divides {size}"
                     )
+            if scheme.ep > 1 and (not shape.num_experts or shape.num_experts % scheme.ep):
+                raise self._error(
+                    f"ep ranks hold equal numbers of experts but {scheme} has ep {scheme.ep} and "
+                    f"the model {shape.num_experts} experts; "
+                    + (
+                        f"use an ep that divides {shape.num_experts}"
+                        if shape.num_experts
+                        else "drop the ep"
+                    )
+                )
             try:
                 scheme.layers_per_stage(shape.num_layers)
             except StrategyError as error:

@@ -1,8 +1,8 @@
 """What any strategy exchanges over a layout, counted without building its transfer plans.
 
 A transfer plan lists ranges; times need only their sizes by owner. These depend on how a bucket is
-cut and on the TP rank that holds it, of which a job has few, so they are counted once and kept for
-all strategies.
+cut and on the part of it that a role holds, of which a job has few, so they are counted once and
+kept for all strategies.
 """
 
 from __future__ import annotations
@@ -87,12 +87,12 @@ class LayoutAmounts:
             for b in layout.buckets
         ]
         """By bucket: equal for those that are cut and owned in the same way."""
-        self._known: dict[tuple[int, bool, frozenset[tuple[int, int]]], Amounts] = {}
+        self._known: dict[tuple[int, bool, frozenset[tuple[object, ...]]], Amounts] = {}
 
     def needed(self, bucket: Bucket, members: Collection[Role], *, contributed: bool) -> Amounts:
         """Elements of each owner's share that at least one of some roles holds or contributes:
         shape (num_ranks,)."""
-        holders = {(role.tp, role.tp_rank): role for role in members if bucket.unit in role.units}
+        holders = {role.cut: role for role in members if bucket.unit in role.units}
         key = self.cuts[bucket.index], contributed, frozenset(holders)
         if key not in self._known:
             find = contributed_ranges if contributed else held_ranges

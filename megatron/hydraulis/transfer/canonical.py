@@ -2,7 +2,8 @@
 
 Optimizer state never moves: its *canonical* order is the same for all strategies. A parameter with
 a tensor-parallel dim is cut into ``T`` **atoms** along it, where ``T`` is the least common multiple
-of the tp degrees in the pool, so that any TP rank of any scheme holds consecutive atoms. Every
+of the tp degrees in the pool, so that any TP rank of any scheme holds consecutive atoms; a rank
+that holds an expert whole has all its atoms. Every
 **bucket** (a layer, or a part of the embedding or the output) is cut at row borders of atoms into
 one share per rank, its canonical shard. By default rank r owns share r; `Bucket.owner_order` can
 assign the shares differently.
@@ -85,6 +86,8 @@ class ParameterSpec:
     """Whether weight decay applies; False for biases and norms."""
     is_embedding_or_output: bool = False
     """Whether upstream's ``--decoupled-lr`` is its learning rate."""
+    experts: tuple[int, int] | None = None
+    """Experts [start, stop) of the layer to which it belongs, which ranks may also hold whole."""
 
     def __post_init__(self) -> None:
         if not self.shape or any(size < 1 for size in self.shape):
@@ -93,6 +96,12 @@ class ParameterSpec:
             raise ConfigurationError(
                 f"parameter '{self.name}': tensor-parallel dim {self.tp_dim} does not go with "
                 f"contribution {self.contribution.name}; exactly the cut parameters are SHARDED"
+            )
+        if self.experts is not None and self.contribution is not Contribution.SHARDED:
+            raise ConfigurationError(
+                f"parameter '{self.name}': tensor parallelism cuts every parameter of an expert "
+                f"but this one is {self.contribution.name}; every rank that holds an expert sends "
+                "its gradients"
             )
         if self.tp_dim is not None and not (
             self.tp_dim == 0 or (self.tp_dim == 1 and len(self.shape) == 2 and self.stride == 1)
@@ -275,7 +284,8 @@ class CanonicalLayout:
             raise PlanError(f"{len(roles)} roles for {self.num_ranks} ranks; give one per rank")
 
     def holds(self, piece: Piece, tp: int, tp_rank: int) -> bool:
-        """Whether TP rank ``tp_rank`` of ``tp`` holds the piece if its stage has the unit."""
+        """Whether TP rank ``tp_rank`` of ``tp`` holds the piece if it holds part of the parameter;
+        `Role.cut_of` has the arguments."""
         if self.parameters[piece.parameter].tp_dim is None:
             return True
         per_rank = self.num_atoms // tp
@@ -383,10 +393,15 @@ def _running_sums(sizes: Iterable[int]) -> tuple[int, ...]:
     return tuple(sums)
 
 
-def model_parameters(shape: ModelShape) -> list[ParameterSpec]:
+def model_parameters(shape: ModelShape, num_expert_groups: int = 1) -> list[ParameterSpec]:
     """Every parameter of a Llama-like model with sequence parallelism and without biases.
 
     Only for planning without a model: a run takes them from its model (runtime/catalogue.py).
+
+    Args:
+        shape: the model's.
+        num_expert_groups: a multiple of the ep degrees in use; experts of a layer that the same
+            ranks hold are one parameter, as bytes and their places are the same.
     """
     hidden, sharded, partial = shape.hidden_size, Contribution.SHARDED, Contribution.PARTIAL
     key_value_size = 2 * shape.num_query_groups * shape.kv_channels
@@ -403,21 +418,26 @@ def model_parameters(shape: ModelShape) -> list[ParameterSpec]:
             ParameterSpec(prefix + "norm2", (hidden,), unit, partial, decays=False),
         ]
         if layer < shape.num_layers - shape.num_expert_layers:
-            mlps = [(1, shape.ffn_hidden_size)]
+            mlps: list[tuple[int, int, tuple[int, int] | None]]
+            mlps = [(1, shape.ffn_hidden_size, None)]
         else:
             router = (shape.num_experts, hidden)
             parameters.append(ParameterSpec(prefix + "router", router, unit, partial))
-            # All experts of a layer as one parameter: bytes and their places are the same.
-            mlps = [(shape.num_experts, shape.expert_ffn_hidden_size)]
+            in_group = shape.num_experts // num_expert_groups
+            mlps = [
+                (in_group, shape.expert_ffn_hidden_size, (start, start + in_group))
+                for start in range(0, shape.num_experts, in_group)
+            ]
             if shape.shared_expert_ffn_hidden_size:
-                mlps.append((1, shape.shared_expert_ffn_hidden_size))
-        for index, (number, width) in enumerate(mlps):
+                mlps.append((1, shape.shared_expert_ffn_hidden_size, None))
+        for index, (number, width, experts) in enumerate(mlps):
             fc1, fc2 = (num_halves * number * width, hidden), (number * hidden, width)
+            names = f"{prefix}fc1.{index}", f"{prefix}fc2.{index}"
             parameters += [
                 ParameterSpec(
-                    f"{prefix}fc1.{index}", fc1, unit, sharded, tp_dim=0, stride=num_halves
+                    names[0], fc1, unit, sharded, tp_dim=0, stride=num_halves, experts=experts
                 ),
-                ParameterSpec(f"{prefix}fc2.{index}", fc2, unit, sharded, tp_dim=1),
+                ParameterSpec(names[1], fc2, unit, sharded, tp_dim=1, experts=experts),
             ]
     parameters.append(ParameterSpec("norm", (hidden,), Unit.output(), partial, decays=False))
     if not shape.tied_embeddings:

@@ -115,8 +115,8 @@ def equal_shares(bucket: Bucket, roles: Sequence[Role | None]) -> EqualShares:
     """
     if not _all_hold_everything(roles):
         raise PlanError(
-            "an all-gather gives every rank the entire bucket but some rank is idle or has tp or "
-            "pp above 1; plan an uneven all-to-all"
+            "an all-gather gives every rank the entire bucket but some rank is idle or has tp, "
+            "ep or pp above 1; plan an uneven all-to-all"
         )
     shards = tuple(bucket.shard_range(rank) for rank in range(len(roles)))
     longest = max(stop - start for start, stop in shards)
@@ -125,7 +125,7 @@ def equal_shares(bucket: Bucket, roles: Sequence[Role | None]) -> EqualShares:
 
 def _all_hold_everything(roles: Sequence[Role | None]) -> bool:
     return all(
-        role is not None and role.tp == 1 and role.has_embedding and role.has_output
+        role is not None and role.cut == (1, 0, None) and role.has_embedding and role.has_output
         for role in roles
     )
 
@@ -139,8 +139,8 @@ def collective_of(
 ) -> Collective:
     """The kind for a strategy, the same on all ranks.
 
-    ``ALL_GATHER`` if every rank holds the entire model (tp 1, pp 1, none idle); ``TWO_STEP`` if
-    there are several nodes and two steps save at least `LEAST_SAVING_ACROSS` of what would cross
+    ``ALL_GATHER`` if every rank holds the entire model (tp, ep and pp 1, none idle); ``TWO_STEP``
+    if there are several nodes and two steps save at least `LEAST_SAVING_ACROSS` of what would cross
     nodes in one, because ranks of a node need the same elements; ``ALL_TO_ALL`` otherwise.
 
     Args:

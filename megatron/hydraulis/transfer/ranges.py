@@ -108,9 +108,11 @@ def _ranges(
         return ()
     merged: list[Range] = []
     for piece, start in zip(bucket.pieces, bucket.piece_offsets, strict=False):
-        if not layout.holds(piece, role.tp, role.tp_rank):
+        parameter = layout.parameters[piece.parameter]
+        cut = role.cut_of(parameter)
+        if cut is None or not layout.holds(piece, *cut):
             continue
-        if contributed and not role.contributes(layout.parameters[piece.parameter].contribution):
+        if contributed and not role.contributes(parameter):
             continue
         stop = start + piece.num_elements
         if merged and merged[-1].stop == start:
@@ -136,10 +138,10 @@ def buckets_with_equal_plans(
         cut = cuts.setdefault(cut_of(layout, bucket), len(cuts))
         held = []
         for role in distinct:
-            # Buckets with the same cut: a TP rank holds the same ranges of all of them.
+            # Buckets with the same cut: a role holds the same ranges of all of them.
             key = None
             if role is not None and bucket.unit in role.units:
-                key = (cut, role.tp, role.tp_rank)
+                key = (cut, role.cut)
             if key not in found:
                 ranges = held_ranges(layout, bucket, role), contributed_ranges(layout, bucket, role)
                 found[key] = ranges
@@ -150,7 +152,7 @@ def buckets_with_equal_plans(
 
 
 def cut_of(layout: CanonicalLayout, bucket: Bucket) -> tuple[object, ...]:
-    """What the ranges that a TP rank holds of a bucket depend on, besides the TP rank."""
+    """What the ranges that a role holds of a bucket depend on, besides `Role.cut`."""
     parameters = layout.parameters
     return tuple(
         (
@@ -158,6 +160,7 @@ def cut_of(layout: CanonicalLayout, bucket: Bucket) -> tuple[object, ...]:
             piece.atom,
             parameters[piece.parameter].tp_dim is None,
             parameters[piece.parameter].contribution,
+            parameters[piece.parameter].experts,
         )
         for piece in bucket.pieces
     )

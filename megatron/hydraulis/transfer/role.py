@@ -6,8 +6,9 @@ import itertools
 from dataclasses import dataclass
 from functools import cached_property
 
+from megatron.hydraulis.errors import PlanError
 from megatron.hydraulis.strategy import Strategy
-from megatron.hydraulis.transfer.canonical import Contribution, Unit
+from megatron.hydraulis.transfer.canonical import Contribution, ParameterSpec, Unit
 
 
 @dataclass(frozen=True)
@@ -20,6 +21,8 @@ class Role:
     num_layers: int
     num_layers_of_model: int
     tied_embeddings: bool
+    experts: tuple[int, int] | None = None
+    """Experts [start, stop) of every layer, which the rank holds whole; None if tp cuts all."""
 
     @property
     def has_embedding(self) -> bool:
@@ -43,24 +46,60 @@ class Role:
             units.add(Unit.output())
         return frozenset(units)
 
-    def contributes(self, contribution: Contribution) -> bool:
-        """Whether this TP rank sends gradients of this kind to their owners."""
-        return contribution is not Contribution.REPLICATED or self.tp_rank == 0
+    @property
+    def cut(self) -> tuple[object, ...]:
+        """What the ranges that it holds of a bucket depend on, besides its units."""
+        return self.tp, self.tp_rank, self.experts
+
+    def cut_of(self, parameter: ParameterSpec) -> tuple[int, int] | None:
+        """The tp degree and TP rank that this rank's part of a parameter of its units has: (1, 0)
+        for one of an expert that it holds whole. None if it holds nothing of it.
+
+        Raises:
+            PlanError: the parameter is of several experts, of which the rank holds some.
+        """
+        if self.experts is None or parameter.experts is None:
+            return self.tp, self.tp_rank
+        (start, stop), (first, last) = parameter.experts, self.experts
+        if stop <= first or last <= start:
+            return None
+        if start < first or last < stop:
+            raise PlanError(
+                f"parameter '{parameter.name}': a rank holds experts {first} to {last - 1} but it "
+                f"is of experts {start} to {stop - 1}; group experts by a multiple of every ep"
+            )
+        return 1, 0
+
+    def contributes(self, parameter: ParameterSpec) -> bool:
+        """Whether this rank sends its gradient of a parameter to the owners.
+
+        Every rank with a whole expert does, as each has seen other tokens.
+        """
+        return parameter.contribution is not Contribution.REPLICATED or self.tp_rank == 0
 
 
-def roles_of(strategy: Strategy, num_layers: int, tied_embeddings: bool) -> list[Role | None]:
-    """The role of every rank, None for idle ranks: shape (num_ranks,)."""
+def roles_of(
+    strategy: Strategy, num_layers: int, tied_embeddings: bool, num_experts: int = 0
+) -> list[Role | None]:
+    """The role of every rank, None for idle ranks: shape (num_ranks,).
+
+    num_experts: of a layer; every ep degree divides it.
+    """
     roles: list[Role | None] = [None] * strategy.num_ranks
     for replica in strategy.replicas:
         scheme = replica.scheme
         layers = scheme.layers_per_stage(num_layers)
         for stage, cp, tp in itertools.product(*map(range, (scheme.pp, scheme.cp, scheme.tp))):
-            roles[replica.rank_at(stage, cp, tp)] = Role(
+            rank = replica.rank_at(stage, cp, tp)
+            in_each = num_experts // scheme.ep
+            first_expert = in_each * replica.ep_ranks(stage, cp, tp).index(rank)
+            roles[rank] = Role(
                 tp=scheme.tp,
                 tp_rank=tp,
                 first_layer=sum(layers[:stage]),
                 num_layers=layers[stage],
                 num_layers_of_model=num_layers,
                 tied_embeddings=tied_embeddings,
+                experts=(first_expert, first_expert + in_each) if scheme.ep > 1 else None,
             )
     return roles

@@ -17,13 +17,14 @@ from megatron.hydraulis.strategy import Strategy
         ("3*tp3+tp2cp2+tp1", 14, 7),
         ("cp8~+8*tp1", 16, 8),
         ("2*tp6cp2+4*tp2", 32, 8),
+        ("tp2cp4~ep8pp2:1,2 + 4*tp2ep2 + tp4ep2cp2", 32, 8),
         ("tp16+3*tp8+238*tp4+2*tp4pp4", 1024, 8),
     ],
 )
 def test_same_replicas_on_the_same_ranks(text: str, num_ranks: int, ranks_per_node: int) -> None:
     planner = Strategy.parse(text, num_ranks, ranks_per_node=ranks_per_node)
     expected = [
-        (Shape(s.tp, s.cp, s.pp, s.layers, s.splits_cp), list(replica.ranks))
+        (Shape(s.tp, s.cp, s.pp, s.layers, s.splits_cp, s.ep), list(replica.ranks))
         for replica in planner.replicas
         for s in [replica.scheme]
     ]
@@ -35,6 +36,7 @@ def test_same_replicas_on_the_same_ranks(text: str, num_ranks: int, ranks_per_no
     [
         ("tp4+", "'' in 'tp4[+]' is no term"),
         ("dp4", "is no term of a strategy"),
+        ("tp2cp2ep3", "has an ep that does not divide tp times cp"),
         ("tp2", "is for 2 ranks but the job has 4"),
         ("2*tp2@0,1", "names 2 ranks but needs 4"),
         ("tp2@0,0+tp2", "names a rank twice"),

@@ -1,5 +1,7 @@
 """Transfer plans and roles, calculated by hand; properties are in tests/property."""
 
+from dataclasses import replace
+
 import pytest
 
 from megatron.hydraulis.errors import PlanError
@@ -26,9 +28,11 @@ LAYOUT = CanonicalLayout.build([WEIGHT, NORM], num_atoms=4, num_ranks=3)
 BUCKET = LAYOUT.buckets[0]
 
 
-def roles_of(text: str, num_ranks: int, *, num_layers: int = 1, tied: bool = False) -> list:
+def roles_of(
+    text: str, num_ranks: int, *, num_layers: int = 1, tied: bool = False, num_experts: int = 0
+) -> list:
     strategy = Strategy.parse(text, num_ranks)
-    return role.roles_of(strategy, num_layers, tied)
+    return role.roles_of(strategy, num_layers, tied, num_experts)
 
 
 def test_gather_of_tp2_and_tp1() -> None:
@@ -110,10 +114,27 @@ class TestRole:
 
     def test_contributions(self) -> None:
         first, second = roles_of("tp2", 2)
-        assert all(first.contributes(kind) for kind in Contribution)
-        assert second.contributes(Contribution.SHARDED)
-        assert second.contributes(Contribution.PARTIAL)
-        assert not second.contributes(Contribution.REPLICATED)
+        norm = ParameterSpec("q_norm", (4,), Unit.layer(0), Contribution.PARTIAL)
+        assert all(first.contributes(each) for each in (WEIGHT, norm, NORM))
+        assert second.contributes(WEIGHT)
+        assert second.contributes(norm)
+        assert not second.contributes(NORM)
+
+    def test_ep_ranks_hold_experts_whole_and_the_rest_by_tp(self) -> None:
+        """Four ranks of a stage, cp by cp: ep 2 makes two groups, which hold the same experts."""
+        roles = roles_of("tp2cp2ep2pp2", 8, num_layers=2, num_experts=6)
+        assert [each.experts for each in roles] == [(0, 3), (3, 6)] * 4
+        last = replace(WEIGHT, experts=(4, 5))
+        assert [each.cut_of(last) for each in roles] == [None, (1, 0)] * 4
+        assert [each.cut_of(WEIGHT) for each in roles] == [(2, 0), (2, 1)] * 4
+        assert all(each.contributes(last) for each in roles)
+        wide = roles_of("tp2cp2ep4", 4, num_experts=8)
+        assert [each.experts for each in wide] == [(0, 2), (2, 4), (4, 6), (6, 8)]
+
+    def test_a_parameter_of_experts_that_a_rank_holds_in_part_is_refused(self) -> None:
+        first, _ = roles_of("cp2ep2", 2, num_experts=4)
+        with pytest.raises(PlanError, match="holds experts 0 to 1 but it is of experts 1 to 2"):
+            first.cut_of(replace(WEIGHT, experts=(1, 3)))
 
     def test_ranks_of_equal_place_in_replicas_of_one_scheme_have_equal_roles(self) -> None:
         roles = roles_of("2*tp2", 4)
