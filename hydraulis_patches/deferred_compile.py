@@ -2,8 +2,8 @@
 
 Upstream decorates them by `torch.compile`, which imports torch's compiler: about 2 s of CPU time in
 every process, also in those that never call such a function, as is the case without CUDA.
-`megatron.core` takes the decorator from torch while it is imported. Importing this module imports
-`megatron.core` with a decorator that waits; torch is left unchanged.
+`megatron.core` takes the decorator from torch while it is imported. `megatron.hydraulis` lets
+Python import it within `deferred_compile`, where the decorator waits; torch is left unchanged.
 """
 
 from __future__ import annotations
@@ -11,7 +11,8 @@ from __future__ import annotations
 import functools
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from importlib.metadata import version
 from typing import Any
 
@@ -56,12 +57,14 @@ def _is_fuser_disabled() -> bool:
     return jit.jit_fuser is jit.noop_decorator
 
 
-def _import_upstream() -> None:
-    """Import `megatron.core` with the decorator that waits.
+@contextmanager
+def deferred_compile() -> Iterator[None]:
+    """Import `megatron.core` within; its functions get the decorator that waits.
 
-    Nothing happens if it is already imported, or is not a version that the patch was written for.
+    Nothing happens if it is not a version that the patch was written for.
     """
-    if "megatron.core" in sys.modules or version(UPSTREAM_PACKAGE) not in JIT_FUSER.versions:
+    if version(UPSTREAM_PACKAGE) not in JIT_FUSER.versions:
+        yield
         return
     torch_compile = torch.compile
 
@@ -72,9 +75,6 @@ def _import_upstream() -> None:
 
     torch.compile = decorate  # type: ignore[assignment]
     try:
-        import megatron.core  # noqa: F401
+        yield
     finally:
         torch.compile = torch_compile
-
-
-_import_upstream()

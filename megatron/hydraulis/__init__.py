@@ -7,6 +7,8 @@ neither torch nor Megatron, which `Engine` needs.
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+from megatron.hydraulis.quiet_imports import import_upstream_without_compiler
+
 if TYPE_CHECKING:
     from megatron.hydraulis.cost_model.profile import ProfileCostModel as ProfileCostModel
     from megatron.hydraulis.cost_model.recompute import Recompute as Recompute
@@ -33,6 +35,8 @@ if TYPE_CHECKING:
     from megatron.hydraulis.simulator.comparison import Comparison as Comparison
     from megatron.hydraulis.strategy import Pool as Pool
     from megatron.hydraulis.strategy import Strategy as Strategy
+
+import_upstream_without_compiler()
 
 _MODULES = {
     "AdamWSettings": "optimizer.sharded_adamw",

@@ -1,11 +1,15 @@
-"""Upstream and torch without messages that are of no use here, imported without collections."""
+"""Upstream and torch without messages that are of no use here, imported without collections and
+without torch's compiler."""
 
 import atexit
 import gc
 import logging
+import sys
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from importlib.machinery import ModuleSpec, PathFinder
+from types import ModuleType
 
 _ONLY_ERRORS = (
     "megatron.core.models.gpt.gpt_model",  # announces every model that is built
@@ -62,3 +66,30 @@ def without_garbage_collection() -> Iterator[None]:
         atexit.register(gc.unfreeze)  # else triton, at the end of the process, reports leaks
         if was_enabled:
             gc.enable()
+
+
+class _UpstreamFinder:
+    """Lets `megatron.core` be imported within `deferred_compile`, whoever imports it first."""
+
+    def find_spec(
+        self, name: str, path: Sequence[str] | None = None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
+        spec = PathFinder.find_spec(name, path) if name == "megatron.core" else None
+        if spec is None or spec.loader is None:
+            return None
+        execute = spec.loader.exec_module
+
+        def execute_deferred(module: ModuleType) -> None:
+            from hydraulis_patches.deferred_compile import deferred_compile
+
+            with deferred_compile():
+                execute(module)
+
+        spec.loader.exec_module = execute_deferred  # type: ignore[method-assign]
+        return spec
+
+
+def import_upstream_without_compiler() -> None:
+    """Call it before anything imports Megatron; takes no time."""
+    if "megatron.core" not in sys.modules:
+        sys.meta_path.insert(0, _UpstreamFinder())

@@ -277,10 +277,13 @@ import torch
 assert swiglu.__wrapped__(torch.ones(1, 2)).item() > 0
 assert gc.isenabled(), "no garbage is collected after the imports"
 assert gc.get_freeze_count() > gc.get_count()[0] + 100_000, "collections visit what was imported"
+import megatron.hydraulis, megatron.hydraulis.loop.preflight, megatron.hydraulis.profiler.command
+megatron.hydraulis.Engine
+assert "torch._dynamo" not in sys.modules
 """
 
 
-def test_starting_to_train_imports_no_compiler_and_no_tokenizer() -> None:
+def test_programs_import_no_compiler_and_training_no_tokenizer() -> None:
     subprocess.run([sys.executable, "-W", "ignore", "-c", WITHOUT_COMPILER], check=True)
 
 

@@ -12,7 +12,6 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-import hydraulis_patches.deferred_compile  # noqa: F401 - before anything that imports Megatron
 from megatron.hydraulis.checkpoint.collective_errors import on_all_ranks
 from megatron.hydraulis.cost_model.limits import Limits
 from megatron.hydraulis.data.packed_batch import PackedBatch, pack

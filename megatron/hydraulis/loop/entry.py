@@ -13,7 +13,6 @@ with without_garbage_collection():
     import torch
     import torch.distributed as dist
 
-    import hydraulis_patches.deferred_compile  # noqa: F401 - before anything that imports Megatron
     from hydraulis_patches.cpu_backend import apply_cpu_backend
     from megatron.hydraulis.command_line import reader_has_gone
     from megatron.hydraulis.errors import HydraulisError

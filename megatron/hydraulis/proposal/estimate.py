@@ -20,7 +20,6 @@ from collections.abc import Sequence
 
 import numpy as np
 import numpy.typing as npt
-from scipy.optimize import nnls
 
 from megatron.hydraulis.planner.costs import SchemeCost
 from megatron.hydraulis.proposal.candidates import Candidates, FloatArray, Mix
@@ -125,6 +124,9 @@ class Estimator:
             if makespan_ms > _AT_FLOOR * floor_ms[row, batch]:
                 known.append(features[row : row + 1])
                 ratios.append(np.array([makespan_ms / spread_ms[row, batch] - 1.0]))
+        # Not above: it takes half a second, also of programs that propose nothing.
+        from scipy.optimize import nnls
+
         self._stretches, _ = nnls(np.concatenate(known), np.concatenate(ratios))
 
     def _features(self, mixes: Sequence[Mix]) -> FloatArray:
