@@ -8,6 +8,8 @@ cd "$(dirname "${BASH_SOURCE[0]}")/.."
 source scripts/environment.sh
 
 export OMP_NUM_THREADS=1 MPLBACKEND=Agg
+# Tests start hundreds of interpreters, each of which would compile the sources again.
+unset PYTHONDONTWRITEBYTECODE
 
 runs_tests=1
 if [[ ${1:-} == --no-tests ]]; then
