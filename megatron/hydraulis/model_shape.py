@@ -23,6 +23,7 @@ def require_no_dropout(*rates: float) -> None:
 
 
 _FORMAT_VERSION = 1
+_HEAD_DIMS = ("qk_head_dim", "qk_pos_emb_head_dim")
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,7 +91,7 @@ class ModelShape:
     num_query_groups: int
     """Key and value heads; equal to num_attention_heads without grouped-query attention."""
     kv_channels: int
-    """Size of one head."""
+    """Size of one head; with latent attention, of one of queries or keys."""
     vocab_size: int
     """Entries of the embedding *with* padding."""
     gated_mlp: bool
@@ -111,6 +112,17 @@ class ModelShape:
     """Width inside an expert, as ``ffn_hidden_size`` of an MLP."""
     shared_expert_ffn_hidden_size: int = 0
     """Width inside the experts that every token passes, together; 0 without any."""
+    q_lora_rank: int = 0
+    """Size of the latent of queries; 0 if one matrix projects them."""
+    kv_lora_rank: int = 0
+    """Size of the latent of keys and values; 0 without latent attention."""
+    qk_head_dim: int = 0
+    """Of the channels of a head those that come from a latent; `kv_channels` also counts the
+    rotated ones."""
+    qk_pos_emb_head_dim: int = 0
+    """Of the channels of a head those that are rotated; keys of all heads share them."""
+    v_head_dim: int = 0
+    """Size of a head of values; 0 if it is `kv_channels`."""
 
     def __post_init__(self) -> None:
         for field in fields(self):
@@ -136,6 +148,27 @@ class ModelShape:
             )
 
         self._check_experts()
+        self._check_latents()
+
+    def _check_latents(self) -> None:
+        sizes = (self.kv_lora_rank, self.qk_head_dim, self.qk_pos_emb_head_dim, self.v_head_dim)
+        is_right = not any((*sizes, self.q_lora_rank)) or (
+            all(size >= 1 for size in sizes)
+            and self.q_lora_rank >= 0
+            and self.kv_channels == self.qk_head_dim + self.qk_pos_emb_head_dim
+            and self.num_query_groups == self.num_attention_heads
+            and not self.output_gate
+        )
+        if not is_right:
+            raise ConfigurationError(
+                f"model: latent attention has sizes of at least 1, kv_channels = qk_head_dim + "
+                f"qk_pos_emb_head_dim, keys for every head and no output gate, but kv_lora_rank is "
+                f"{self.kv_lora_rank}, q_lora_rank {self.q_lora_rank}, qk_head_dim "
+                f"{self.qk_head_dim}, qk_pos_emb_head_dim {self.qk_pos_emb_head_dim}, v_head_dim "
+                f"{self.v_head_dim}, kv_channels {self.kv_channels}, num_query_groups "
+                f"{self.num_query_groups} of {self.num_attention_heads} heads and output_gate "
+                f"{self.output_gate}; correct them"
+            )
 
     def _check_experts(self) -> None:
         needed = (
@@ -163,7 +196,8 @@ class ModelShape:
         """Read ``{"num_layers": 60, "hidden_size": 6656, …}``, the fields by name.
 
         ``num_query_groups`` defaults to the number of heads, ``kv_channels`` to hidden size over
-        heads. Raises ConfigurationError for an unreadable file and for invalid sizes.
+        heads, or to the sum of ``qk_head_dim`` and ``qk_pos_emb_head_dim``. Raises
+        ConfigurationError for an unreadable file and for invalid sizes.
         """
         content = read_json(path, "model file", ConfigurationError)
         model = JsonObject(content, f"model file {path}", ConfigurationError)
@@ -176,14 +210,18 @@ class ModelShape:
     def from_json(cls, model: JsonObject) -> "ModelShape":
         """The fields by name, as `read` takes them; other keys are left to the caller."""
         num_heads, hidden_size = model.integer("num_attention_heads"), model.integer("hidden_size")
-
+        latent = {
+            name: model.integer(name, default=0)
+            for name in ("q_lora_rank", "kv_lora_rank", *_HEAD_DIMS, "v_head_dim")
+        }
+        channels = sum(latent[name] for name in _HEAD_DIMS) or hidden_size // max(num_heads, 1)
         return cls(
             num_layers=model.integer("num_layers"),
             hidden_size=hidden_size,
             ffn_hidden_size=model.integer("ffn_hidden_size"),
             num_attention_heads=num_heads,
             num_query_groups=model.integer("num_query_groups", default=num_heads),
-            kv_channels=model.integer("kv_channels", default=hidden_size // max(num_heads, 1)),
+            kv_channels=model.integer("kv_channels", default=channels),
             vocab_size=model.integer("vocab_size"),
             gated_mlp=model.flag("gated_mlp"),
             tied_embeddings=model.flag("tied_embeddings"),
@@ -195,6 +233,7 @@ class ModelShape:
             experts_per_token=model.integer("experts_per_token", default=0),
             expert_ffn_hidden_size=model.integer("expert_ffn_hidden_size", default=0),
             shared_expert_ffn_hidden_size=model.integer("shared_expert_ffn_hidden_size", default=0),
+            **latent,
         )
 
     @property
@@ -208,6 +247,37 @@ class ModelShape:
     def query_size(self) -> int:
         """Width of all query heads together."""
         return self.num_attention_heads * self.kv_channels
+
+    @property
+    def value_channels(self) -> int:
+        """Size of a head of values."""
+        return self.v_head_dim or self.kv_channels
+
+    @property
+    def padded_channels(self) -> int:
+        """Size of a head where queries, keys and values need the same."""
+        return max(self.kv_channels, self.value_channels)
+
+    @property
+    def rotary_channels(self) -> int:
+        """Channels of a head that have rotary positions."""
+        return self.qk_pos_emb_head_dim or self.kv_channels
+
+    @property
+    def output_size(self) -> int:
+        """Width of attention's output, of all heads together."""
+        return self.num_attention_heads * self.value_channels
+
+    @property
+    def qkv_size(self) -> int:
+        """Width of all queries, keys and values."""
+        return self.query_size + self.num_query_groups * (self.kv_channels + self.value_channels)
+
+    @property
+    def score_size(self) -> float:
+        """Channels of all heads that a pair of query and key takes, mean over the product of the
+        two and that with the values."""
+        return (self.query_size + self.output_size) / 2
 
     @property
     def num_matrix_parameters_per_layer(self) -> int:
@@ -261,10 +331,26 @@ class ModelShape:
 
     @property
     def num_attention_entries(self) -> int:
-        """Entries of the matrices of a layer's attention: query, gate, key, value, projection."""
-        key_value_size = 2 * self.num_query_groups * self.kv_channels
-        num_query_matrices = 3 if self.output_gate else 2  # queries, output, gate
-        return self.hidden_size * (num_query_matrices * self.query_size + key_value_size)
+        """Entries of the matrices of a layer's attention: query, gate, key, value, projection; of
+        latent attention, to the latents and from them."""
+        if self.kv_lora_rank:
+            key_value_size = self.num_attention_heads * (self.qk_head_dim + self.v_head_dim)
+            return (
+                self.num_whole_attention_entries
+                + (self.q_lora_rank or self.hidden_size) * self.query_size
+                + self.kv_lora_rank * key_value_size
+                + self.output_size * self.hidden_size
+            )
+        gate_size = self.query_size if self.output_gate else 0
+        return self.hidden_size * (self.qkv_size + gate_size + self.output_size)
+
+    @property
+    def num_whole_attention_entries(self) -> int:
+        """Those of them that every tp rank holds: the projections to the latents."""
+        if not self.kv_lora_rank:
+            return 0
+        latent_size = self.q_lora_rank + self.kv_lora_rank + self.qk_pos_emb_head_dim
+        return self.hidden_size * latent_size
 
     def _num_entries_of_mlp(self, width: int) -> int:
         return (3 if self.gated_mlp else 2) * self.hidden_size * width

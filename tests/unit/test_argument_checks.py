@@ -251,6 +251,21 @@ _BAD_INPUT = [
         (),
         ["--moe-layer-freq gives experts to at least 1 layer", "all 4; write a 1 for a layer"],
     ),
+    (
+        "--multi-latent-attention --group-query-attention --num-query-groups 2",
+        (),
+        ["makes keys for each of --num-attention-heads 4 heads", "remove one"],
+    ),
+    (
+        "--multi-latent-attention --qk-pos-emb-head-dim 5",
+        (),
+        ["pairs of channels but a head has 5", "give an even --qk-pos-emb-head-dim"],
+    ),
+    (
+        "--multi-latent-attention --v-head-dim 0",
+        (),
+        ["--v-head-dim must be at least 1 but is 0"],
+    ),
     ("--num-experts 4", (), ["have no biases", "add --disable-bias-linear"]),
     (
         f"{_EXPERTS} --moe-router-score-function sqrtsoftplus",
@@ -306,8 +321,19 @@ def test_experts_that_a_strategy_cannot_cut_are_refused(tmp_path: Path) -> None:
     typed = [*_EXPERTS.split(), "--strategy", "2*tp2"]
     with pytest.raises(StrategyError, match="ffn hidden size of an expert is 9; use a tp that"):
         parse(tmp_path, *typed, "--moe-ffn-hidden-size", "9", num_ranks=4)
-    with pytest.raises(ConfigurationError, match="remove --no-sequence-parallel"):
-        parse(tmp_path, *typed, "--no-sequence-parallel", num_ranks=4)
+
+
+@pytest.mark.parametrize(
+    ("typed", "what"),
+    [(_EXPERTS, "routers need"), ("--multi-latent-attention", "projections to latents need")],
+)
+def test_what_tp_ranks_hold_completely_needs_sequence_parallelism(
+    typed: str, what: str, tmp_path: Path
+) -> None:
+    typed_words = (*typed.split(), "--no-sequence-parallel", "--strategy")
+    with pytest.raises(ConfigurationError, match=f"{what}.*multiple 2; remove --no-sequence"):
+        parse(tmp_path, *typed_words, "2*tp2", num_ranks=4)
+    parse(tmp_path, *typed_words, "4*tp1", num_ranks=4)
 
 
 def test_gloo_on_a_machine_with_cuda_is_refused(

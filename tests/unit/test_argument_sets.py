@@ -18,7 +18,6 @@ from tests.unit.argument_command import base_command, flag_parser, parse, write_
 
 OURS = {field.name for field in dataclasses.fields(HydraulisConfig)}
 REFUSED_FOR = (
-    "--multi-latent-attention",
     "--fp8-format",
     "--fp16",
     "--hybrid-layer-pattern",
@@ -47,9 +46,11 @@ def _parse_set(name: str, corpus: str) -> Resolved:
 STARTING = {
     *("llmjp_v3_1.8b", "llmjp_v3_172b", "llmjp_v4_8b_decay", "llmjp_v4_train_1.3b"),
     *("modelopt_Llama-3.1-8B-Instruct", "modelopt_Qwen2.5-7B-Instruct", "modelopt_Qwen3-8B"),
+    "modelopt_DeepSeek-R1",
     *("pai_llama3_1_8b", "pai_mistral_7b", "pai_qwen2_5_7b", "pai_qwen2_7b"),
     *("llmjp_v4_32b_a3.8b", "llmjp_v4_332b_moe", "pai_qwen3_30b_a3b"),
-    *("slime_qwen3-30B-A3B", "slime_qwen3-8B", "swiss_llama3_70b"),
+    *("slime_kimi-k2", "slime_moonlight", "slime_qwen3-30B-A3B", "slime_qwen3-8B"),
+    *("pai_deepseek_v2", "pai_moonlight", "swiss_llama3_70b"),
 }
 
 

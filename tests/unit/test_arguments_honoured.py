@@ -51,6 +51,10 @@ def _experts(typed: str, attribute: str, value: Any, also: str = "") -> Row:
     )
 
 
+def _latents(typed: str, attribute: str, value: Any) -> Row:
+    return _model(typed, attribute, value, also="--multi-latent-attention")
+
+
 _ROPE = "--position-embedding-type rope"
 _FULL = "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1"
 _CHANGING_DECAY = "--weight-decay-incr-style linear --start-weight-decay 0.1 --end-weight-decay 0.3"
@@ -133,6 +137,17 @@ ROWS: dict[str, Row] = {
         "", "gradient_accumulation_fusion", False, cuda=True
     ),
     "--disable-jit-fuser": _args("", "disable_jit_fuser", True, cuda=True),
+    # latent attention
+    "--multi-latent-attention": _model("", "multi_latent_attention", True),
+    "--q-lora-rank": _latents("24", "q_lora_rank", 24),
+    "--kv-lora-rank": _latents("24", "kv_lora_rank", 24),
+    "--qk-head-dim": _latents("24", "qk_head_dim", 24),
+    "--qk-pos-emb-head-dim": _latents("24", "qk_pos_emb_head_dim", 24),
+    "--v-head-dim": _latents("24", "v_head_dim", 24),
+    "--rope-type": _latents("rope", "rope_type", "rope"),
+    "--rotary-scaling-factor": _latents("40", "rotary_scaling_factor", 40.0),
+    "--mscale": _latents("0.7", "mscale", 0.7),
+    "--mscale-all-dim": _latents("0.7", "mscale_all_dim", 0.7),
     # experts
     "--num-experts": _model("4", "num_moe_experts", 4, also="--disable-bias-linear"),
     "--moe-layer-freq": _experts("([0]+[1]*3)", "moe_layer_freq", [0, 1, 1, 1]),

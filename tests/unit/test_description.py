@@ -111,16 +111,28 @@ def _specs(definition: ModelDefinition) -> list[ParameterSpec]:
     return [entry.spec for entry in catalogue(definition)]
 
 
-def test_parameters_of_a_rank_with_experts_are_those_of_the_catalogue(tmp_path: Path) -> None:
+_GROUPED = "--group-query-attention --num-query-groups 2"
+_LATENT = (
+    "--multi-latent-attention --kv-lora-rank 16 --qk-head-dim 4 --qk-pos-emb-head-dim 6 "
+    "--v-head-dim 8 --qk-layernorm"
+)
+
+
+@pytest.mark.parametrize(
+    ("attention", "num_norms"),
+    [(_GROUPED, 0), (_LATENT, 4 * 16), (f"{_LATENT} --q-lora-rank 12", 4 * (16 + 12))],
+)
+def test_parameters_of_a_rank_with_experts_are_those_of_the_catalogue(
+    attention: str, num_norms: int, tmp_path: Path
+) -> None:
     typed = (
-        f"{_LLAMA} --num-experts 4 --moe-ffn-hidden-size 24 --moe-layer-freq [0,1,0,1] "
-        "--moe-shared-expert-intermediate-size 12 --moe-shared-expert-gate"
+        f"{_LLAMA.replace(_GROUPED, attention)} --num-experts 4 --moe-ffn-hidden-size 24 "
+        "--moe-layer-freq [0,1,0,1] --moe-shared-expert-intermediate-size 12 "
+        "--moe-shared-expert-gate"
     )
     resolved = parse(tmp_path, *typed.split(), "--strategy", "tp2pp2:3,1", num_ranks=4)
-    assert (
-        num_parameters_of(resolved)
-        == resolved.shape.num_parameters + 2 * resolved.shape.hidden_size
-    )
+    shape = resolved.shape
+    assert num_parameters_of(resolved) == shape.num_parameters + 2 * shape.hidden_size + num_norms
     definition = model_definition(model_config(resolved, "sdpa", HydraulisModelConfig))
     specs: list[ParameterSpec] = pool_of(1).run(_specs, definition)[0]
     replica = resolved.pool.strategies[0].replicas[0]

@@ -54,6 +54,37 @@ def test_qwen3_30b_a3b_has_its_known_number_of_parameters() -> None:
     )
 
 
+DEEPSEEK_V3 = ModelShape(
+    num_layers=61,
+    hidden_size=7168,
+    ffn_hidden_size=18432,
+    num_attention_heads=128,
+    num_query_groups=128,
+    kv_channels=192,
+    vocab_size=129_280,
+    gated_mlp=True,
+    tied_embeddings=False,
+    num_experts=256,
+    num_expert_layers=58,
+    experts_per_token=8,
+    expert_ffn_hidden_size=2048,
+    shared_expert_ffn_hidden_size=2048,
+    q_lora_rank=1536,
+    kv_lora_rank=512,
+    qk_head_dim=128,
+    qk_pos_emb_head_dim=64,
+    v_head_dim=128,
+)
+
+
+def test_deepseek_v3_has_its_known_number_of_parameters() -> None:
+    # As published with its weights, without the norms of latents and the biases of routers.
+    norms, biases = 61 * (1536 + 512), 58 * 256
+    assert DEEPSEEK_V3.num_parameters == 671_026_419_200 - norms - biases
+    assert DEEPSEEK_V3.num_whole_attention_entries == 7168 * (1536 + 512 + 64)
+    assert DEEPSEEK_V3.score_size == 128 * (192 + 128) / 2
+
+
 def test_layers_with_and_without_experts_are_counted_apart() -> None:
     mixed = replace(QWEN3_30B_A3B, num_expert_layers=45, shared_expert_ffn_hidden_size=100)
     mlp, shared = 3 * 2048 * 6144, 3 * 2048 * 100
@@ -106,6 +137,11 @@ def test_layers_with_a_window_are_those_of_upstream(frequency: Any, num: int) ->
         ({"shared_expert_ffn_hidden_size": 8}, "shared_expert_ffn_hidden_size 8"),
         ({"window_tokens": 8}, "num_windowed_layers is 0 and window_tokens 8"),
         ({"window_tokens": 8, "num_windowed_layers": 33}, "some of 32 layers have a window"),
+        ({"v_head_dim": 64}, "kv_lora_rank is 0, q_lora_rank 0, qk_head_dim 0"),
+        (
+            {"kv_lora_rank": 64, "qk_head_dim": 96, "qk_pos_emb_head_dim": 64, "v_head_dim": 96},
+            "qk_head_dim 96, qk_pos_emb_head_dim 64, v_head_dim 96, kv_channels 128",
+        ),
         ({"num_query_groups": 5}, "32 heads are not a multiple of 5 query groups"),
     ],
 )

@@ -91,7 +91,7 @@ def causal_flops(shape: ModelShape, lengths: Iterable[int]) -> float:
     entries = shape.num_layers * shape.num_matrix_parameters_per_layer
     entries += shape.num_embedding_parameters
     squared = (lambda s: s * s) if shape.window is None else shape.window.squared
-    attention = 6.0 * shape.num_layers * shape.query_size
+    attention = 6.0 * shape.num_layers * shape.score_size
     return math.fsum(6.0 * entries * length + attention * squared(length) for length in lengths)
 
 

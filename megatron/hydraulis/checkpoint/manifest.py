@@ -91,6 +91,19 @@ EXPERT_ARGUMENTS = (
 )
 """As `MODEL_ARGUMENTS`, in a model with experts."""
 
+LATENT_ARGUMENTS = (
+    "kv_lora_rank",
+    "mscale",
+    "mscale_all_dim",
+    "q_lora_rank",
+    "qk_head_dim",
+    "qk_pos_emb_head_dim",
+    "rope_type",
+    "rotary_scaling_factor",
+    "v_head_dim",
+)
+"""As `MODEL_ARGUMENTS`, in a model with latent attention."""
+
 _EARLIER_NAMES = {
     "norm_epsilon": "layernorm_epsilon",
     "apply_layernorm_1p": "layernorm_zero_centered_gamma",
@@ -263,7 +276,11 @@ def model_of(args: Any, vocab_size: int | None = None) -> dict[str, Any]:
     vocab_size: tokens that exist, in place of the argument, which may be a default.
     """
     given = known_settings(vars(args))
-    names = (*MODEL_ARGUMENTS, *(EXPERT_ARGUMENTS if given.get("num_experts") else ()))
+    names = [
+        *MODEL_ARGUMENTS,
+        *(EXPERT_ARGUMENTS if given.get("num_experts") else ()),
+        *(LATENT_ARGUMENTS if given.get("multi_latent_attention") else ()),
+    ]
     model = {name: given[name] for name in names if name in given}
     if not given.get("group_query_attention", True):
         model["num_query_groups"] = given["num_attention_heads"]

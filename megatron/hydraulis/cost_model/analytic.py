@@ -288,12 +288,11 @@ class AnalyticCostModel:
     def forward_terms(self, scheme: Scheme) -> dict[str, Term]:
         """Forward of one layer by cause."""
         shape, software = self.shape, self.software
-        qkv_size = shape.query_size + 2 * shape.num_query_groups * shape.kv_channels
         hidden_passes = software.hidden_passes + software.norm_passes
         num_shares = scheme.tp if self.sequence_parallel else 1
         row = (
             hidden_passes * shape.hidden_size / num_shares
-            + software.query_passes * qkv_size / scheme.tp
+            + software.query_passes * shape.qkv_size / scheme.tp
         ) / scheme.cp
         exchange = self._exchange(scheme)
         return {
@@ -340,7 +339,7 @@ class AnalyticCostModel:
         computed and half of them masked."""
         shape, device, software = self.shape, self.device, self.software
         num_ranks = scheme.tp * scheme.cp
-        causal_flops = _FLOPS_PER_ENTRY * shape.query_size / num_ranks
+        causal_flops = _FLOPS_PER_ENTRY * shape.score_size / num_ranks
         if software.stores_scores:
             moved = software.score_passes * self.parameter_bytes * shape.num_attention_heads
             compute_s = 2 * causal_flops / (device.peak_flops_per_s * device.matmul_fraction)

@@ -170,7 +170,7 @@ def exchange_of(
     num_heads = shape.num_attention_heads // scheme.tp
     num_groups = shape.num_query_groups // scheme.tp
     if choose_way(cp_comm_type, num_heads, num_groups, cp) == "a2a":
-        bytes_per_head = shape.kv_channels * parameter_bytes
+        bytes_per_head = shape.padded_channels * parameter_bytes
         moved = all_to_all_elements(num_heads, num_groups, cp) * bytes_per_head / cp
         return Exchange(
             forward_bytes=moved / _NUM_PASSES,
@@ -190,5 +190,5 @@ def exchange_of(
 def ring_bytes_per_token(shape: ModelShape, scheme: Scheme, parameter_bytes: int) -> float:
     """What a rank sends of a layer's keys and values, once round the ring of its cp group, for
     every token of the group; parameter_bytes is the size of an element."""
-    num_entries = 2 * shape.num_query_groups * shape.kv_channels
+    num_entries = 2 * shape.num_query_groups * shape.padded_channels
     return (scheme.cp - 1) / scheme.cp * num_entries * parameter_bytes / scheme.tp

@@ -83,7 +83,7 @@ class FixedLengthJob:
             shape.num_layers * shape.num_matrix_parameters_per_layer
             + num_ends * shape.num_embedding_parameters
         )
-        attention = 12 * shape.num_layers * shape.query_size * self.sequence_tokens
+        attention = 12 * shape.num_layers * shape.score_size * self.sequence_tokens
         return self.num_sequences * self.sequence_tokens * (6.0 * num_entries + attention)
 
 

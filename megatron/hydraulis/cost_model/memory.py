@@ -37,6 +37,9 @@ last one that of the final norm, and cosines and sines, which tp does not divide
 in a table of fp32 angles, as long as the longest sequence of the row, at most the row. It exists
 during the forward, up to the loss; full recompute keeps it for the backward.
 
+Latent attention keeps the latents of the rank's part of the row, and has heads of one size, the
+larger of those of keys and values.
+
 Layers of Transformer Engine keep the same, but
 
 - their products use one more workspace and write weight gradients into the arena. For each shape of
@@ -272,7 +275,7 @@ class MemoryModel:
     cp_comm_type: str = "p2p"
     """How cp ranks exchange keys and values, one of `context.CP_COMM_TYPES`."""
     qk_norms: bool = False
-    """Whether queries and keys are normalised."""
+    """Whether queries and keys are normalised, or their latents."""
     num_gate_tensors: int = 0
     """What several kernels keep of a gated MLP, in tensors as wide as it; 0 if one is fused."""
     softmax_type: str = "vanilla"
@@ -382,7 +385,8 @@ class MemoryModel:
             # With one stage, tied embeddings are one matrix.
             if not (shape.tied_embeddings and is_first):
                 num_parameters += shape.num_embedding_parameters
-        return num_parameters / scheme.tp
+        whole = num_layers * shape.num_whole_attention_entries
+        return whole + (num_parameters - whole) / scheme.tp
 
     def _state_bytes(self, scheme: Scheme, stage: int, num_layers: int) -> float:
         shape, role = self.shape, self.role_bytes(scheme, stage, num_layers)
@@ -467,8 +471,8 @@ class MemoryModel:
         return _Token(
             hidden=hidden,
             hidden_part=hidden / (tp if self._spreads(scheme) else 1),
-            query=shape.query_size * self.parameter_bytes / tp,
-            key=shape.num_query_groups * shape.kv_channels * self.parameter_bytes / tp,
+            query=shape.num_attention_heads * shape.padded_channels * self.parameter_bytes / tp,
+            key=shape.num_query_groups * shape.padded_channels * self.parameter_bytes / tp,
             mlp=shape.mlp_width * self.parameter_bytes / tp,
         )
 
@@ -491,7 +495,7 @@ class MemoryModel:
         layers += (num_layers - num_again) * self._layer_per_token(scheme)
         # In fp32, norms keep a copy of the stage's first input and of the last stage's output.
         outputs = (2 if is_last else 1) * (1 + self._widening) * token.hidden_part
-        rotation: float = 2 * self.shape.kv_channels * self.parameter_bytes
+        rotation: float = 2 * self.shape.rotary_channels * self.parameter_bytes
         if self.fuses_rope:
             rotation = self._rotary_table_per_token(scheme)
         elif num_again:
@@ -500,7 +504,7 @@ class MemoryModel:
 
     def _rotary_table_per_token(self, scheme: Scheme) -> float:
         """Angles of all positions of the row, which all of its cp ranks hold."""
-        return float(scheme.cp * self.shape.kv_channels * _FP32_BYTES)
+        return float(scheme.cp * self.shape.rotary_channels * _FP32_BYTES)
 
     def _layer_per_token(self, scheme: Scheme) -> float:
         """What a layer keeps that is not fully recomputed."""
@@ -514,9 +518,9 @@ class MemoryModel:
             kept += token.query  # attention's output
             if self.fuses_rope:  # before what is recomputed
                 kept += token.query + token.key
-                if token.key < token.query and not self.qk_norms:
+                if token.key < token.query and not self._norms_heads:
                     kept -= token.query  # their copy
-            elif self.qk_norms:
+            elif self._norms_heads:
                 kept += token.query + token.key
             if self._norms_copy:  # also the queries, which would be copied otherwise
                 kept += self._normed_per_token(scheme)
@@ -535,9 +539,27 @@ class MemoryModel:
             norms += shape.gated_mlp * self.kept.mlp_tensors * token.mlp
             norms += self.kept.score_bytes * self._scores_per_token(scheme)
         kept = norms + self._kept_by_attention_per_token(scheme) + self._mlp_per_token(scheme)
+        if shape.kv_lora_rank:
+            kept += self._latents_per_token(scheme)
         if shape.output_gate:  # its sigmoid, in fp32, and the product with attention's output
             kept += token.query * (_FP32_BYTES / self.parameter_bytes + 1)
         return kept
+
+    def _latents_per_token(self, scheme: Scheme) -> float:
+        """What latent attention keeps besides: latents, before and after their norms, and its
+        output without the padding of values."""
+        shape, num_shares = self.shape, scheme.tp if self._spreads(scheme) else 1
+        num_channels = shape.qk_pos_emb_head_dim
+        num_channels += (shape.q_lora_rank + shape.kv_lora_rank) * (1 + self.qk_norms)
+        kept = num_channels * self.parameter_bytes / num_shares
+        if shape.value_channels < shape.padded_channels:
+            kept += shape.output_size * self.parameter_bytes / scheme.tp
+        return kept
+
+    @property
+    def _norms_heads(self) -> bool:
+        """Whether queries and keys are normalised, not the latents they come from."""
+        return self.qk_norms and not self.shape.kv_lora_rank
 
     @property
     def _widening(self) -> float:
@@ -576,7 +598,7 @@ class MemoryModel:
             kept += token.query * self.shape.num_windowed_layers / self.shape.num_layers
         if self._norms_copy:
             kept += self._normed_per_token(scheme)
-        elif self.qk_norms:  # their inputs keep the linear layer's output, and the values in it
+        elif self._norms_heads:  # their inputs keep the linear layer's output, and the values in it
             kept += self._given_to_attention_per_token(scheme) + 2 * per_head
             kept -= token.key if scheme.cp == 1 else 0.0
         return kept + token.query if self._exchanges_heads(scheme) else kept
@@ -584,7 +606,7 @@ class MemoryModel:
     @property
     def _norms_copy(self) -> bool:
         """Whether norms of queries and keys keep copies of their inputs, not of a larger tensor."""
-        return self.qk_norms and (self.has_te_layers or self._widening > 0)
+        return self._norms_heads and (self.has_te_layers or self._widening > 0)
 
     def _normed_per_token(self, scheme: Scheme) -> float:
         """What norms of queries and keys keep if they copy."""

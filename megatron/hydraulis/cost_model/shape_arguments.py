@@ -33,6 +33,14 @@ _LINK_FLAGS = {
 }
 
 _NEEDED = ("--num-layers", "--hidden-size", "--num-attention-heads")
+# Sizes of latent attention, with upstream's defaults; None if one matrix makes the queries.
+_LATENTS = {
+    "--q-lora-rank": None,
+    "--kv-lora-rank": 32,
+    "--qk-head-dim": 128,
+    "--qk-pos-emb-head-dim": 64,
+    "--v-head-dim": 128,
+}
 _EXPERTS = (
     "--moe-layer-freq",
     "--moe-ffn-hidden-size",
@@ -42,6 +50,8 @@ _EXPERTS = (
 _OTHERS = (
     "--num-experts",
     *_EXPERTS,
+    "--multi-latent-attention",
+    *_LATENTS,
     "--ffn-hidden-size",
     "--group-query-attention",
     "--num-query-groups",
@@ -90,6 +100,17 @@ def add_shape_arguments(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--kv-channels", type=int, metavar="N", help="size of a head (default: hidden / heads)"
     )
+    group.add_argument(
+        "--multi-latent-attention", action="store_true", help="keys and values come from latents"
+    )
+    for flag, default in _LATENTS.items():
+        usual = "one matrix makes the queries" if default is None else default
+        group.add_argument(
+            flag,
+            type=int,
+            metavar="N",
+            help=f"with --multi-latent-attention (default: {usual})",
+        )
     group.add_argument("--swiglu", action="store_true", help="gated MLP")
     group.add_argument("--quick-geglu", action="store_true", help="gated MLP, without fused kernel")
     group.add_argument(
@@ -283,7 +304,8 @@ def shape_of(namespace: argparse.Namespace) -> ModelShape:
     ):
         if value < 1:
             raise ConfigurationError(f"{flag} is at least 1 but is {value}; give a positive number")
-    if namespace.kv_channels is None and hidden % heads:
+    is_latent = namespace.multi_latent_attention
+    if namespace.kv_channels is None and hidden % heads and not is_latent:
         raise ConfigurationError(
             f"without --kv-channels the heads share --hidden-size evenly but {hidden} is not a "
             f"multiple of {heads} heads; give --kv-channels"
@@ -293,12 +315,16 @@ def shape_of(namespace: argparse.Namespace) -> ModelShape:
             "--group-query-attention and --num-query-groups come together but one of them is "
             "missing; give both or neither"
         )
-    of_experts = [flag for flag in _EXPERTS if flag in flags]
-    if of_experts and not namespace.num_experts:
-        raise ConfigurationError(
-            f"{of_experts[0]} describes experts but --num-experts is missing; give it, or leave "
-            f"out {', '.join(of_experts)}"
-        )
+    for what, needed, others in (
+        ("experts", "--num-experts", _EXPERTS),
+        ("latent attention", "--multi-latent-attention", _LATENTS),
+    ):
+        given = [flag for flag in others if flag in flags]
+        if given and not vars(namespace)[_destination(needed)]:
+            raise ConfigurationError(
+                f"{given[0]} describes {what} but {needed} is missing; give it, or leave out "
+                f"{', '.join(given)}"
+            )
     window_tokens, num_windowed = _window_of(namespace)
     vocabulary = namespace.padded_vocab_size
     if vocabulary is None:
@@ -312,15 +338,31 @@ def shape_of(namespace: argparse.Namespace) -> ModelShape:
         ffn_hidden_size=ffn_hidden_size,
         num_attention_heads=heads,
         num_query_groups=namespace.num_query_groups if namespace.group_query_attention else heads,
-        kv_channels=hidden // heads if namespace.kv_channels is None else namespace.kv_channels,
         vocab_size=vocabulary,
         gated_mlp=namespace.swiglu or namespace.quick_geglu,
         tied_embeddings=not namespace.untie_embeddings_and_output_weights,
         output_gate=namespace.attention_output_gate,
         num_windowed_layers=num_windowed,
         window_tokens=window_tokens,
+        **head_sizes(namespace),
         **expert_sizes(namespace, ffn_hidden_size),
     )
+
+
+def head_sizes(namespace: argparse.Namespace) -> dict[str, int]:
+    """Fields of `ModelShape` about sizes of heads and, with latent attention, of latents.
+
+    namespace: flags of training, or of `add_shape_arguments`.
+    """
+    if not namespace.multi_latent_attention:
+        channels = namespace.kv_channels
+        usual = namespace.hidden_size // namespace.num_attention_heads
+        return {"kv_channels": usual if channels is None else channels}
+    sizes = {}
+    for flag, default in _LATENTS.items():
+        size = getattr(namespace, _destination(flag))
+        sizes[_destination(flag)] = (default or 0) if size is None else size
+    return sizes | {"kv_channels": sizes["qk_head_dim"] + sizes["qk_pos_emb_head_dim"]}
 
 
 def expert_sizes(namespace: argparse.Namespace, ffn_hidden_size: int) -> dict[str, int]:

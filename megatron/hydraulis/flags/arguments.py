@@ -25,7 +25,7 @@ from megatron.training.arguments import validate_args
 from megatron.training.global_vars import set_global_variables
 from megatron.training.models import GPTModelConfig
 
-from megatron.hydraulis.cost_model.shape_arguments import expert_sizes
+from megatron.hydraulis.cost_model.shape_arguments import expert_sizes, head_sizes
 from megatron.hydraulis.data.sampler import BatchSizes
 from megatron.hydraulis.errors import ConfigurationError
 from megatron.hydraulis.flags import checks
@@ -274,14 +274,17 @@ def _missing_here(flags: ParsedFlags, *, has_cuda: bool) -> tuple[tuple[str, str
         args.distributed_backend = "gloo"
         if flags.was_given("distributed_backend"):
             found.append(("--distributed-backend nccl", "gloo, as this machine has no CUDA"))
-    can_be_te = has_cuda and args.num_experts is None
-    if args.transformer_impl == "transformer_engine" and not can_be_te:
+    only_local = {
+        "this machine has no CUDA": not has_cuda,
+        "the model has experts": args.num_experts is not None,
+        "the model has latent attention": args.multi_latent_attention,
+    }
+    reasons = [why for why, holds in only_local.items() if holds]
+    if args.transformer_impl == "transformer_engine" and reasons:
         args.transformer_impl = "local"
         if flags.was_given("transformer_impl"):
-            why = "this machine has no CUDA" if not has_cuda else "the model has experts"
-            found.append(
-                ("--transformer-impl transformer_engine", f"layers of megatron-core, as {why}")
-            )
+            instead = f"layers of megatron-core, as {reasons[0]}"
+            found.append(("--transformer-impl transformer_engine", instead))
     if args.wandb_project and importlib.util.find_spec("wandb") is None:
         found.append(
             (
@@ -433,12 +436,12 @@ def _model_shape(args: argparse.Namespace) -> ModelShape:
         num_query_groups=(
             args.num_query_groups if args.group_query_attention else args.num_attention_heads
         ),
-        kv_channels=args.kv_channels,
         vocab_size=args.padded_vocab_size,
         gated_mlp=args.swiglu or args.quick_geglu,
         tied_embeddings=not args.untie_embeddings_and_output_weights,
         output_gate=args.attention_output_gate,
         num_windowed_layers=num_windowed,
         window_tokens=args.window_size[0] + 1 if num_windowed else 0,
+        **head_sizes(args),
         **expert_sizes(args, args.ffn_hidden_size),
     )

@@ -60,11 +60,7 @@ def check_batch(args: argparse.Namespace, hydraulis: HydraulisConfig) -> None:
     """Raise ConfigurationError unless global batches and micro-batches hold any sequence."""
     limits = (
         ("a global batch", "--global-batch-tokens", hydraulis.global_batch_tokens),
-        (
-            "a micro-batch",
-            "--max-tokens-per-micro-batch",
-            hydraulis.max_tokens_per_micro_batch,
-        ),
+        ("a micro-batch", "--max-tokens-per-micro-batch", hydraulis.max_tokens_per_micro_batch),
     )
     for what, option, limit in limits:
         if limit is not None and args.seq_length > limit:
@@ -83,16 +79,19 @@ def check_model(args: argparse.Namespace) -> None:
             f"{args.hidden_size} is not a multiple of --num-attention-heads "
             f"{args.num_attention_heads}; change one of them or give --kv-channels"
         )
-    kv_channels = args.kv_channels or args.hidden_size // args.num_attention_heads
-    if args.position_embedding_type == "rope" and kv_channels % 2:
+    num_channels = args.kv_channels or args.hidden_size // args.num_attention_heads
+    option, is_rotated = "--kv-channels", args.position_embedding_type == "rope"
+    if args.multi_latent_attention:
+        num_channels, option, is_rotated = args.qk_pos_emb_head_dim, "--qk-pos-emb-head-dim", True
+    if is_rotated and num_channels % 2:
         raise ConfigurationError(
-            f"rotary positions turn pairs of channels but a head has {kv_channels}; give an even "
-            "--kv-channels"
+            f"rotary positions turn pairs of channels but a head has {num_channels}; give an even "
+            f"{option}"
         )
-    if args.position_embedding_type == "rope" and int(kv_channels * args.rotary_percent) < 2:
+    if is_rotated and int(num_channels * args.rotary_percent) < 2:
         raise ConfigurationError(
             f"rotary positions turn pairs of channels but --rotary-percent {args.rotary_percent} "
-            f"of {kv_channels} channels of a head is less than 2; give at least {2 / kv_channels:g}"
+            f"of {num_channels} channels is less than 2; give at least {2 / num_channels:g}"
         )
     if args.max_position_embeddings < args.seq_length:
         raise ConfigurationError(
@@ -105,6 +104,11 @@ def check_model(args: argparse.Namespace) -> None:
 def check_query_groups(args: argparse.Namespace) -> None:
     """Raise ConfigurationError unless the query groups share the attention heads evenly."""
     heads, groups = args.num_attention_heads, args.num_query_groups
+    if args.group_query_attention and args.multi_latent_attention:
+        raise ConfigurationError(
+            f"--multi-latent-attention makes keys for each of --num-attention-heads {heads} heads "
+            "but --group-query-attention shares them; remove one of the two"
+        )
     if args.group_query_attention and groups is not None and heads % groups:
         raise ConfigurationError(
             f"query groups share the heads evenly but --num-attention-heads {heads} is not a "
@@ -216,10 +220,12 @@ def check_experts(args: argparse.Namespace) -> None:
 def check_sequence_parallel(
     args: argparse.Namespace, hydraulis: HydraulisConfig, pool: Pool
 ) -> None:
-    """Raise ConfigurationError for experts over tp ranks that do not cut the sequence."""
-    if args.num_experts is not None and pool.tp_lcm > 1 and not hydraulis.sequence_parallel:
+    """Raise ConfigurationError for experts or latents where tp ranks do not cut the sequence."""
+    kinds = {"routers": args.num_experts, "projections to latents": args.multi_latent_attention}
+    whole = " and ".join(what for what, is_there in kinds.items() if is_there)
+    if whole and pool.tp_lcm > 1 and not hydraulis.sequence_parallel:
         raise ConfigurationError(
-            f"routers need sequence parallelism where tp is above 1 but --no-sequence-parallel is "
+            f"{whole} need sequence parallelism where tp is above 1 but --no-sequence-parallel is "
             f"given, and the tp degrees of the pool have the least common multiple {pool.tp_lcm}; "
             "remove --no-sequence-parallel"
         )

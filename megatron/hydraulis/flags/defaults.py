@@ -195,7 +195,8 @@ def _has_te_layers(flags: ParsedFlags, before: Mapping[str, Any]) -> bool:
     asks_for_te = flags.was_given("transformer_impl") and (
         before["transformer_impl"] == "transformer_engine"
     )
-    return asks_for_te and before["num_experts"] is None
+    is_local = before["num_experts"] is not None or before["multi_latent_attention"]
+    return asks_for_te and not is_local
 
 
 def has_fused_weight_gradients() -> bool:

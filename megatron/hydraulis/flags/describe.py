@@ -59,17 +59,16 @@ def _num_layer_parameters(
     args: argparse.Namespace, shape: ModelShape, tp: int, num_per_norm_channel: int
 ) -> int:
     """Of a layer without its MLP or experts, but for biases of the MLP."""
-    num = shape.num_attention_entries // tp
+    num_whole = shape.num_whole_attention_entries
+    num = num_whole + (shape.num_attention_entries - num_whole) // tp
     num += 2 * num_per_norm_channel * shape.hidden_size
     if args.softmax_type == "learnable":
         num += shape.num_attention_heads // tp
     if args.qk_layernorm:
-        num += 2 * num_per_norm_channel * shape.kv_channels
-    if args.add_qkv_bias:
-        num_query_matrices = 2 if shape.output_gate else 1
-        num += (
-            num_query_matrices * shape.query_size + 2 * shape.num_query_groups * shape.kv_channels
-        ) // tp
+        latents = shape.q_lora_rank + shape.kv_lora_rank
+        num += num_per_norm_channel * (latents or 2 * shape.kv_channels)
+    if args.add_qkv_bias and not shape.kv_lora_rank:
+        num += (shape.qkv_size + shape.output_gate * shape.query_size) // tp
     if args.add_bias_linear:
         fc1_size = (2 if shape.gated_mlp else 1) * shape.ffn_hidden_size
         # The biases of the row-parallel layers, projection and fc2, are on every tp rank.

@@ -26,7 +26,9 @@ _TOPICS = {
         --normalization --norm-epsilon --swiglu --disable-bias-linear --add-qkv-bias
         --qk-layernorm --apply-layernorm-1p --squared-relu --quick-geglu --glu-linear-offset
         --activation-func-clamp-value --window-size --window-attn-skip-freq --softmax-type
-        --attention-output-gate --no-rope-freq --untie-embeddings-and-output-weights
+        --attention-output-gate --no-rope-freq --multi-latent-attention --q-lora-rank --kv-lora-rank
+        --qk-head-dim --qk-pos-emb-head-dim --v-head-dim --rope-type --rotary-scaling-factor
+        --mscale --mscale-all-dim --untie-embeddings-and-output-weights
         --init-method-std --make-vocab-size-divisible-by --hidden-dropout --attention-dropout
         --recompute-granularity --recompute-activations --recompute-method
         --recompute-num-layers --recompute-modules --spec --transformer-impl --attention-backend
@@ -89,6 +91,8 @@ _ALWAYS = {
 """Options that ask for what this program does in any case."""
 
 _DIFFERENT = {
+    "--qk-layernorm": "norms of queries and keys or, with --multi-latent-attention, of latents: "
+    "queries without --q-lora-rank have none",
     "--sft": "the data are JSON lines of conversations, each a sequence; answers are trained, with "
     "the formats default and identity every token; --long-sequences truncate trains one label more "
     "than Megatron at the cut",
@@ -201,6 +205,9 @@ _NEEDS = {
         --rotary-base --rotary-percent --rotary-interleaved
         --rotary-seq-len-interpolation-factor --use-rope-scaling --no-rope-freq""",
     Need("window_size", "--window-size"): "--window-attn-skip-freq",
+    Need("multi_latent_attention", "--multi-latent-attention"): """
+        --q-lora-rank --kv-lora-rank --qk-head-dim --qk-pos-emb-head-dim --v-head-dim
+        --rotary-scaling-factor --mscale --mscale-all-dim --rope-type""",
     Need("bf16", "--bf16"): "--grad-reduce-in-bf16",
     Need("qk_layernorm", "--qk-layernorm"): (
         "--apply-wd-to-qk-layernorm --no-weight-decay-cond-type"
@@ -405,6 +412,7 @@ _TAKEN_FOR = {
     "signals end the run; --exit-signal-handler saves first": """
         --exit-signal-handler-for-dataloader --exit-signal-handler-for-training""",
     "it enables nothing by itself": "--enable-experimental",
+    "a matrix for each latent, with the same result": "--mla-down-proj-fusion",
     "data are prepared with their tokens": "--chat-template",
 }
 """What happens instead -> primary option strings that are taken."""
@@ -421,8 +429,6 @@ _TAKEN_BY_VALUE = {
 }
 
 _ONLY_WITH = {
-    "--multi-latent-attention": r"(q|kv)-lora-rank|(qk|v)-head-dim|qk-pos-emb-head-dim|mscale.*|"
-    r"rotary-scaling-factor|rope-type|cache-mla-latents|mla-down-proj-fusion",
     "--fp8-format or --fp4-format": r"no-fp8-wgrad|(fp8|fp4)-(recipe|quantizer-factory|margin|"
     r"interval|amax-.*|output-proj|param-gather)|first-last-layers-bf16|"
     r"num-layers-at-(start|end)-in-bf16|reuse-grad-buf-for-mxfp8-param-ag|"
@@ -443,7 +449,7 @@ _ONLY_WITH = {
     "--use-checkpoint-args": r"use-mp-args-from-checkpoint-args|"
     r"no-use-tokenizer-model-from-checkpoint-args",
     "programs for inference": r"inference-.*|flash-decode|decode-only-cuda-graphs|.*-prefills?|"
-    r"max-tokens-to-oom|use-legacy-static-engine|num-speculative-tokens|"
+    r"cache-mla-latents|max-tokens-to-oom|use-legacy-static-engine|num-speculative-tokens|"
     r"use-same-sampling-seed-across-dp-ranks|symmetric-ar-type|mamba-inference-.*",
     "programs for vision": r"img-.*|num-(classes|channels)|patch-dim|classes-fraction|"
     r"data-per-class-fraction|head-lr-mult|vision-(?!pretraining$).*|"
@@ -513,12 +519,6 @@ _REFUSED = (
         r"use-kitchen-attention",
     ),
     *expert_options.REFUSED,
-    Refused(
-        "multi-latent attention",
-        f"{_DECODER_ONLY}, without latent projections",
-        _REMOVE,
-        r"multi-latent-attention",
-    ),
     Refused(
         "other attention",
         "attention here is causal softmax over packed sequences",

@@ -56,6 +56,7 @@ _OPTIONS: dict[Range, str] = {
         --num-layers --hidden-size --ffn-hidden-size --num-attention-heads --num-query-groups
         --moe-ffn-hidden-size --moe-router-topk --moe-router-num-groups --moe-router-group-topk
         --moe-shared-expert-intermediate-size
+        --q-lora-rank --kv-lora-rank --qk-head-dim --v-head-dim
         --kv-channels --max-position-embeddings --rotary-base --rotary-seq-len-interpolation-factor
         --recompute-num-layers --make-vocab-size-divisible-by --vocab-size --padded-vocab-size
         --seq-length --train-iters --global-batch-size --eval-global-batch-size --exit-interval
@@ -82,9 +83,12 @@ _OPTIONS: dict[Range, str] = {
         --norm-epsilon --activation-func-clamp-value --init-method-std --rope-scaling-factor
         --moe-router-topk-scaling-factor --adam-eps --plan-time-limit --refit-drift""",
     _NOT_NEGATIVE: """
+        --mscale --mscale-all-dim
         --lr --min-lr --decoupled-lr --decoupled-min-lr --lr-warmup-init --weight-decay
         --start-weight-decay --end-weight-decay --clip-grad
         --moe-aux-loss-coeff --moe-z-loss-coeff --moe-router-bias-update-rate""",
+    Range(2, _LARGEST_INTEGER): "--qk-pos-emb-head-dim",
+    Range(1.0, _LARGEST_REAL): "--rotary-scaling-factor",
     Range(0.0, 1.0, below_high=True): "--adam-beta1 --adam-beta2",
     Range(0.0, 1.0): "--lr-warmup-fraction --hidden-dropout --attention-dropout",
     Range(0.0, 1.0, above_low=True): "--rotary-percent",

@@ -57,7 +57,7 @@ def choose_core_attention(resolved: Resolved, pool: Pool) -> CoreAttention:
     args = resolved.args
     here = current_environment(
         dtype=args.params_dtype,
-        head_size=args.kv_channels,
+        head_size=resolved.shape.kv_channels,
         rows=row_kinds(pool, resolved.shape, args.seq_length),
         cp_comm_type=args.cp_comm_type[0],
         softmax_type=args.softmax_type,

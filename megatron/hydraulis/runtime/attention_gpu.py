@@ -156,15 +156,20 @@ class TEAttention(PackedAttention):
         arguments: those of `PackedAttention`, also by name.
         make_attention: Transformer Engine's class; tests pass a stand-in.
         pg_collection: holds the ``tp`` group.
+        k_channels: size of a head of keys, if values have another.
+        v_channels: size of a head of values.
     """
 
     takes_context_group = True
+    takes_any_values = True
 
     def __init__(
         self,
         *arguments: Any,
         make_attention: Callable[..., Any] | None = None,
         pg_collection: Any = None,
+        k_channels: int | None = None,
+        v_channels: int | None = None,
         **named: Any,
     ) -> None:
         super().__init__(*arguments, **named)
@@ -175,7 +180,7 @@ class TEAttention(PackedAttention):
         config = self.config
         self.attention = make_attention(
             num_attention_heads=config.num_attention_heads,
-            kv_channels=config.kv_channels,
+            kv_channels=config.kv_channels if k_channels is None else (k_channels, v_channels),
             num_gqa_groups=config.num_query_groups,
             attention_dropout=0.0,
             qkv_format="thd",
@@ -275,6 +280,8 @@ class RowKind:
     """Of the row, and of its longest sequence."""
     window: int | None = None
     """How many tokens before its own a token attends to; None for all of its sequence."""
+    value_head_size: int | None = None
+    """Of values; None if it is that of queries and keys."""
 
 
 def te_obstacle(
@@ -304,7 +311,9 @@ def te_obstacle(
         takes = "no kernel"
     elif kernel == "unfused":
         takes = "only its unfused kernel, O(T²) in memory,"
-    elif kernel == "cuDNN" and head_size % _PACKED_BY_CUDNN:
+    elif kernel == "cuDNN" and any(
+        size % _PACKED_BY_CUDNN for size in (head_size, row.value_head_size or head_size)
+    ):
         takes = (
             f"cuDNN's kernel, which takes memory for sequences times the longest of them unless "
             f"heads are a multiple of {_PACKED_BY_CUDNN} (NVTE_FUSED_ATTN=0 leaves flash-attn),"
@@ -312,6 +321,8 @@ def te_obstacle(
     else:
         return None
     heads = f"{row.num_heads} heads ({row.num_groups} groups) of {head_size}"
+    if row.value_head_size is not None:
+        heads += f" (values: {row.value_head_size})"
     shared = "" if way is None else f" shared by {size} ranks ({way})"
     return (
         f"Transformer Engine has {takes} for packed rows{shared} with {heads} on this GPU "
@@ -333,7 +344,7 @@ def te_kernel(
         row: what is asked about.
         way: how ranks exchange, for a shared row.
         dtype: of queries, keys and values.
-        head_size: of a head.
+        head_size: of a head of queries and keys.
         pad_between_seqs: whether to ask for rows with declared padding, which we never pass.
 
     Returns:
@@ -354,7 +365,7 @@ def te_kernel(
         "num_tokens_q": num_tokens,
         "num_tokens_kv": num_tokens,
         "head_dim_qk": head_size,
-        "head_dim_v": head_size,
+        "head_dim_v": row.value_head_size or head_size,
         "attn_mask_type": TE_MASK,
         "window_size": window_size(row.window),
         "bottom_right_diagonal": False,

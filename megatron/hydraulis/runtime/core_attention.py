@@ -49,6 +49,7 @@ class Environment:
     dtype: torch.dtype
     """Of queries, keys and values."""
     head_size: int
+    """The larger of those of keys and values."""
     why_no_te: str | None
     """Why Transformer Engine cannot or should not be used; None where it can."""
     why_no_varlen: str | None
@@ -134,7 +135,14 @@ def row_kinds(pool: Pool, shape: ModelShape, longest: int) -> tuple[RowKind, ...
     if shape.num_windowed_layers:
         windows.append(shape.window_tokens - 1)
     return tuple(
-        RowKind(shape.num_attention_heads // tp, shape.num_query_groups // tp, cp, longest, window)
+        RowKind(
+            shape.num_attention_heads // tp,
+            shape.num_query_groups // tp,
+            cp,
+            longest,
+            window,
+            shape.v_head_dim or None,
+        )
         for tp, cp in sorted(groups)
         for window in windows
     )
@@ -152,7 +160,7 @@ def current_environment(
 
     Args:
         dtype: of queries, keys and values.
-        head_size: of a head.
+        head_size: of a head of queries and keys.
         rows: kinds of rows that a core attention has to compute, see `row_kinds`.
         cp_comm_type: how ranks that share a row exchange, one of `CP_COMM_TYPES`.
         softmax_type: of the model.
@@ -162,7 +170,7 @@ def current_environment(
     return Environment(
         compute_capability=torch.cuda.get_device_capability() if has_cuda else None,
         dtype=dtype,
-        head_size=head_size,
+        head_size=max(head_size, *(row.value_head_size or 0 for row in rows)),
         why_no_te=_why_no_te(rows, dtype, head_size, cp_comm_type) if has_cuda else _NO_CUDA,
         softmax_type=softmax_type,
         why_no_varlen=(

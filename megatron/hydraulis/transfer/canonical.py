@@ -404,17 +404,15 @@ def model_parameters(shape: ModelShape, num_expert_groups: int = 1) -> list[Para
             ranks hold are one parameter, as bytes and their places are the same.
     """
     hidden, sharded, partial = shape.hidden_size, Contribution.SHARDED, Contribution.PARTIAL
-    key_value_size = 2 * shape.num_query_groups * shape.kv_channels
     num_halves = 2 if shape.gated_mlp else 1
     ends = (shape.vocab_size, hidden)
     parameters = [ParameterSpec("embedding", ends, Unit.embedding(), sharded, tp_dim=0)]
     for layer in range(shape.num_layers):
         unit, prefix = Unit.layer(layer), f"layers.{layer}."
-        qkv = (shape.query_size + key_value_size, hidden)
         parameters += [
             ParameterSpec(prefix + "norm1", (hidden,), unit, partial, decays=False),
-            ParameterSpec(prefix + "qkv", qkv, unit, sharded, tp_dim=0),
-            ParameterSpec(prefix + "proj", (hidden, shape.query_size), unit, sharded, tp_dim=1),
+            *_projections(shape, unit, prefix),
+            ParameterSpec(prefix + "proj", (hidden, shape.output_size), unit, sharded, tp_dim=1),
             ParameterSpec(prefix + "norm2", (hidden,), unit, partial, decays=False),
         ]
         if layer < shape.num_layers - shape.num_expert_layers:
@@ -443,3 +441,25 @@ def model_parameters(shape: ModelShape, num_expert_groups: int = 1) -> list[Para
     if not shape.tied_embeddings:
         parameters.append(ParameterSpec("output", ends, Unit.output(), sharded, tp_dim=0))
     return parameters
+
+
+def _projections(shape: ModelShape, unit: Unit, prefix: str) -> list[ParameterSpec]:
+    """Of a layer's hidden states to queries, keys and values, or to their latents and from them."""
+
+    def cut(name: str, num_outputs: int, num_inputs: int) -> ParameterSpec:
+        matrix = (num_outputs, num_inputs)
+        return ParameterSpec(prefix + name, matrix, unit, Contribution.SHARDED, tp_dim=0)
+
+    def whole(name: str, num_outputs: int) -> ParameterSpec:
+        matrix = (num_outputs, shape.hidden_size)
+        return ParameterSpec(prefix + name, matrix, unit, Contribution.PARTIAL)
+
+    if not shape.kv_lora_rank:
+        return [cut("qkv", shape.qkv_size, shape.hidden_size)]
+    kv_size = shape.num_attention_heads * (shape.qk_head_dim + shape.v_head_dim)
+    projections = [
+        whole("kv_down", shape.kv_lora_rank + shape.qk_pos_emb_head_dim),
+        cut("kv_up", kv_size, shape.kv_lora_rank),
+        cut("q", shape.query_size, shape.q_lora_rank or shape.hidden_size),
+    ]
+    return projections + ([whole("q_down", shape.q_lora_rank)] if shape.q_lora_rank else [])

@@ -75,9 +75,23 @@ def test_commands_and_training_describe_experts_by_the_same_flags(tmp_path: Path
     assert (of_defaults.experts_per_token, of_defaults.expert_ffn_hidden_size) == (2, 6144)
 
 
+def test_commands_and_training_describe_latents_by_the_same_flags(tmp_path: Path) -> None:
+    parser = argparse.ArgumentParser()
+    add_shape_arguments(parser)
+    sizes = [
+        *("--num-layers", "4", "--hidden-size", "64", "--num-attention-heads", "4"),
+        *("--padded-vocab-size", "512", "--multi-latent-attention"),
+    ]
+    for latents in ([], ["--q-lora-rank", "24", "--v-head-dim", "48"]):
+        shape = shape_of(parser.parse_args([*sizes, *latents]))
+        assert shape == parse(tmp_path, *sizes, *latents, num_ranks=4).shape
+    assert (shape.kv_channels, shape.value_channels, shape.q_lora_rank) == (128 + 64, 48, 24)
+
+
 @pytest.mark.parametrize(
     ("typed", "problem"),
     [
+        (["--v-head-dim", "8"], "describes latent attention but --multi-latent-attention is"),
         (EXPERTS[2:4], "--moe-ffn-hidden-size describes experts but --num-experts is missing"),
         (
             ["--num-experts", "4", "--moe-layer-freq", "[0,1]"],

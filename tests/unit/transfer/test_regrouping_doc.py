@@ -74,7 +74,14 @@ def test_the_benchmark_s_model_has_the_shape_s_parameters(traffic: PoolTraffic) 
         expert_ffn_hidden_size=64,
         shared_expert_ffn_hidden_size=32,
     )
-    for shape in (LLAMA_32B, with_experts):
+    latents: dict[str, Any] = {
+        "kv_lora_rank": 48,
+        "qk_head_dim": 64,
+        "qk_pos_emb_head_dim": 40,
+        "v_head_dim": 72,
+    }
+    with_latents = replace(LLAMA_32B, **latents)
+    for shape in (LLAMA_32B, with_experts, with_latents, replace(with_latents, q_lora_rank=56)):
         assert sum(p.num_elements for p in model_parameters(shape)) == shape.num_parameters
     assert traffic.layout.num_elements == LLAMA_32B.num_parameters
 
