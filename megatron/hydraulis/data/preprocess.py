@@ -27,7 +27,6 @@ from rich.progress import (
     TextColumn,
     TimeRemainingColumn,
 )
-from rich.table import Table
 
 from megatron.hydraulis.data import chat
 from megatron.hydraulis.data.chat import ChatCounts, ConversationEncoder, WeightedTokens
@@ -52,7 +51,6 @@ _CHUNKS_PER_WORKER = 2
 """Inputs sent to a worker ahead: one that it works on and one that waits."""
 _JOIN_TIMEOUT_S = 5.0
 _MODEL_SUFFIXES = (".bin", ".idx")
-_BAR_WIDTH = 24
 _SHOWN_CONVERSATIONS = 10
 _SHOWN_TOKENS = 1000
 """Of each conversation, half of them from its end."""
@@ -235,7 +233,7 @@ def report_run(
     json_key: str | None = None,
     num_workers: int = 1,
 ) -> None:
-    """Preprocess with a progress bar, then print counts and a length histogram.
+    """Preprocess with a progress bar, then print counts.
 
     Arguments and errors as ``preprocess``.
     """
@@ -268,7 +266,6 @@ def report_run(
     finally:
         progress.stop()
     console, lengths = Console(), report.document_lengths
-    console.print(length_table(lengths))
     console.print(
         f"{report.num_files:,} files, {len(lengths):,} documents ({report.num_empty:,} empty ones "
         f"skipped), {lengths.sum():,} tokens; length min {lengths.min():,}, median "
@@ -288,58 +285,6 @@ def report_run(
         highlight=False,
         soft_wrap=True,
     )
-
-
-@dataclass(frozen=True)
-class LengthBin:
-    """Documents with ``first`` to ``last`` tokens, both included."""
-
-    first: int
-    last: int
-    num_documents: int
-    num_tokens: int
-
-
-def length_bins(lengths: npt.NDArray[np.int64]) -> tuple[LengthBin, ...]:
-    """Bins 1, 2–3, 4–7, 8–15, … from the shortest document to the longest.
-
-    lengths: (num_documents,) tokens of each document, at least 1.
-    """
-    # frexp, not log2: exact for every length below 2**53.
-    exponents = np.frexp(lengths.astype(np.float64))[1] - 1
-    lowest, highest = int(exponents.min()), int(exponents.max())
-    num_documents = np.bincount(exponents - lowest)
-    num_tokens = np.bincount(exponents - lowest, weights=lengths)
-    return tuple(
-        LengthBin(
-            first=1 << exponent,
-            last=(2 << exponent) - 1,
-            num_documents=int(num_documents[exponent - lowest]),
-            num_tokens=int(num_tokens[exponent - lowest]),
-        )
-        for exponent in range(lowest, highest + 1)
-    )
-
-
-def length_table(lengths: npt.NDArray[np.int64]) -> Table:
-    """The bins as a table: documents with a bar, and the share of all tokens."""
-    bins = length_bins(lengths)
-    most = max(row.num_documents for row in bins)
-    table = Table(title="document lengths", title_justify="left")
-    table.add_column("tokens", justify="right")
-    table.add_column("documents", justify="right")
-    table.add_column("", min_width=_BAR_WIDTH)
-    table.add_column("tokens in all", justify="right")
-    for row in bins:
-        # A bin that is not empty shows at least one block: the long tail is what matters here.
-        width = -(-row.num_documents * _BAR_WIDTH // most)
-        table.add_row(
-            f"{row.first:,} – {row.last:,}" if row.last > row.first else f"{row.first:,}",
-            f"{row.num_documents:,}",
-            "█" * width,
-            f"{row.num_tokens / lengths.sum():.1%}",
-        )
-    return table
 
 
 @dataclass(frozen=True, eq=False)
