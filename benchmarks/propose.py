@@ -26,7 +26,7 @@ from rich.table import Table
 from benchmarks import inputs
 from benchmarks.command import make_parser, write_figures
 from benchmarks.paired_statistics import ratio_of_totals
-from megatron.hydraulis.advise.gains import advise
+from megatron.hydraulis.advise.command import advise
 from megatron.hydraulis.cost_model.analytic import AnalyticCostModel
 from megatron.hydraulis.cost_model.device import device_constants
 from megatron.hydraulis.cost_model.estimate_command import estimated_profile, possible_schemes

@@ -21,9 +21,8 @@ from megatron.hydraulis.checkpoint.hugging_face.model import model_flags
 from megatron.hydraulis.checkpoint.loading import load_checkpoint
 from megatron.hydraulis.checkpoint.manifest import model_of
 from megatron.hydraulis.checkpoint.names import stored_objects
-from megatron.hydraulis.checkpoint.saving import CheckpointSaver, SavedState
+from megatron.hydraulis.checkpoint.saving import CheckpointSaver, SavedState, upstream_entries
 from megatron.hydraulis.checkpoint.torch_dist import LAYERS, StoredCheckpoint
-from megatron.hydraulis.checkpoint.upstream_entries import upstream_entries
 from megatron.hydraulis.data.packed_batch import pack
 from megatron.hydraulis.library.building import definition_of
 from megatron.hydraulis.runtime.executor import make_forward_step

@@ -12,14 +12,13 @@ from torch.distributed.checkpoint import FileSystemReader, TensorStorageMetadata
 
 from megatron.hydraulis.checkpoint.folder import CheckpointFolder
 from megatron.hydraulis.checkpoint.loading import load_checkpoint
-from megatron.hydraulis.checkpoint.saving import CheckpointSaver, SavedState
+from megatron.hydraulis.checkpoint.saving import CheckpointSaver, SavedState, optimizer_entry
 from megatron.hydraulis.checkpoint.torch_dist import (
     COMMON_STATE,
     Piece,
     write_file,
     write_metadata,
 )
-from megatron.hydraulis.checkpoint.upstream_entries import optimizer_entry
 from megatron.hydraulis.optimizer.sharded_adamw import AdamWSettings
 from megatron.hydraulis.runtime.engine import Engine
 from megatron.hydraulis.runtime.model_building import ModelDefinition

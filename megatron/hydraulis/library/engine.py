@@ -18,8 +18,7 @@ from megatron.hydraulis.checkpoint.collective_errors import on_all_ranks, on_ran
 from megatron.hydraulis.checkpoint.folder import CheckpointFolder
 from megatron.hydraulis.checkpoint.loading import find_checkpoints, load_checkpoint
 from megatron.hydraulis.checkpoint.manifest import model_of
-from megatron.hydraulis.checkpoint.saving import CheckpointSaver, SavedState
-from megatron.hydraulis.checkpoint.upstream_entries import upstream_entries
+from megatron.hydraulis.checkpoint.saving import CheckpointSaver, SavedState, upstream_entries
 from megatron.hydraulis.cost_model.limits import Limits
 from megatron.hydraulis.data.packed_batch import PackedBatch, token_places
 from megatron.hydraulis.errors import CheckpointError, ConfigurationError

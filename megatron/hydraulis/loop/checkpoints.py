@@ -34,9 +34,8 @@ from megatron.hydraulis.checkpoint.loading import (
 )
 from megatron.hydraulis.checkpoint.manifest import Manifest, model_of
 from megatron.hydraulis.checkpoint.save_lock import SaveLock, Writer, writer_of
-from megatron.hydraulis.checkpoint.saving import CheckpointSaver, SavedState
-from megatron.hydraulis.checkpoint.upstream_entries import upstream_entries
-from megatron.hydraulis.data.fingerprint import (
+from megatron.hydraulis.checkpoint.saving import CheckpointSaver, SavedState, upstream_entries
+from megatron.hydraulis.data.corpus import (
     DatasetFingerprint,
     data_differences,
     keeps_place,

@@ -17,8 +17,7 @@ import torch.distributed as dist
 from hydraulis_patches.training_loop import apply_training_loop
 from megatron.hydraulis.checkpoint.collective_errors import on_all_ranks, on_rank_0
 from megatron.hydraulis.cost_model.profile import ProfiledModel
-from megatron.hydraulis.data.corpus import Corpus
-from megatron.hydraulis.data.fingerprint import DatasetFingerprint
+from megatron.hydraulis.data.corpus import Corpus, DatasetFingerprint
 from megatron.hydraulis.data.sampler import BatchSizes, EvaluationSampler, LengthSampler
 from megatron.hydraulis.data.sources import load_corpora_from_arguments
 from megatron.hydraulis.errors import (
@@ -59,7 +58,7 @@ from megatron.hydraulis.loop.memory_safety import MemorySafety
 from megatron.hydraulis.loop.model_container import ContainerConfig
 from megatron.hydraulis.loop.plan_feed import PlanExchange, PlanFeed, SampledBatches
 from megatron.hydraulis.loop.refit import RunRefit
-from megatron.hydraulis.loop.step import Iterators, TrainingLoop
+from megatron.hydraulis.loop.step import Iterators, RunParts, TrainingLoop
 from megatron.hydraulis.loop.tracing import RunTrace
 from megatron.hydraulis.observability.console import closing_table
 from megatron.hydraulis.observability.records import (
@@ -109,19 +108,6 @@ class UserHooks:
     """What builds the engine: a subclass can watch, or replace, what it is given to run."""
     notes: tuple[str, ...] = ()
     """What a reader of the run's report must know, a sentence each; kept in ``config.json``."""
-
-
-@dataclass(frozen=True)
-class _Parts:
-    """What one run consists of besides engine and data."""
-
-    metrics: MetricsWriter | None
-    """On the last rank, which logs."""
-    trace: RunTrace | None
-    memory: MemorySafety
-    refit: RunRefit | None
-    checkpoints: RunCheckpoints
-    guard: HangGuard
 
 
 class Job:
@@ -368,7 +354,7 @@ class Job:
             data = on_rank_0(train.fingerprints, "the training data cannot be read")
         return RunCheckpoints(self._resolved, self._planning, data)
 
-    def _make_parts(self, store: dist.Store, checkpoints: RunCheckpoints) -> _Parts:
+    def _make_parts(self, store: dist.Store, checkpoints: RunCheckpoints) -> RunParts:
         """Collective."""
         args, hydraulis = self._resolved.args, self._resolved.hydraulis
         rank, num_ranks = dist.get_rank(), dist.get_world_size()
@@ -394,9 +380,9 @@ class Job:
                 has_cuda=self._has_cuda,
             )
         guard = HangGuard(store, rank, num_ranks, 60.0 * args.distributed_timeout_minutes)
-        return _Parts(metrics, trace, memory, refit, checkpoints, guard)
+        return RunParts(metrics, trace, memory, refit, checkpoints, guard)
 
-    def _pretrain(self, parts: _Parts, corpora: Corpora, store: dist.Store) -> None:
+    def _pretrain(self, parts: RunParts, corpora: Corpora, store: dist.Store) -> None:
         """Hand our step, data and model to upstream's pretrain()."""
         from megatron.core.enums import ModelType
         from megatron.training.argument_utils import pretrain_cfg_container_from_args
@@ -415,18 +401,7 @@ class Job:
             )
             return train, valid, test
 
-        loop = TrainingLoop(
-            self._resolved.hydraulis,
-            make_iterators,
-            parts.metrics,
-            parts.trace,
-            parts.refit,
-            sizes=self._resolved.sizes,
-            checkpoints=parts.checkpoints,
-            memory=parts.memory,
-            guard=parts.guard,
-            window=self._resolved.shape.window,
-        )
+        loop = TrainingLoop(self._resolved, parts, make_iterators)
         apply_training_loop(loop, has_cuda=self._has_cuda)
         install_globals(self._resolved)
         if args.exit_signal_handler:
@@ -442,7 +417,7 @@ class Job:
             skip_model_parallel_init=True,
         )
 
-    def _model_config(self, parts: _Parts) -> ContainerConfig:
+    def _model_config(self, parts: RunParts) -> ContainerConfig:
         assert self._core_attention is not None
         recorders = (each.spans for each in (parts.trace, parts.refit) if each is not None)
         config = model_config(self._resolved, self._core_attention.name, ContainerConfig)
@@ -509,7 +484,7 @@ class Job:
         self.check_longest(corpora)
 
     def _planned_data(
-        self, corpus: Corpus, store: dist.Store, parts: _Parts, *, is_training: bool
+        self, corpus: Corpus, store: dist.Store, parts: RunParts, *, is_training: bool
     ) -> PlannedData:
         args, hydraulis = self._resolved.args, self._resolved.hydraulis
         checkpoints, planning = parts.checkpoints, self._planning
@@ -564,7 +539,7 @@ class Job:
         parts.memory.watch(data, is_training=is_training)
         return data
 
-    def _finish(self, parts: _Parts) -> None:
+    def _finish(self, parts: RunParts) -> None:
         """Complete what the run has begun and write its results. Collective."""
         parts.checkpoints.finish()
         if self._engine is not None:
@@ -584,7 +559,7 @@ class Job:
             parts.refit.write(self._run_dir)
         parts.guard.close()
 
-    def _abandon(self, parts: _Parts) -> None:
+    def _abandon(self, parts: RunParts) -> None:
         """End after an error, without waiting for other ranks."""
         parts.checkpoints.abandon()
         if parts.metrics is not None:

@@ -40,6 +40,7 @@ from megatron.hydraulis.loop.startup import (
     check_devices,
     check_launched,
     check_launcher_numbers,
+    made_by_rank_0,
     meet,
 )
 
@@ -191,7 +192,7 @@ def _connect(device: torch.device, limit_s: float) -> tuple[RankFacts, list[str]
                 else 0
             ),
         )
-        hosts = compare_ranks(own, store, num_ranks, limit_s)
+        hosts = compare_ranks(own, store, num_ranks)
         dist.init_process_group(
             "nccl" if has_cuda else "gloo",
             store=store,
@@ -202,51 +203,29 @@ def _connect(device: torch.device, limit_s: float) -> tuple[RankFacts, list[str]
     return own, hosts
 
 
-def compare_ranks(own: RankFacts, store: dist.Store, num_ranks: int, limit_s: float) -> list[str]:
+def compare_ranks(own: RankFacts, store: dist.Store, num_ranks: int) -> list[str]:
     """The host of every rank, after rank 0 has compared what the ranks run on.
 
     Only rank 0 reads what the others wrote. If all did, requests to the store would grow with the
     square of the number of ranks.
 
-    Raises ConfigurationError that names ranks that differ, or did not come within the limit.
+    Raises HydraulisError for ranks that do not answer within the store's timeout, and
+    ConfigurationError that names those that differ.
     """
     store.set(f"{_KEY}/{own.rank}", json.dumps(dataclasses.asdict(own)))
-    if own.rank == 0:
-        try:
-            ranks = _read_facts(store, num_ranks, limit_s)
-            _check_equal(ranks)
-            result: dict[str, Any] = {"hosts": [facts.host for facts in ranks]}
-        except ConfigurationError as error:
-            result = {"error": str(error)}
-        store.set(f"{_KEY}/result", json.dumps(result))
-    try:
-        store.wait([f"{_KEY}/result"], timedelta(seconds=1.5 * limit_s))
-        result = json.loads(store.get(f"{_KEY}/result"))
-    except RuntimeError as error:  # torch's errors of stores
-        raise ConfigurationError(
-            f"rank 0 compares what the ranks run on within {limit_s:g} s but has not answered; see "
-            "its log"
-        ) from error
-    if "error" in result:
-        raise ConfigurationError(result["error"])
-    hosts: list[str] = result["hosts"]
-    return hosts
 
+    def hosts() -> str:
+        ranks = [
+            RankFacts(**json.loads(facts))
+            for facts in store.multi_get([f"{_KEY}/{rank}" for rank in range(num_ranks)])
+        ]
+        _check_equal(ranks)
+        return json.dumps([facts.host for facts in ranks])
 
-def _read_facts(store: dist.Store, num_ranks: int, limit_s: float) -> list[RankFacts]:
-    """The facts of all ranks. Raises ConfigurationError if some do not come within the limit."""
-    deadline_s = time.monotonic() + limit_s
-    missing = list(range(num_ranks))
-    while missing := [rank for rank in missing if not store.check([f"{_KEY}/{rank}"])]:
-        if time.monotonic() > deadline_s:
-            raise ConfigurationError(
-                f"{num_ranks} ranks meet within {limit_s:g} s but {len(missing)} did not come: "
-                f"{listed(missing, most=MAX_NAMED)}; see the log of the nodes that they are on"
-            )
-        time.sleep(0.05)
-    return [
-        RankFacts(**json.loads(store.get(f"{_KEY}/{rank}").decode())) for rank in range(num_ranks)
-    ]
+    found: list[str] = json.loads(
+        made_by_rank_0(hosts, "preflight", "the comparison of ranks", rank=own.rank, store=store)
+    )
+    return found
 
 
 def _check_equal(ranks: Sequence[RankFacts]) -> None:

@@ -118,7 +118,7 @@ def made_by_rank_0(
     except RuntimeError as error:  # torch's errors of connections are RuntimeErrors
         raise HydraulisError(
             f"{option}: rank {rank} waited {time.monotonic() - begin_s:.0f} s for {what} of rank "
-            f"0, which did not come; see its log, or raise --distributed-timeout-minutes"
+            f"0, which did not come; see its log, or raise the timeout"
         ) from error
     raise_first([failure], option)
     if not text:

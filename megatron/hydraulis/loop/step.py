@@ -11,6 +11,7 @@ from argparse import Namespace
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
 from functools import wraps
 from typing import Any
 
@@ -19,9 +20,9 @@ import torch.distributed as dist
 from megatron.training.global_vars import get_args, get_tensorboard_writer, get_timers
 
 from megatron.hydraulis.data.corpus import Corpus
-from megatron.hydraulis.data.sampler import BatchSizes, GlobalBatch
+from megatron.hydraulis.data.sampler import GlobalBatch
 from megatron.hydraulis.errors import HydraulisError, NonFiniteLossError, listed
-from megatron.hydraulis.flags.config import HydraulisConfig
+from megatron.hydraulis.flags.arguments import Resolved
 from megatron.hydraulis.flags.samples import counts_iterations, num_iterations, sample_tokens
 from megatron.hydraulis.loop.batch_reader import PlannedBatch, PlannedData
 from megatron.hydraulis.loop.checkpoints import LoopCounters, RunCheckpoints
@@ -63,48 +64,45 @@ MAX_SEQUENCES_NAMED = 16
 _BATCH_SIZE = re.compile(r" global batch size: +\d+ \|")
 
 
+@dataclass(frozen=True)
+class RunParts:
+    """What one run consists of besides engine and data."""
+
+    metrics: MetricsWriter | None
+    """On the last rank, which logs."""
+    trace: RunTrace | None
+    memory: MemorySafety
+    refit: RunRefit | None
+    checkpoints: RunCheckpoints
+    guard: HangGuard
+
+
 class TrainingLoop:
     """The functions of upstream's loop that are replaced, as methods of one object.
 
     Args:
-        hydraulis: our flags.
-        sizes: of the global batches of training.
+        resolved: the flags.
+        parts: of the run.
         make_iterators: builds training, validation and test data once the loop asks for them.
-        metrics: where records go; None on ranks that do not log.
-        trace: of this rank; None where nothing is traced.
-        refit: of the cost profile; None without --refit-cost-profile.
-        checkpoints: of the run.
-        memory: lowers limits where memory runs out.
-        guard: notes the phase of this rank and reports waits that take too long.
     """
 
     def __init__(
-        self,
-        hydraulis: HydraulisConfig,
-        make_iterators: Callable[[], Iterators],
-        metrics: MetricsWriter | None,
-        trace: RunTrace | None = None,
-        refit: RunRefit | None = None,
-        *,
-        sizes: BatchSizes,
-        checkpoints: RunCheckpoints,
-        memory: MemorySafety,
-        guard: HangGuard,
-        window: AttentionWindow | None = None,
+        self, resolved: Resolved, parts: RunParts, make_iterators: Callable[[], Iterators]
     ) -> None:
-        self._sizes = sizes
-        self._guard = guard
-        self._memory = memory
-        self._checkpoints = checkpoints
+        hydraulis = resolved.hydraulis
+        self._sizes = resolved.sizes
+        self._guard = parts.guard
+        self._memory = parts.memory
+        self._checkpoints = parts.checkpoints
         self._max_skipped_in_a_row = (
             hydraulis.max_skipped_in_a_row if hydraulis.skip_nan_iterations else 0
         )
-        self._refit = refit
-        self._trace = trace
+        self._refit = parts.refit
+        self._trace = parts.trace
         self._make_iterators = make_iterators
-        self._metrics = metrics
+        self._metrics = parts.metrics
         self._eta = EtaEstimator()
-        self._interval = LogInterval(window)
+        self._interval = LogInterval(resolved.shape.window)
         self._num_sequences = 0
         """Size of the last global batch."""
         self._num_consumed: int | None = None

@@ -17,9 +17,8 @@ from megatron.hydraulis.cost_model.pipeline import StageCosts
 from megatron.hydraulis.cost_model.regrouping import RegroupCosts
 from megatron.hydraulis.errors import HydraulisError
 from megatron.hydraulis.model_shape import ModelShape
-from megatron.hydraulis.simulator.costs import CeilingCosts
 from megatron.hydraulis.simulator.simulation import IterationTasks, ReplicaTasks, Simulator
-from megatron.hydraulis.simulator.work import IterationWork
+from megatron.hydraulis.simulator.work import CeilingCosts, IterationWork
 
 _MS_PER_S = 1e3
 _RELATIVE_TOLERANCE = 1e-9

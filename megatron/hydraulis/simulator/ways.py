@@ -56,9 +56,8 @@ from megatron.hydraulis.planner.costs import SchemeCost
 from megatron.hydraulis.planner.greedy import best_fit, dispatch, longest_first
 from megatron.hydraulis.planner.planners import GreedyPlanner
 from megatron.hydraulis.simulator.batches import BatchPlanning
-from megatron.hydraulis.simulator.costs import CeilingCosts
 from megatron.hydraulis.simulator.schedulers import Wave, context_waves, packed_rows
-from megatron.hydraulis.simulator.work import IterationWork, MicroBatchWork
+from megatron.hydraulis.simulator.work import CeilingCosts, IterationWork, MicroBatchWork
 from megatron.hydraulis.strategy import Pool, Scheme, Strategy
 
 PADDING, FIXED_ROWS = "static, padding", "static, fixed rows"

@@ -8,7 +8,7 @@ import pytest
 
 from benchmarks.inputs import llama_shape
 from megatron.hydraulis.__main__ import main
-from megatron.hydraulis.advise.gains import causal_flops, least_makespan_ms
+from megatron.hydraulis.advise.command import causal_flops, least_makespan_ms
 from megatron.hydraulis.cost_model import ProfileCostModel
 from megatron.hydraulis.strategy import Pool
 

@@ -9,9 +9,8 @@ import numpy as np
 import pytest
 
 from megatron.hydraulis.data import corpus as corpus_module
-from megatron.hydraulis.data.corpus import Corpus, DocumentRange
+from megatron.hydraulis.data.corpus import Corpus, DocumentRange, data_differences
 from megatron.hydraulis.data.dataset_writer import DatasetWriter
-from megatron.hydraulis.data.fingerprint import data_differences
 from megatron.hydraulis.data.index import LongSequences, read_index
 from megatron.hydraulis.data.packed_batch import pack
 from megatron.hydraulis.data.weights import read_weights

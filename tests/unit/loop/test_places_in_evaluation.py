@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from megatron.hydraulis.loop import step
-from megatron.hydraulis.loop.step import TrainingLoop
+from megatron.hydraulis.loop.step import RunParts, TrainingLoop
 from megatron.hydraulis.runtime.outcome import LossTotal
 
 
@@ -18,9 +18,7 @@ def test_every_batch_is_a_separate_place(monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setattr(step, "get_timers", MagicMock())
     guard = MagicMock()
     unused: Any = MagicMock()
-    loop = TrainingLoop(
-        unused, unused, None, sizes=unused, checkpoints=unused, memory=unused, guard=guard
-    )
+    loop = TrainingLoop(unused, RunParts(None, None, unused, None, unused, guard), unused)
     data = MagicMock()
     data.next_batch.side_effect = [
         SimpleNamespace(

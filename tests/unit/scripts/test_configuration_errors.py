@@ -30,7 +30,7 @@ def test_the_page_has_known_errors() -> None:
         "|every rank needs a GPU of its own|`loop/",
         "|strategy ⟨name⟩: a strategy needs at least 1 replica|`strategy/",
         "|--exit-signal ⟨name⟩ cannot be caught by a process|`flags/",
-        "ranks meet within",
+        "ranks meet at ⟨place⟩ within",
     ):
         assert words in written
 
