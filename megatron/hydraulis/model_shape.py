@@ -319,6 +319,14 @@ class ModelShape:
             num_layers -= min(num_layers, number)
         return total
 
+    def num_routed_parameters_of_layers(self, num_layers: int) -> int:
+        """Those of them in the matrices of experts that only some tokens pass."""
+        num_with_experts = min(num_layers, self.num_expert_layers)
+        if self.num_expert_entries < self.num_mlp_entries:  # layers with an MLP come first
+            num_with_experts = max(0, num_layers - (self.num_layers - self.num_expert_layers))
+        width = self.num_experts * self.expert_ffn_hidden_size
+        return num_with_experts * self._num_entries_of_mlp(width)
+
     @property
     def num_mlp_entries(self) -> int:
         """Entries of the matrices of a layer's MLP."""

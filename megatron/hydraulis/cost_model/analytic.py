@@ -13,8 +13,10 @@ query heads, f width of the MLP, P entries of a layer's matrices; lower-case con
     tp           4 collectives of latency + (tp-1)/tp · h · bytes/cp · Σ s / bandwidth: all-gather
                  and reduce-scatter around attention and MLP (arXiv 2205.05198 §4.2.2; an all-reduce
                  without sequence parallelism moves as much as the two)
+    ep           an all-to-all of tokens to whole experts and back (experts.py); the matrices of
+                 experts count by the busiest rank
     cp           a ring of keys and values, or an all-to-all of heads (context.py)
-    launch       a constant
+    launch       a constant, and one for each expert that the rank holds
 
 The backward takes twice the forward, as matrix products have two gradients (arXiv 2104.04473,
 appendix); attention without stored scores 2.5 times, since it recomputes scores (arXiv 2307.08691);
@@ -39,6 +41,14 @@ from functools import partial
 from megatron.hydraulis.cluster import Cluster
 from megatron.hydraulis.cost_model.context import Exchange, exchange_of
 from megatron.hydraulis.cost_model.device import DeviceConstants
+from megatron.hydraulis.cost_model.experts import (
+    EXPERT_LOAD,
+    NUM_EXCHANGES_FORWARD,
+    exchanged_bytes_per_token,
+    num_layer_parameters,
+    num_local_experts,
+    rank_load,
+)
 from megatron.hydraulis.cost_model.interface import Coefficients, usual_times_ms
 from megatron.hydraulis.cost_model.memory import MemoryModel, PoolFootprint
 from megatron.hydraulis.cost_model.pipeline import split_layers
@@ -125,6 +135,8 @@ class AnalyticCostModel:
     """Kernels and their efficiencies."""
     pool: PoolFootprint | None = None
     """Of the job; affects memory only."""
+    expert_load: float = EXPERT_LOAD
+    """Tokens of a layer's busiest expert over the mean of its experts."""
     regroup: RegroupCosts | None = None
     """Affects the overhead of strategies only."""
 
@@ -169,6 +181,7 @@ class AnalyticCostModel:
             loss_chunk_tokens=self.loss_chunk_tokens,
             ranks_per_node=self.cluster.ranks_per_node,
             pool=self.pool,
+            expert_load=self.expert_load,
             kept=None if self.software.other is None else self.software.other.kept,
         )
 
@@ -255,8 +268,7 @@ class AnalyticCostModel:
         """
         forward = self.forward_terms(scheme)
         exchange = self._exchange(scheme)
-        matrix_bytes = self.shape.num_matrix_parameters_per_layer * self.parameter_bytes
-        weights_s = self.software.weight_passes * matrix_bytes / scheme.tp
+        weights_s = self.software.weight_passes * self._matrix_bytes(scheme)
         flash = not self.software.stores_scores
         backward = {
             "matmul": _BACKWARD_FORWARDS * forward["matmul"],
@@ -266,6 +278,7 @@ class AnalyticCostModel:
             + Term(constant_s=weights_s / self.device.memory_bytes_per_s),
             "launch": _BACKWARD_LAUNCHES * forward["launch"],
             "tensor_parallel": forward["tensor_parallel"],
+            "expert_parallel": forward.get("expert_parallel", Term()),
             "context_parallel": self._cp_term(
                 scheme,
                 exchange.total_bytes - exchange.forward_bytes,
@@ -296,21 +309,76 @@ class AnalyticCostModel:
         ) / scheme.cp
         exchange = self._exchange(scheme)
         return {
-            "matmul": self._matmul(shape.num_matrix_parameters_per_layer, scheme),
+            "matmul": self._matmul(
+                shape.num_matrix_parameters_per_layer + self._excess_entries(scheme), scheme
+            ),
             "attention": self._attention(scheme),
             "elementwise": self._moved(row) + self._activation(scheme),
             "launch": Term(
-                constant_s=software.launch_share
+                constant_s=(software.launch_share + self._expert_launch_share(scheme))
                 * self.device.layer_overhead_s
                 / (1 + _BACKWARD_LAUNCHES)
             ),
-            "tensor_parallel": self._tp_collectives(scheme, _NUM_TP_COLLECTIVES_FORWARD),
+            "tensor_parallel": self._tp_collectives(scheme, self._num_tp_collectives(scheme)),
+            **({} if scheme.ep == 1 else {"expert_parallel": self._expert_exchange(scheme)}),
             "context_parallel": self._cp_term(
                 scheme, exchange.forward_bytes, exchange.forward_messages
             ),
         }
 
-    def _matmul(self, num_entries: int, scheme: Scheme) -> Term:
+    def _expert_launch_share(self, scheme: Scheme) -> float:
+        """Constant cost of a rank's experts, mean over the layers, over the device's of a layer."""
+        share_of_layers = self.shape.num_expert_layers / self.shape.num_layers
+        num_experts = num_local_experts(self.shape, scheme) * share_of_layers
+        return self.software.expert_launch_share * num_experts
+
+    def _matrix_bytes(self, scheme: Scheme) -> float:
+        """Of a layer on a rank, mean over the layers: all experts are passed by some token."""
+        num_layers, norms = self.shape.num_layers, 2 * self.shape.hidden_size / scheme.tp
+        num_entries = num_layer_parameters(self.shape, scheme, num_layers) / num_layers - norms
+        return num_entries * self.parameter_bytes
+
+    def _excess_entries(self, scheme: Scheme) -> float:
+        """What the busiest rank of a stage, for which the others wait, has more than the mean:
+        entries of experts for every token of the row and layer."""
+        shape = self.shape
+        if scheme.ep == 1:
+            return 0.0
+        routed = shape.num_routed_parameters_of_layers(shape.num_layers) / shape.num_layers
+        passed = routed * shape.experts_per_token / shape.num_experts
+        return (self._rank_load(scheme) - 1.0) * passed
+
+    def _rank_load(self, scheme: Scheme) -> float:
+        return rank_load(self.shape, scheme, self.expert_load)
+
+    def _expert_exchange(self, scheme: Scheme) -> Term:
+        """Tokens to whole experts and back; messages to all ranks of a group travel together."""
+        cluster, share_of_layers = (
+            self.cluster,
+            self.shape.num_expert_layers / self.shape.num_layers,
+        )
+        num_bytes = exchanged_bytes_per_token(self.shape, scheme, self.parameter_bytes)
+        num_inside = min(scheme.ep, cluster.ranks_per_node) - 1
+        share_inside = num_inside / (scheme.ep - 1)
+        s_per_byte = share_inside / cluster.intra_node.bytes_per_s
+        s_per_byte += (1.0 - share_inside) / cluster.inter_node.bytes_per_s
+        per_token_s = num_bytes * s_per_byte / self.device.link_fraction
+        latency_s = cluster.point_to_point(scheme.ep).latency_s
+        return Term(
+            per_token_s=self._rank_load(scheme) * per_token_s,
+            constant_s=NUM_EXCHANGES_FORWARD * share_of_layers * latency_s,
+        )
+
+    def _num_tp_collectives(self, scheme: Scheme) -> float:
+        """In the forward of a layer, mean over the layers: whole experts take the tokens of their
+        own tp rank, but not the experts that all tokens pass."""
+        shape = self.shape
+        if scheme.ep == 1 or shape.shared_expert_ffn_hidden_size:
+            return _NUM_TP_COLLECTIVES_FORWARD
+        share_of_layers = shape.num_expert_layers / shape.num_layers
+        return _NUM_TP_COLLECTIVES_FORWARD * (1.0 - share_of_layers / 2)
+
+    def _matmul(self, num_entries: float, scheme: Scheme) -> Term:
         """One product with matrices of num_entries entries."""
         rate = self.device.peak_flops_per_s * self.device.matmul_fraction
         num_ranks = scheme.tp * scheme.cp
@@ -354,7 +422,7 @@ class AnalyticCostModel:
         num_moved = self.software.logit_passes * self.shape.vocab_size / (scheme.tp * scheme.cp)
         return self.software.logit_products * product + self._moved(num_moved)
 
-    def _tp_collectives(self, scheme: Scheme, number: int) -> Term:
+    def _tp_collectives(self, scheme: Scheme, number: float) -> Term:
         """All-gathers or reduce-scatters of a hidden state over the tp ranks."""
         tp, device = scheme.tp, self.device
         if tp == 1:

@@ -227,14 +227,17 @@ def estimated_profile(
 def possible_schemes(shape: ModelShape, num_ranks: int, ranks_per_node: int) -> list[Scheme]:
     """All schemes of powers of two that can divide the model and have room in the job.
 
-    tp spans at most two nodes, pp at most `_MOST_STAGES` stages.
+    tp spans at most two nodes, pp at most `_MOST_STAGES` stages, ep at most the ranks of a stage.
     """
     found = []
-    for tp, cp, pp in itertools.product(_powers(num_ranks), repeat=3):
+    degrees_of_ep = _powers(num_ranks if shape.num_experts else 1)
+    for tp, cp, pp, ep in itertools.product(*[_powers(num_ranks)] * 3, degrees_of_ep):
         if tp * cp * pp > num_ranks or tp > 2 * ranks_per_node or pp > _MOST_STAGES:
             continue
+        if ep > tp * cp:
+            continue
         try:
-            scheme = Scheme(tp, cp, pp)
+            scheme = Scheme(tp, cp, pp, ep=ep)
             Strategy.parse(str(scheme), scheme.num_ranks).check_model(shape)
         except StrategyError:
             continue

@@ -25,6 +25,7 @@ from pathlib import Path
 
 from megatron.hydraulis.cost_model.analytic import AnalyticCostModel
 from megatron.hydraulis.cost_model.device import DeviceConstants, described_device
+from megatron.hydraulis.cost_model.experts import EXPERT_LOAD
 from megatron.hydraulis.cost_model.interface import Coefficients
 from megatron.hydraulis.cost_model.profile import ProfileCostModel, ProfiledModel, ProfiledScheme
 from megatron.hydraulis.cost_model.regrouping import BF16_BYTES, FP32_BYTES
@@ -95,6 +96,7 @@ class JobOptions:
             parameter_bytes=4 if is_fp32 else 2,
             cp_comm_type="auto",
             num_gate_tensors=self.num_gate_tensors,
+            expert_load=profile.expert_load or EXPERT_LOAD,
         )
         return JobCosts.of(
             profile,

@@ -75,6 +75,7 @@ from megatron.hydraulis.cost_model.context import (
     te_all_to_all_refusal,
 )
 from megatron.hydraulis.cost_model.device import DeviceConstants
+from megatron.hydraulis.cost_model.experts import EXPERT_LOAD, num_layer_parameters, rank_load
 from megatron.hydraulis.cost_model.recompute import NO_RECOMPUTE, Recompute
 from megatron.hydraulis.cost_model.software import KeptMemory
 from megatron.hydraulis.model_shape import ModelShape
@@ -300,6 +301,8 @@ class MemoryModel:
     """Of a replica in an iteration; None for many."""
     loss_chunk_tokens: int | None = None
     """Tokens whose logits exist at the same time; None for the default."""
+    expert_load: float = EXPERT_LOAD
+    """Tokens of a layer's busiest expert over the mean of its experts."""
 
     @property
     def reserve_bytes(self) -> float:
@@ -376,7 +379,7 @@ class MemoryModel:
         """Of a rank of a stage."""
         shape = self.shape
         num_layers = num_layers or self._num_layers(scheme, stage)
-        num_parameters = shape.num_parameters_of_layers(num_layers)
+        num_parameters = 0.0  # besides the layers
         is_first, is_last = stage == 0, stage == scheme.pp - 1
         if is_first:
             num_parameters += shape.num_embedding_parameters
@@ -385,8 +388,7 @@ class MemoryModel:
             # With one stage, tied embeddings are one matrix.
             if not (shape.tied_embeddings and is_first):
                 num_parameters += shape.num_embedding_parameters
-        whole = num_layers * shape.num_whole_attention_entries
-        return whole + (num_parameters - whole) / scheme.tp
+        return num_layer_parameters(shape, scheme, num_layers) + num_parameters / scheme.tp
 
     def _state_bytes(self, scheme: Scheme, stage: int, num_layers: int) -> float:
         shape, role = self.shape, self.role_bytes(scheme, stage, num_layers)
@@ -576,17 +578,25 @@ class MemoryModel:
         token = self._token(scheme)
         if not self.shape.num_experts:
             return num_tensors * token.mlp
-        # A tp rank has a copy of the token for each expert that it passes, and the activation
-        # apart from its product with the expert's weight.
-        copies = self.shape.experts_per_token * token.hidden
+        # The activation is kept apart from its product with the expert's weight.
+        copies = self._copies_per_token(scheme)
         routing = _ROUTING_TENSORS * _FP32_BYTES * self.shape.num_experts
-        return (num_tensors + 1) * token.mlp + copies + routing
+        load = rank_load(self.shape, scheme, self.expert_load)
+        return (num_tensors + 1) * load * token.mlp + copies + routing
 
     def _experts_at_once_per_token(self, scheme: Scheme) -> float:
         """Besides what is kept: outputs of the experts apart and joined, and their sum."""
         if not self.shape.num_experts:
             return 0.0
-        return (2 * self.shape.experts_per_token + 1) * self._token(scheme).hidden
+        return 2 * self._copies_per_token(scheme) + self._token(scheme).hidden
+
+    def _copies_per_token(self, scheme: Scheme) -> float:
+        """A hidden state for each expert that a token passes. Every tp rank works for all tokens of
+        the tp ranks on its parts of experts, or on whole ones for those that choose them."""
+        copies = self.shape.experts_per_token * self._token(scheme).hidden
+        if scheme.ep == 1:
+            return copies
+        return rank_load(self.shape, scheme, self.expert_load) * copies / scheme.tp
 
     def _kept_by_attention_per_token(self, scheme: Scheme) -> float:
         token = self._token(scheme)

@@ -19,6 +19,7 @@ and ``strategies`` are optional. A strategy is found by its replicas and where t
 older profiles lack ``replicas``, and their names count. ``gradient_bytes``, 4 if absent, is the
 size in which gradients travelled when strategies were measured. What is not listed is computed
 (regrouping.py), or 0 where model and links are unknown.
+``expert_load``, optional, is the load of the busiest expert, for widths that were not measured.
 ``model`` says what the times are of (`ProfiledModel`); older profiles lack it.
 ``measurement``, an optional object that no prediction uses, records how well the
 coefficients fit, the versions of the software, and the speed of regrouping: see docs/profiling.md.
@@ -182,6 +183,9 @@ class ProfileCostModel:
     """Bytes of a gradient on the wire when strategies were measured."""
     model: ProfiledModel | None = None
     """None in profiles that do not say."""
+    expert_load: float | None = None
+    """Tokens of a layer's busiest expert over the mean of its experts when strategies were
+    measured; None if unknown."""
     measurement: Mapping[str, Any] = field(default_factory=dict, hash=False)
     """How it was measured, as JSON values; no prediction depends on it."""
     regroup: RegroupCosts | None = None
@@ -417,6 +421,7 @@ class ProfileCostModel:
             ),
             gradient_bytes=profile.integer("gradient_bytes", default=FP32_BYTES),
             model=made_for,
+            expert_load=profile.number("expert_load") if profile.has("expert_load") else None,
             measurement=_measurement(profile),
         )
         profile.check_all_read()
@@ -444,6 +449,8 @@ class ProfileCostModel:
             ]
         if self.gradient_bytes != FP32_BYTES:
             content["gradient_bytes"] = self.gradient_bytes
+        if self.expert_load is not None:
+            content["expert_load"] = self.expert_load
         if self.measurement:
             content["measurement"] = dict(self.measurement)
         return content

@@ -96,6 +96,10 @@ class Software:
     """Constant time of a collective of tensor parallelism, in latencies of its link."""
     launch_share: float = 1.0
     """Constant cost of a layer, over the device's."""
+    expert_launch_share: float = 19 / 67
+    """More of it for each expert of the rank, as experts run one after the other: operations of one
+    in forward and backward, over the launches of a layer (tests/cuda_stand_in/README.md); counted,
+    not fitted."""
     tp_link_share: float = 0.849
     """Of what links in a node reach: collectives of tensor parallelism. Target of the fit: 41.5 %
     MFU for a 22B model on 8 A100 (arXiv 2205.05198, table 5)."""

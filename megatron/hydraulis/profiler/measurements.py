@@ -145,6 +145,8 @@ class MeasuredStrategy:
     regroup: RegroupSpeed
     replicas: str | None = None
     """In strategy notation; None in older files."""
+    expert_load: float | None = None
+    """As in metrics.jsonl, of random tokens; None without experts, and in older files."""
 
     @property
     def regroup_ms(self) -> float:
@@ -160,7 +162,8 @@ class MeasuredStrategy:
     def from_json(cls, line: Mapping[str, Any]) -> MeasuredStrategy:
         """The inverse of `to_json`."""
         regroup = RegroupSpeed(**_fields_of(RegroupSpeed, line["regroup"]))
-        return cls(**_fields_of(cls, {"replicas": None, **line}) | {"regroup": regroup})
+        known = {"replicas": None, "expert_load": None, **line}
+        return cls(**_fields_of(cls, known) | {"regroup": regroup})
 
 
 class Measurements:

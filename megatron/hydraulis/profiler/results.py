@@ -82,6 +82,9 @@ def profile_of(
             )
             for s in strategies
         ),
+        expert_load=max(
+            (s.expert_load for s in strategies if s.expert_load is not None), default=None
+        ),
         measurement={
             "setup": dict(setup),
             "schemes": notes,

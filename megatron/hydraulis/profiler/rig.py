@@ -187,7 +187,7 @@ class EngineRig:
         for number in range(self._repeats.num_warmup + 1 + self._repeats.num_measured):
             dist.barrier()
             start_s = time.perf_counter()
-            engine.train_step(
+            outcome = engine.train_step(
                 strategy.name, batches, self._forward_step, next_strategy=strategy.name
             )
             if torch.cuda.is_available():
@@ -212,6 +212,7 @@ class EngineRig:
                     scatter_bytes=max(speed.scatter_bytes for speed in speeds),
                     scatter_ms=max(speed.scatter_ms for speed in speeds),
                 ),
+                expert_load=None if outcome.routing is None else outcome.routing.worst_load,
             )
             for ranks in zip(*everyone, strict=True)
         ]

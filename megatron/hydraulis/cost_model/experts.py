@@ -1,0 +1,50 @@
+"""How the ranks of a stage share the experts of a layer, and what that costs.
+
+Without ep, tp cuts every expert like an MLP: all ranks have equal work. With ep a rank has whole
+experts and works for the tokens that choose them, whose number differs from rank to rank.
+"""
+
+import math
+
+from megatron.hydraulis.model_shape import ModelShape
+from megatron.hydraulis.strategy import Scheme
+
+EXPERT_LOAD = 1.5
+"""Tokens of a layer's busiest expert over the mean of its experts, where no profile has measured
+it: an assumption. The log of a run has its own."""
+NUM_EXCHANGES_FORWARD = 2
+"""Tokens go to their experts and come back; their gradients likewise."""
+
+
+def rank_load(shape: ModelShape, scheme: Scheme, expert_load: float) -> float:
+    """Tokens of the busiest ep rank over the mean of the ranks; 1 without ep.
+
+    Loads of experts are assumed to be independent, so that the excess of n experts together is
+    1/√n of that of one.
+    """
+    if scheme.ep == 1:
+        return 1.0
+    return 1.0 + (expert_load - 1.0) / math.sqrt(shape.num_experts / scheme.ep)
+
+
+def num_local_experts(shape: ModelShape, scheme: Scheme) -> float:
+    """Experts of a layer of which a rank has a part or all."""
+    return shape.num_experts / scheme.ep
+
+
+def num_layer_parameters(shape: ModelShape, scheme: Scheme, num_layers: int) -> float:
+    """Parameters of so many layers on a rank."""
+    routed = shape.num_routed_parameters_of_layers(num_layers)
+    whole = num_layers * shape.num_whole_attention_entries
+    others = shape.num_parameters_of_layers(num_layers) - routed - whole
+    num_routed = routed / (scheme.tp if scheme.ep == 1 else scheme.ep)
+    return whole + others / scheme.tp + num_routed
+
+
+def exchanged_bytes_per_token(shape: ModelShape, scheme: Scheme, parameter_bytes: int) -> float:
+    """What a rank sends in the forward of a layer, mean over the layers, for every token of the
+    row: a copy for each expert that the token passes on another rank, there and back."""
+    copies = shape.experts_per_token * (scheme.ep - 1) / scheme.ep
+    share_of_layers = shape.num_expert_layers / shape.num_layers
+    num_bytes = copies * share_of_layers * shape.hidden_size * parameter_bytes
+    return NUM_EXCHANGES_FORWARD * num_bytes / (scheme.tp * scheme.cp)

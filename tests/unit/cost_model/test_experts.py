@@ -1,0 +1,78 @@
+"""What experts cost by scheme: weights, exchange, launches, the load of the busiest rank."""
+
+from dataclasses import replace
+
+import pytest
+
+from megatron.hydraulis.cost_model.analytic import AnalyticCostModel
+from megatron.hydraulis.cost_model.device import device_constants
+from megatron.hydraulis.cost_model.estimate_command import possible_schemes
+from megatron.hydraulis.cost_model.experts import num_layer_parameters, rank_load
+from megatron.hydraulis.strategy.notation import parse_scheme
+from tests.unit.test_model_shape import QWEN3_30B_A3B
+
+_DEVICE = device_constants("h100-80g")
+_MODEL = AnalyticCostModel(shape=QWEN3_30B_A3B, device=_DEVICE, cluster=_DEVICE.cluster(64, 8))
+_ROUTED = 128 * 3 * 2048 * 768
+"""Entries of a layer's experts."""
+
+
+def _terms(text: str) -> dict[str, float]:
+    """Seconds of every token of the row in the forward of a layer, and of a micro-batch."""
+    terms = _MODEL.forward_terms(parse_scheme(text, label="test"))
+    constants = {f"{cause}, constant": term.constant_s for cause, term in terms.items()}
+    return {cause: term.per_token_s for cause, term in terms.items()} | constants
+
+
+def test_ranks_hold_whole_experts_or_a_part_of_each() -> None:
+    others = QWEN3_30B_A3B.num_parameters_of_layers(1) - _ROUTED
+    for text, expected in (
+        ("tp4", (others + _ROUTED) / 4),
+        ("tp4ep4", (others + _ROUTED) / 4),
+        ("cp8ep8", others + _ROUTED / 8),
+        ("tp2cp4ep8", others / 2 + _ROUTED / 8),
+    ):
+        scheme = parse_scheme(text, label="test")
+        assert num_layer_parameters(QWEN3_30B_A3B, scheme, 1) == pytest.approx(expected)
+
+
+def test_the_exchange_moves_a_copy_for_each_expert_of_another_rank() -> None:
+    assert "expert_parallel" not in _terms("tp8")
+    num_bytes = 2 * 8 * 7 / 8 * 2048 * 2 / 8  # there and back, experts, ranks, size, ranks
+    bandwidth = _DEVICE.intra_node.bytes_per_s * _DEVICE.link_fraction
+    load = rank_load(QWEN3_30B_A3B, parse_scheme("cp8ep8", label="test"), 1.5)
+    assert _terms("cp8ep8")["expert_parallel"] == pytest.approx(load * num_bytes / bandwidth)
+    # Of 15 other ranks, 8 are in another node.
+    assert _terms("tp8cp2ep16")["expert_parallel"] > 2 * _terms("cp8ep8")["expert_parallel"]
+    # Whole experts take the tokens of their own tp rank.
+    assert _terms("tp8ep8")["tensor_parallel"] == _terms("tp8")["tensor_parallel"] / 2
+
+
+def test_ranks_wait_for_the_one_whose_experts_have_most_tokens() -> None:
+    loads = [
+        rank_load(QWEN3_30B_A3B, parse_scheme(text, label="test"), 3.0)
+        for text in ("tp8", "cp2ep2", "cp8ep8", "cp8ep128")
+    ]
+    assert loads == [1.0, 1.25, 1.5, 3.0]
+    assert _terms("cp8ep8")["matmul"] > _terms("cp8")["matmul"]
+    even = replace(_MODEL, expert_load=1.0).forward_terms(parse_scheme("cp8ep8", label="test"))
+    assert even["matmul"].per_token_s == pytest.approx(_terms("cp8")["matmul"])
+
+
+def test_a_rank_launches_the_kernels_of_its_experts_alone() -> None:
+    shares = _MODEL.software.launch_share, _MODEL.software.expert_launch_share
+    of_some, of_all = _terms("cp8ep8"), _terms("tp8")
+    ratio = of_some["launch, constant"] / of_all["launch, constant"]
+    assert ratio == pytest.approx((shares[0] + 16 * shares[1]) / (shares[0] + 128 * shares[1]))
+
+
+def test_whole_experts_leave_room_for_more_tokens() -> None:
+    """A tp rank has copies of its own tokens, not of those of all tp ranks."""
+    whole, cut = (_MODEL.max_tokens(parse_scheme(text, label="test")) for text in ("tp8ep8", "tp8"))
+    assert whole > 2 * cut > 0
+
+
+def test_schemes_of_a_model_with_experts_have_every_ep() -> None:
+    found = {str(scheme) for scheme in possible_schemes(QWEN3_30B_A3B, 16, 8)}
+    assert {"tp4", "tp4ep2", "tp4ep4", "tp2cp4ep8", "cp16ep16"} <= found
+    assert not {"tp4ep8", "ep2"} & found
