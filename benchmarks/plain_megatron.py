@@ -50,6 +50,7 @@ class PlainMegatronSide:
         workload: model, optimizer and batches.
         tp: tensor-parallel degree.
         pp: pipeline-parallel degree.
+        ep: expert-parallel degree, of a model with experts.
         overlaps_gradients: upstream's ``--overlap-grad-reduce``; on CUDA also
             ``--overlap-param-gather``.
         has_fused_adamw: torch's fused kernel, as our side has it; otherwise torch's default loop,
@@ -62,6 +63,7 @@ class PlainMegatronSide:
         *,
         tp: int,
         pp: int,
+        ep: int = 1,
         overlaps_gradients: bool,
         has_fused_adamw: bool,
     ) -> None:
@@ -71,6 +73,7 @@ class PlainMegatronSide:
         parallel_state.initialize_model_parallel(
             tensor_model_parallel_size=tp,
             pipeline_model_parallel_size=pp,
+            expert_model_parallel_size=ep,
             create_gloo_process_groups=not has_cuda,
         )
         self._workload = workload
@@ -78,7 +81,7 @@ class PlainMegatronSide:
         self._groups = ProcessGroupCollection.use_mpu_process_groups()
         self._forward_step = make_forward_step()
         self._schedule = get_forward_backward_func()
-        model = self._build_model(tp, pp)
+        model = self._build_model(tp, pp, ep)
         _set_initial_weights(model, workload)
         if has_cuda:
             model = Float16Module(model.config, model.cuda())
@@ -101,7 +104,7 @@ class PlainMegatronSide:
             if has_cuda:
                 config.grad_sync_func = self._model.start_grad_sync
                 config.param_sync_func = self._model.start_param_sync
-        for group in self._model.bucket_groups:
+        for group in [*self._model.bucket_groups, *self._model.expert_parallel_bucket_groups]:
             self._clock.time_method(group, "start_param_sync", "gather")
 
     def __call__(self, iteration: int | None) -> StepReport | Traffic:
@@ -135,11 +138,11 @@ class PlainMegatronSide:
         finish_device()
         return clock.report(loss=loss, gradient_norm=float(norm))
 
-    def _build_model(self, tp: int, pp: int) -> torch.nn.Module:
+    def _build_model(self, tp: int, pp: int, ep: int) -> torch.nn.Module:
         workload = self._workload
         stage = self._groups.pp.rank()
         return GPTModel(
-            config=workload.transformer(tp=tp, pp=pp),
+            config=workload.transformer(tp=tp, pp=pp, ep=ep),
             transformer_layer_spec=workload.layers(workload.shape.num_layers // pp),
             vocab_size=workload.shape.vocab_size,
             max_sequence_length=max(workload.lengths),
@@ -216,6 +219,12 @@ def _set_initial_weights(model: torch.nn.Module, workload: Workload) -> None:
             parts = name.split(".")
             if parts[:2] == ["decoder", "layers"]:
                 parts[2] = str(int(parts[2]) + first_layer)
+            if "local_experts" in parts:
+                experts = model.decoder.layers[0].mlp.experts  # type: ignore[union-attr,index]
+                at = parts.index("local_experts") + 1
+                parts[at] = str(
+                    int(parts[at]) + experts.ep_group.rank() * len(experts.local_experts)
+                )
             entry = entries[".".join(parts)]
             parameter.copy_(_local_value(entry, tp_group.rank(), tp_group.size()))
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -37,6 +38,8 @@ class Workload:
     num_micro_batches: int = 8
     """Of the global batch; distributed evenly over the replicas."""
     dtype: torch.dtype = torch.float32
+    experts: Mapping[str, Any] = field(default_factory=dict)
+    """Fields of upstream's configuration, of a model with experts."""
     core_attention: Any = SegmentAttention
     """A class of the runtime, for both sides."""
     optimizer: AdamWSettings = field(
@@ -48,8 +51,8 @@ class Workload:
         """Tokens of one pack."""
         return sum(self.lengths)
 
-    def transformer(self, *, tp: int = 1, pp: int = 1) -> TransformerConfig:
-        """Upstream's configuration; of the whole model if both degrees are 1."""
+    def transformer(self, *, tp: int = 1, pp: int = 1, ep: int = 1) -> TransformerConfig:
+        """Upstream's configuration; of the whole model if all degrees are 1."""
         return TransformerConfig(
             num_layers=self.shape.num_layers,
             hidden_size=self.shape.hidden_size,
@@ -58,6 +61,7 @@ class Workload:
             num_query_groups=self.shape.num_query_groups,
             tensor_model_parallel_size=tp,
             pipeline_model_parallel_size=pp,
+            expert_model_parallel_size=ep,
             sequence_parallel=tp > 1,
             params_dtype=self.dtype,
             pipeline_dtype=self.dtype,
@@ -78,6 +82,7 @@ class Workload:
             calculate_per_token_loss=True,
             batch_p2p_sync=False,
             use_cpu_initialization=not torch.cuda.is_available(),
+            **self.experts,
         )
 
     def definition(self) -> ModelDefinition:
@@ -92,7 +97,8 @@ class Workload:
 
     def layers(self, num_layers: int) -> TransformerBlockSubmodules:
         """Upstream's local layers with the packed attention and norms that both sides use."""
-        layer = copy.deepcopy(get_gpt_layer_local_spec(normalization="RMSNorm"))
+        number = self.experts.get("num_moe_experts")
+        layer = copy.deepcopy(get_gpt_layer_local_spec(number, normalization="RMSNorm"))
         layer.submodules.input_layernorm = PackedNorm
         layer.submodules.pre_mlp_layernorm = PackedNorm
         layer.submodules.self_attention.submodules.core_attention = self.core_attention

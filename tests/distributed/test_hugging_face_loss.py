@@ -99,7 +99,7 @@ def load_train_save(
         losses.append(outcome.loss.mean)
         if len(losses) == 1:
             saver = CheckpointSaver(CheckpointFolder(Path(root)), engine)
-            upstream = upstream_entries(resolved.args, ITERATION, engine.optimizer)
+            upstream = upstream_entries(resolved.args, ITERATION, engine.optimizer, engine.pool)
             saver.save(SavedState(ITERATION, model, {}, {}, upstream))
             saver.finish()
     return losses

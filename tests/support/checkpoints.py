@@ -91,7 +91,7 @@ def saved_state(engine: Engine, iteration: int) -> SavedState:
         upstream={
             "iteration": iteration,
             "checkpoint_version": 3.0,
-            "optimizer": optimizer_entry(engine.optimizer),
+            "optimizer": optimizer_entry(engine.optimizer, engine.pool),
             "opt_param_scheduler": {"num_steps": iteration},
         },
     )

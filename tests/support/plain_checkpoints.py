@@ -6,7 +6,8 @@ import importlib
 import queue
 from argparse import Namespace
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ import torch.distributed as dist
 from megatron.core import dist_checkpointing
 from megatron.core.dist_checkpointing.mapping import ShardedObject
 from megatron.core.dist_checkpointing.strategies import filesystem_async
+from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 
 from benchmarks.inputs import llama_shape
 from benchmarks.plain_megatron import PlainMegatronSide
@@ -42,6 +44,34 @@ PLAIN_WORKLOAD = Workload(
 )
 
 
+@dataclass(frozen=True, kw_only=True)
+class NamedAsTransformerEngine(Workload):
+    """Norms before experts are called as in upstream's layers of Transformer Engine."""
+
+    def layers(self, num_layers: int) -> TransformerBlockSubmodules:
+        """As the workload's, with another name."""
+        layers = super().layers(num_layers)
+        for layer in layers.layer_specs:
+            layer.submodules.sharded_state_dict_keys_map.pop("pre_mlp_layernorm.", None)
+        return layers
+
+
+_EXPERTS: dict[str, Any] = {
+    "shape": PLAIN_WORKLOAD.shape,
+    "lengths": PLAIN_WORKLOAD.lengths,
+    "num_micro_batches": PLAIN_WORKLOAD.num_micro_batches,
+    "experts": {
+        "num_moe_experts": 4,
+        "moe_ffn_hidden_size": 16,
+        "moe_router_load_balancing_type": "none",
+        "moe_token_dispatcher_type": "allgather",
+        "moe_shared_expert_intermediate_size": 12,
+    },
+}
+EXPERTS_WORKLOAD = Workload(**_EXPERTS)
+NAMED_WORKLOAD = NamedAsTransformerEngine(**_EXPERTS)
+
+
 def put_writer_on_cpu() -> None:
     """Let upstream's own writer of checkpoints run on a CPU, in the whole process."""
     torch.Tensor.cuda = torch.Tensor.cpu  # type: ignore[method-assign,assignment]
@@ -55,10 +85,12 @@ def put_writer_on_cpu() -> None:
 class PlainMegatron:
     """One rank; see `PlainMegatronSide`. It needs a separate process."""
 
-    def __init__(self, *, tp: int, pp: int, workload: Workload = PLAIN_WORKLOAD) -> None:
+    def __init__(
+        self, *, tp: int, pp: int, ep: int = 1, workload: Workload = PLAIN_WORKLOAD
+    ) -> None:
         put_writer_on_cpu()
         self.side = PlainMegatronSide(
-            workload, tp=tp, pp=pp, overlaps_gradients=False, has_fused_adamw=True
+            workload, tp=tp, pp=pp, ep=ep, overlaps_gradients=False, has_fused_adamw=True
         )
 
     def train(self, iterations: range) -> list[float]:
@@ -91,8 +123,9 @@ class PlainMegatron:
         loaded = dist_checkpointing.load(asked, str(folder))
         assert len(loaded["norms"]) == 1  # otherwise the load would have failed
         self.side._model.module.load_state_dict(loaded["model"])
-        (optimizer,) = self.side._optimizer.chained_optimizers
-        with _torch_adamw_can_load(optimizer):
+        with ExitStack() as corrections:
+            for optimizer in self.side._optimizer.chained_optimizers:
+                corrections.enter_context(_torch_adamw_can_load(optimizer))
             self.side._optimizer.load_state_dict(loaded["optimizer"])
 
     def forget(self) -> None:
@@ -146,18 +179,32 @@ def _torch_adamw_can_load(optimizer: Any) -> Iterator[None]:
 
 
 def train_and_save(
-    tp: int, pp: int, folder: str, num_iterations: int, sharding_type: str
+    tp: int,
+    pp: int,
+    folder: str,
+    num_iterations: int,
+    sharding_type: str,
+    workload: Workload = PLAIN_WORKLOAD,
+    ep: int = 1,
 ) -> list[float]:
     """On every rank of plain Megatron: losses, with two iterations after the save."""
-    plain = PlainMegatron(tp=tp, pp=pp)
+    plain = PlainMegatron(tp=tp, pp=pp, ep=ep, workload=workload)
     losses = plain.train(range(num_iterations))
     plain.save(Path(folder), num_iterations, sharding_type)
     return losses + plain.train(range(num_iterations, num_iterations + 2))
 
 
-def load_and_train(tp: int, pp: int, folder: str, again: str, iterations: range) -> list[float]:
+def load_and_train(
+    tp: int,
+    pp: int,
+    folder: str,
+    again: str,
+    iterations: range,
+    workload: Workload = PLAIN_WORKLOAD,
+    ep: int = 1,
+) -> list[float]:
     """On every rank of plain Megatron: load, save at once, train on."""
-    plain = PlainMegatron(tp=tp, pp=pp)
+    plain = PlainMegatron(tp=tp, pp=pp, ep=ep, workload=workload)
     plain.train(range(1))  # so that there is state to replace
     plain.forget()
     plain.load(Path(folder))

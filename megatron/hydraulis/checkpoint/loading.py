@@ -278,14 +278,19 @@ def upstream_state(checkpoint: StoredCheckpoint) -> UpstreamState:
 
 
 def _num_steps(path: Path, optimizer: Any, iteration: int) -> int:
-    """From its groups; earlier versions with Transformer Engine or apex have the iteration only."""
+    """From its groups; earlier versions with Transformer Engine or apex have the iteration only.
+
+    With experts on ranks, Megatron has two optimizers, by number.
+    """
     try:
+        parts = [optimizer] if "optimizer" in optimizer else list(optimizer.values())
         steps = {
             int(group["step"])
-            for group in optimizer["optimizer"]["param_groups"]
+            for part in parts
+            for group in part["optimizer"]["param_groups"]
             if group.get("step") is not None
         }
-    except (TypeError, KeyError, ValueError):
+    except (AttributeError, TypeError, KeyError, ValueError):
         return iteration
     if len(steps) > 1:
         raise CheckpointError(

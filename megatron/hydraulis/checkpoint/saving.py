@@ -52,6 +52,7 @@ from megatron.hydraulis.checkpoint.torch_dist import (
 )
 from megatron.hydraulis.optimizer.sharded_adamw import ShardedAdamW
 from megatron.hydraulis.runtime.engine import Engine
+from megatron.hydraulis.strategy import Pool
 
 _VERSION = 3.0
 """Of upstream's state dict."""
@@ -62,6 +63,7 @@ def upstream_entries(
     args: Namespace,
     iteration: int,
     optimizer: ShardedAdamW,
+    pool: Pool,
     *,
     num_floating_point_operations: float = 0.0,
 ) -> dict[str, Any]:
@@ -71,7 +73,7 @@ def upstream_entries(
         "checkpoint_version": _VERSION,
         "iteration": iteration,
         "num_floating_point_operations_so_far": num_floating_point_operations,
-        "optimizer": optimizer_entry(optimizer),
+        "optimizer": optimizer_entry(optimizer, pool),
     }
 
 
@@ -86,22 +88,31 @@ def _is_plain(value: Any) -> bool:
     return type(value) in _PLAIN
 
 
-def optimizer_entry(optimizer: ShardedAdamW) -> dict[str, Any]:
-    """The optimizer's state in the form of upstream's distributed optimizer."""
+def optimizer_entry(optimizer: ShardedAdamW, pool: Pool) -> dict[str | int, Any]:
+    """The optimizer's state in the form of upstream's distributed optimizer.
+
+    In runs with ep upstream has a second one for experts, and reads only this form.
+    """
     num_steps = int(optimizer.num_steps.item())
     settings = optimizer.settings
     # Upstream tells groups apart by their rates, which it writes into each.
     rates = {"max_lr": settings.lr, "min_lr": settings.min_lr}
-    groups = [
-        rates
-        | {key: value for key, value in group.items() if key != "params"}
-        | {"step": num_steps, "is_expert_parallel": False, "is_decoupled_lr": False}
-        for group in optimizer.param_groups
-    ]
-    return {
-        "optimizer": {"param_groups": groups},
-        "param_state_sharding_type": sharding_metadata()["distrib_optim_sharding_type"],
-    }
+
+    def entry(*, is_of_experts: bool) -> dict[str | int, Any]:
+        groups = [
+            rates
+            | {key: value for key, value in group.items() if key != "params"}
+            | {"step": num_steps, "is_expert_parallel": is_of_experts, "is_decoupled_lr": False}
+            for group in optimizer.param_groups
+        ]
+        return {
+            "optimizer": {"param_groups": groups},
+            "param_state_sharding_type": sharding_metadata()["distrib_optim_sharding_type"],
+        }
+
+    if pool.ep_lcm == 1:
+        return entry(is_of_experts=False)
+    return {0: entry(is_of_experts=False), 1: entry(is_of_experts=True)}
 
 
 _BYTES_PER_MB = 1e6

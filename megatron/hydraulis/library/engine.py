@@ -366,7 +366,9 @@ class Engine:
                 model=self._model,
                 state={},
                 configuration={},
-                upstream=upstream_entries(args, num_steps, self.runtime.optimizer),
+                upstream=upstream_entries(
+                    args, num_steps, self.runtime.optimizer, self.runtime.pool
+                ),
             )
         )
         saver.finish()

@@ -143,6 +143,7 @@ class RunCheckpoints:
                         args,
                         iteration,
                         optimizer,
+                        self._planning.pool,
                         num_floating_point_operations=num_floating_point_operations_so_far,
                     ),
                     "opt_param_scheduler": opt_param_scheduler.state_dict(),
