@@ -240,9 +240,14 @@ _BAD_INPUT = [
         ["adds to sigmoid scores but --moe-router-score-function is softmax", "give sigmoid"],
     ),
     (
-        f"{_EXPERTS} --moe-router-num-groups 3 --moe-router-group-topk 1",
+        f"{_EXPERTS} --moe-router-num-groups 3",
         (),
-        ["--num-experts 4 are in --moe-router-num-groups 3", "change one"],
+        ["--num-experts 4 is not a multiple of --moe-router-num-groups 3", "use 1 groups"],
+    ),
+    (
+        f"{_EXPERTS} --moe-router-num-groups 2 --moe-router-group-topk 2 --moe-router-topk 3",
+        (),
+        ["--moe-router-topk 3 are chosen from --moe-router-group-topk 2", "2 experts each"],
     ),
     (f"{_EXPERTS} --moe-aux-loss-coeff 0.1 0.2", (), ["--moe-aux-loss-coeff has 2 values"]),
     (f"{_EXPERTS} --moe-layer-freq [1,0]", (), ["each of --num-layers 4", "lists 2 values"]),

@@ -198,17 +198,18 @@ def check_experts(args: argparse.Namespace) -> None:
             f"--moe-router-group-topk {chosen} chooses among groups but --moe-router-num-groups is "
             "missing; give both or neither"
         )
+    if groups is not None and num_experts % groups:
+        raise ConfigurationError(
+            f"groups share the experts evenly but --num-experts {num_experts} is not a multiple of "
+            f"--moe-router-num-groups {groups}; use {math.gcd(num_experts, groups)} groups"
+        )
     if chosen is not None and (
-        num_experts % groups
-        or chosen > groups
-        or topk % chosen
-        or topk > chosen * (num_experts // groups)
+        chosen > groups or topk % chosen or topk > chosen * (num_experts // groups)
     ):
         raise ConfigurationError(
-            f"groups share the experts evenly, as the chosen groups do a token's experts, but "
-            f"--num-experts {num_experts} are in --moe-router-num-groups {groups}, and "
-            f"--moe-router-topk {topk} are chosen from --moe-router-group-topk {chosen} of them; "
-            f"change one of them"
+            f"the chosen groups share a token's experts evenly but --moe-router-topk {topk} are "
+            f"chosen from --moe-router-group-topk {chosen} of --moe-router-num-groups {groups} "
+            f"groups with {num_experts // groups} experts each; change one of them"
         )
     if args.add_bias_linear:
         raise ConfigurationError(
