@@ -171,11 +171,15 @@ def profile_ratios(constants: Constants, profile: ProfileCostModel) -> np.ndarra
         cluster=links,
         software=constants.software[TRAINING.name],
     )
-    rows = [row for row in profile.schemes if row.scheme.cp == 1]
+    pairs = [
+        (model.coefficients(row.scheme), row.coefficients)
+        for row in profile.schemes
+        if row.scheme.cp == 1
+    ]
     return np.array(
         [
-            model.coefficients(row.scheme).time_ms(lengths) / row.coefficients.time_ms(lengths)
-            for row in rows
+            predicted.time_ms(lengths) / profiled.time_ms(lengths)
+            for predicted, profiled in pairs
             for lengths in PROFILE_LENGTHS
         ]
     )

@@ -247,12 +247,12 @@ def step_time(
     model, scheme = cost_model_of(job, layout, device, software), layout.scheme
     num_tokens = layout.micro_batch_size * job.sequence_tokens
     lengths = [job.sequence_tokens] * layout.micro_batch_size
-    squares = sum(map(model.coefficients(scheme).squared, lengths))
+    coefficients = StageCosts(model, job.shape).coefficients(scheme)
+    squares = sum(map(coefficients[0].squared, lengths))
     causes: dict[str, float] = {}
     for terms in model.terms_by_stage(scheme):
         for cause, term in terms.items():
             causes[cause] = causes.get(cause, 0.0) + term.seconds(squares, num_tokens)
-    coefficients = StageCosts(model, job.shape).coefficients(scheme)
     stages_ms = [each.time_ms(lengths) for each in coefficients]
     num_micro_batches = layout.num_micro_batches(job)
     slowest_s = max(stages_ms) / _MS_PER_S
