@@ -38,7 +38,7 @@ POLL_S = 0.1
 SECONDS_AFTER_FAILURE = 3.0
 """From the end of a rank that failed until the others, which may report it too, are ended."""
 SECONDS_FOR_STACKS = 3.0
-"""From the signal upon which Python writes the stacks of all threads to the end of a process."""
+"""At most from the signal, upon which Python writes the stacks of all threads, to the end."""
 TAIL_LINES, TAIL_LINES_OF_OTHERS = 80, 15
 TAIL_CHARACTERS = 20_000
 MAX_THREADS = 8
@@ -183,16 +183,14 @@ class Run:
         while any(process.poll() is None for process in processes):
             failed = [i for i, process in enumerate(processes) if process.poll()]
             if failed:
-                end_s = time.monotonic() + SECONDS_AFTER_FAILURE
-                while time.monotonic() < end_s and any(p.poll() is None for p in processes):
-                    time.sleep(POLL_S)
+                _wait_for_ends(processes, SECONDS_AFTER_FAILURE)
                 self._fail(processes, logs, failed, what)
             if time.monotonic() > self.deadline_s:
                 late = [i for i, process in enumerate(processes) if process.poll() is None]
                 for i in late:  # PYTHONFAULTHANDLER: each writes the stacks of its threads
                     os.killpg(processes[i].pid, signal.SIGABRT)
                     logs[i].with_suffix(".failed").touch()
-                time.sleep(SECONDS_FOR_STACKS)
+                _wait_for_ends(processes, SECONDS_FOR_STACKS)
                 raise StepFailure(
                     f"{what}: time is over and process {', '.join(map(str, late))} of "
                     f"{len(processes)} has not ended"
@@ -416,6 +414,12 @@ def _start(
             stderr=subprocess.STDOUT,
             start_new_session=True,
         )
+
+
+def _wait_for_ends(processes: Sequence[subprocess.Popen[bytes]], at_most_s: float) -> None:
+    end_s = time.monotonic() + at_most_s
+    while time.monotonic() < end_s and any(process.poll() is None for process in processes):
+        time.sleep(POLL_S)
 
 
 def _kill(process: subprocess.Popen[bytes]) -> None:

@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from benchmarks.gpu import runner
+from benchmarks.gpu import machine, runner
 from benchmarks.gpu.__main__ import main
 from benchmarks.gpu.checks import CHANGING, LAW_STRATEGIES, steps
 from benchmarks.gpu.programs import profile_flags, training_flags
@@ -47,9 +47,9 @@ SPEED = Figure(key="speed", what="a speed", unit="tokens/s", at_least=10.0, is_o
 
 @pytest.fixture(autouse=True)
 def _shorter_waits(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(runner, "LEAST_S", 0.5)
+    monkeypatch.setattr(runner, "LEAST_S", 0.1)
     monkeypatch.setattr(runner, "SECONDS_AFTER_FAILURE", 1.0)
-    monkeypatch.setattr(runner, "SECONDS_FOR_STACKS", 1.0)
+    monkeypatch.setattr(runner, "POLL_S", 0.02)
 
 
 def step(
@@ -157,12 +157,12 @@ def test_what_cannot_run_and_what_comes_too_late_is_listed_with_the_reason(tmp_p
         step("large", measure(ratio=1.0), why_not="it needs 8 GPUs"),
         step("long", ranks(1, "import time; time.sleep(60)")),
         step("late", measure(ratio=1.0)),
-        budget_s=1.5,
+        budget_s=0.6,
     )
     large, long, late = found["steps"]
     assert (large["status"], large["figures"][0]["why"]) == ("not run", "it needs 8 GPUs")
     assert long["status"] == "failed"
-    assert (late["status"], late["why"]) == ("not run", "the 0.025 minutes are over")
+    assert (late["status"], late["why"]) == ("not run", "the 0.01 minutes are over")
     assert "not run: it needs 8 GPUs" in "\n".join(found["table"]).replace("\n", " ")
 
 
@@ -260,6 +260,8 @@ def test_an_unknown_machine_is_an_error(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    # In this process, which has imported torch.
+    monkeypatch.setattr(Run, "program", lambda *_: json.dumps(machine.describe()))
     assert main(["--results", str(tmp_path)]) == 2
     assert "torch finds no CUDA device" in capsys.readouterr().out
     assert not list(tmp_path.iterdir())

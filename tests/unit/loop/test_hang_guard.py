@@ -148,7 +148,7 @@ def test_a_frozen_rank_0_is_reported_and_no_longer_waited_for() -> None:
     assert holder.pid is not None
     messages: list[str] = []
     ended = threading.Event()
-    timeout_s = 4.0
+    timeout_s = 2.0
     try:
         store = dist.TCPStore(
             "127.0.0.1",
