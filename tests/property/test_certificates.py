@@ -15,6 +15,7 @@ from megatron.hydraulis.planner.bounds import (
     replica_bound_ms,
 )
 from megatron.hydraulis.planner.costs import ReplicaClass, SchemeCost
+from megatron.hydraulis.planner.greedy import longest_first
 from megatron.hydraulis.planner.pipeline_packing import Effort, ReplicaPacker
 from megatron.hydraulis.planner.planners import CertifiedPlanner
 from megatron.hydraulis.planner.relaxation import Relaxation
@@ -70,6 +71,7 @@ class Instance:
             strategy,
             self.costs,
             self.lengths,
+            longest_first(self.lengths),
             packers.__getitem__,
             Solver(Deadline(None)),
             overhead_ms=0.0,

@@ -13,9 +13,12 @@ assigned, longest first, to the micro-batch with the least work that still has r
 import heapq
 import math
 from bisect import bisect_left, insort
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
+from types import MappingProxyType
+
+import numpy as np
 
 from megatron.hydraulis.planner.costs import ReplicaClass, SchemeCost
 from megatron.hydraulis.planner.plan import Packing
@@ -25,7 +28,7 @@ from megatron.hydraulis.planner.plan import Packing
 _GROWTH = 1.25
 # The longest sequences are dispatched one by one, the others in as many units: this number for few
 # replicas.
-_FEWEST_SINGLE = 1000
+_FEWEST_SINGLE = 512
 # For each of many replicas, as a unit must be a small part of its share: on 256 replicas, up to
 # 40,000 log-normal lengths exceed the bound by up to 150 % with 4, by less than 1 % with 16.
 _SINGLE_PER_REPLICA = 16
@@ -41,33 +44,74 @@ def longest_first(lengths: Sequence[int], sequences: Iterable[int] | None = None
 
 
 def dispatch(
-    sequences: Sequence[int], lengths: Sequence[int], costs: Sequence[SchemeCost]
+    sequences: Sequence[int],
+    lengths: Sequence[int],
+    costs: Sequence[SchemeCost],
+    *,
+    slowness: Mapping[SchemeCost, float] = MappingProxyType({}),
 ) -> list[list[int]]:
     """Assign sequences to replicas.
 
     sequences: indices into lengths, by falling length; costs: shape (num_replicas,), equal for
-    replicas of one scheme. Returns each replica's sequences, in the given order.
+    replicas of one scheme; slowness: see `slowness_of`, 1 for costs that are missing. Returns each
+    replica's sequences, in the given order.
 
     Raises ValueError when a sequence fits no replica: the caller has excluded such strategies.
     """
-    # By class, its longest sequence and a heap of (estimated time in ms, replica, load).
+    units = _units(sequences, len(costs))
+    longest = np.array([lengths[unit[0]] for unit in units], dtype=np.int64)
+    # By class, its slowness, its longest sequence, the work of each unit's longest one, and a heap
+    # of (estimated time in ms, replica, load).
     classes = [
-        (cost.longest, [(0.0, replica, _Load(cost)) for replica in replicas])
-        for cost, replicas in ((each.cost, each.replicas) for each in ReplicaClass.of(costs))
+        (
+            slowness.get(each.cost, 1.0),
+            each.cost.longest,
+            each.cost.coefficients.sequence_time_ms(longest.astype(np.float64)).tolist(),
+            [(0.0, replica, _Load(each.cost)) for replica in each.replicas],
+        )
+        for each in ReplicaClass.of(costs)
     ]
     shares: list[list[int]] = [[] for _ in costs]
-    for unit in _units(sequences, len(costs)):
-        length = lengths[unit[0]]
-        fitting = [heap for longest, heap in classes if length <= longest]
-        if not fitting:
+    for place, (unit, length) in enumerate(zip(units, longest.tolist(), strict=True)):
+        num, num_tokens = len(unit), len(unit) * length
+        best_ms = math.inf
+        for factor, class_longest, works_ms, heap in classes:
+            if length <= class_longest:
+                load = heap[0][2]
+                time_ms = factor * load.estimated_time_ms(works_ms[place], num_tokens, num)
+                if time_ms < best_ms:
+                    best_ms, best_work_ms, best = time_ms, works_ms[place], heap
+        if best_ms == math.inf:
             raise ValueError(f"sequence {unit[0]} of {length} tokens fits no replica")
-        times_ms = [heap[0][2].estimated_time_ms(length, len(unit)) for heap in fitting]
-        best = fitting[times_ms.index(min(times_ms))]
         _, replica, load = best[0]
-        load.add(length, len(unit))
-        heapq.heapreplace(best, (min(times_ms), replica, load))
+        load.add(best_work_ms, num_tokens, num)
+        heapq.heapreplace(best, (best_ms, replica, load))
         shares[replica] += unit
     return shares
+
+
+def slowness_of(
+    costs: Sequence[SchemeCost],
+    shares: Sequence[Sequence[int]],
+    lengths: Sequence[int],
+    times_ms: Mapping[int, float],
+) -> dict[SchemeCost, float]:
+    """By cost, how much longer packed replicas take than `dispatch` estimated.
+
+    costs, shares: shape (num_replicas,), each share by falling length; times_ms: by replica.
+    """
+    taken_ms: dict[SchemeCost, float] = {}
+    estimated_ms: dict[SchemeCost, float] = {}
+    for replica, time_ms in times_ms.items():
+        cost, share = costs[replica], shares[replica]
+        if share:
+            works_ms = [cost.sequence_time_ms(lengths[sequence]) for sequence in share]
+            num_tokens = sum(lengths[sequence] for sequence in share)
+            load = _Load(cost, math.fsum(works_ms), num_tokens, len(share), works_ms[0])
+            taken_ms[cost] = taken_ms.get(cost, 0.0) + time_ms
+            estimate_ms = load.estimated_time_ms(0.0, 0, 0)
+            estimated_ms[cost] = estimated_ms.get(cost, 0.0) + estimate_ms
+    return {cost: taken_ms[cost] / estimated_ms[cost] for cost in taken_ms}
 
 
 def _units(sequences: Sequence[int], num_replicas: int) -> list[Sequence[int]]:
@@ -90,28 +134,26 @@ class _Load:
     longest_ms: float = 0.0
     """Work of the longest sequence."""
 
-    def add(self, length: int, num: int) -> None:
-        """Add sequences, of at most this length and of those before."""
-        time_ms = self.cost.sequence_time_ms(length)
-        self.work_ms += num * time_ms
-        self.num_tokens += num * length
+    def add(self, longest_ms: float, num_tokens: int, num: int) -> None:
+        """Add sequences, none above any before; longest_ms: work of the longest of them."""
+        self.work_ms += num * longest_ms
+        self.num_tokens += num_tokens
         self.num_sequences += num
-        self.longest_ms = max(self.longest_ms, time_ms)
+        self.longest_ms = max(self.longest_ms, longest_ms)
 
-    def estimated_time_ms(self, length: int, num: int) -> float:
+    def estimated_time_ms(self, longest_ms: float, num_tokens: int, num: int) -> float:
         """``W + v·c + (pp-1)·(t + c)`` for a good v, with so many more sequences; t is the largest
-        micro-batch's work if the others are equal."""
-        time_ms = self.cost.sequence_time_ms(length)
-        work_ms = self.work_ms + num * time_ms
-        num_fewest = -(-(self.num_tokens + num * length) // self.cost.max_tokens)
-        c_ms = self.cost.coefficients.c_ms
-        if self.cost.num_stages == 1:
+        micro-batch's work if the others are equal. Arguments as in add."""
+        cost = self.cost
+        work_ms = self.work_ms + num * longest_ms
+        num_fewest = -(-(self.num_tokens + num_tokens) // cost.max_tokens)
+        c_ms = cost.coefficients.c_ms
+        if cost.num_stages == 1:
             return work_ms + num_fewest * c_ms
-        num_useful = useful_num_micro_batches(work_ms, self.cost)
-        num_useful = min(self.num_sequences + num, num_useful)
+        num_useful = min(self.num_sequences + num, useful_num_micro_batches(work_ms, cost))
         num_micro_batches = max(num_fewest, math.floor(num_useful), 1)
-        largest_ms = max(self.longest_ms, time_ms, work_ms / num_micro_batches)
-        fill_ms = (self.cost.num_stages - 1) * (largest_ms + c_ms)
+        largest_ms = max(self.longest_ms, longest_ms, work_ms / num_micro_batches)
+        fill_ms = (cost.num_stages - 1) * (largest_ms + c_ms)
         return work_ms + num_micro_batches * c_ms + fill_ms
 
 

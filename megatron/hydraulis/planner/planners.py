@@ -16,12 +16,13 @@ from megatron.hydraulis.errors import PlanError, why_not_written
 from megatron.hydraulis.json_object import read_json, replace_text
 from megatron.hydraulis.planner.bounds import dispatch_bound_ms, packing_bound_ms
 from megatron.hydraulis.planner.costs import PoolCosts, SchemeCost, checked_batch
-from megatron.hydraulis.planner.greedy import dispatch, longest_first, pack
+from megatron.hydraulis.planner.greedy import dispatch, longest_first, pack, slowness_of
 from megatron.hydraulis.planner.pipeline_packing import Effort, ReplicaPacker
 from megatron.hydraulis.planner.plan import (
     MS_PER_S,
     Candidate,
     IterationPlan,
+    Packing,
     PlanExplanation,
     Planner,
     StageReport,
@@ -93,6 +94,7 @@ class CertifiedPlanner:
         batch = checked_batch(lengths, iteration)
         feasible = self._costs.feasible_strategies(batch, iteration)
         solver = Solver(Deadline(self._time_limit_s), seed=self._seed)
+        order = longest_first(batch)
         packers: dict[SchemeCost, ReplicaPacker] = {}
 
         def packer_of(cost: SchemeCost) -> ReplicaPacker:
@@ -106,6 +108,7 @@ class CertifiedPlanner:
                     strategy,
                     self._costs.replica_costs(strategy),
                     batch,
+                    order,
                     packer_of,
                     solver,
                     overhead_ms=self._costs.overheads_ms[strategy.name],
@@ -273,12 +276,27 @@ class GreedyPlanner:
     def _candidate(self, strategy: Strategy, bound_ms: float, batch: Sequence[int]) -> Candidate:
         dispatch_start_s = time.perf_counter()
         costs = self.costs.replica_costs(strategy)
-        shares = dispatch(longest_first(batch), batch, costs)
+        order = longest_first(batch)
+        shares = dispatch(order, batch, costs)
+        # A wave's estimate is a bound: how far off shows in a quick packing.
+        times_ms = {
+            replica: pack_waves(share, batch, cost, is_thorough=False).time_ms
+            for replica, (share, cost) in enumerate(zip(shares, costs, strict=True))
+            if cost.waves and len(costs) > 1
+        }
+        if times_ms:
+            slowness = slowness_of(costs, shares, batch, times_ms)
+            shares = dispatch(order, batch, costs, slowness=slowness)
         packing_start_s = time.perf_counter()
-        packings = [
-            pack(share, batch, cost) if cost.waves is None else pack_waves(share, batch, cost)
-            for share, cost in zip(shares, costs, strict=True)
-        ]
+        packings = [Packing((), 0.0)] * len(costs)
+        # Waves last: they need not be faster than the slowest of the others.
+        for replica in sorted(range(len(costs)), key=lambda index: costs[index].waves is not None):
+            share, cost = shares[replica], costs[replica]
+            if cost.waves is None:
+                packings[replica] = pack(share, batch, cost)
+            else:
+                slowest_ms = max(packing.time_ms for packing in packings)
+                packings[replica] = pack_waves(share, batch, cost, target_ms=slowest_ms)
         packing_bounds_ms = [
             packing_bound_ms([batch[sequence] for sequence in share], cost)
             for share, cost in zip(shares, costs, strict=True)

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 
 from megatron.hydraulis.planner.bounds import dispatch_bound_ms, replica_bound_ms
 from megatron.hydraulis.planner.costs import ReplicaClass, SchemeCost
-from megatron.hydraulis.planner.greedy import dispatch, longest_first
+from megatron.hydraulis.planner.greedy import dispatch, longest_first, slowness_of
 from megatron.hydraulis.planner.improve import (
     Assignment,
     dispatch_by_program,
@@ -57,16 +57,18 @@ class StrategySearch:
         strategy: Strategy,
         costs: Sequence[SchemeCost],
         batch: Sequence[int],
+        order: Sequence[int],
         packer_of: Callable[[SchemeCost], ReplicaPacker],
         solver: Solver,
         *,
         overhead_ms: float,
     ) -> None:
-        """costs: shape (num_replicas,); batch: lengths, shape (num_sequences,), that fit."""
+        """costs: shape (num_replicas,); batch: lengths, shape (num_sequences,), that fit; order:
+        `longest_first` of them."""
         self.strategy = strategy
         self.overhead_ms = overhead_ms
         self._batch = batch
-        self._rising = sorted(batch)
+        self._order = order
         self._packers = [packer_of(cost) for cost in costs]
         self._classes = ReplicaClass.of(costs)
         self._has_pipelines = any(cost.num_stages > 1 for cost in costs)
@@ -82,6 +84,10 @@ class StrategySearch:
         self.bound_ms = dispatch_bound_ms(batch, costs)
         """No plan of this strategy has a smaller makespan."""
         self._best: Assignment | None = None
+
+    @functools.cached_property
+    def _rising(self) -> list[int]:
+        return [self._batch[sequence] for sequence in reversed(self._order)]
 
     @functools.cached_property
     def _relaxation(self) -> Relaxation:
@@ -107,9 +113,15 @@ class StrategySearch:
         """The first plan: longest processing time first."""
         begin_s = time.perf_counter()
         costs = [packer.cost for packer in self._packers]
-        shares = dispatch(longest_first(self._batch), self._batch, costs)
+        shares = dispatch(self._order, self._batch, costs)
         middle_s = time.perf_counter()
         self._take(Assignment(self._packers, shares, self._effort))
+        # A wave's estimate is a bound: how far off shows in the first packing.
+        times_ms = {r: self.best.times_ms[r] for r, cost in enumerate(costs) if cost.waves}
+        if times_ms and len(costs) > 1:
+            slowness = slowness_of(costs, shares, self._batch, times_ms)
+            shares = dispatch(self._order, self._batch, costs, slowness=slowness)
+            self._take(Assignment(self._packers, shares, self._effort))
         self._dispatch_s += middle_s - begin_s
         self._packing_s += time.perf_counter() - middle_s
 

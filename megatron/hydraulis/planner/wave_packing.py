@@ -33,17 +33,17 @@ Counts = list[int]
 # Budget for packing one share without a solver.
 _GREEDY_EFFORT = 2e7
 # Times of waves that are tried: of at least so many waves, each so much longer than the one before.
-_GROWTH = 1.22
+_GROWTH = 1.3
 _NUM_MORE_WAVES = 10
 # Around the best of them.
-_NEAR = (0.94, 0.97, 1.03, 1.06)
+_NEAR = (0.95, 1.05)
 _MOST_FACTOR = 1.6
 # A start is abandoned when its time is above this multiple of the best one's.
 _MOST_EXCESS = 1.15
 # Number of starts, with different numbers of waves, whose pairs are divided again.
 _NUM_DIVIDED = 3
 # Bisections between a wave's bound and its time, down to this share.
-_NUM_HALVINGS = 8
+_NUM_HALVINGS = 5
 _TIGHT = 1e-3
 # Number of times tried for the first of two waves that are divided again, and of rounds over pairs.
 _NUM_DIVISIONS = 6
@@ -217,26 +217,29 @@ class WaveSearch:
         self._pipeline = table.costs.pipeline
         self._width = table.costs.width
 
-    def best(self, counts: Counts, effort: Effort, *, is_thorough: bool) -> list[Wave]:
+    def best(
+        self, counts: Counts, effort: Effort, *, is_thorough: bool, target_ms: float = 0.0
+    ) -> list[Wave]:
         """The best waves of several times; if thorough, after dividing pairs of waves again.
 
-        counts: of a share that has sequences.
+        counts: of a share that has sequences. The search ends at target_ms.
         """
-        starts = self._starts(counts, effort)
-        if not is_thorough:
+        starts = self._starts(counts, effort, target_ms)
+        if not is_thorough or self.time_ms(starts[0]) <= target_ms:
             return starts[0]
         found = [self.divide_pairs(waves, effort) for waves in starts[:_NUM_DIVIDED]]
         return min(found, key=self.time_ms)
 
-    def _starts(self, counts: Counts, effort: Effort) -> list[list[Wave]]:
+    def _starts(self, counts: Counts, effort: Effort, target_ms: float) -> list[list[Wave]]:
         """Waves of several times, best first, one start for each number of waves."""
         column_ms = self._column_ms(counts)
         tried: list[tuple[float, int, float, list[Wave]]] = []
 
         def attempt(time_ms: float) -> None:
-            if tried and effort.is_spent:
+            least_ms = min((found[0] for found in tried), default=math.inf)
+            if tried and (effort.is_spent or least_ms <= target_ms):
                 return
-            most_ms = _MOST_EXCESS * min((found[0] for found in tried), default=math.inf)
+            most_ms = _MOST_EXCESS * least_ms
             waves = self._cut_off(counts, time_ms, most_ms, effort)
             if waves is not None:
                 tried.append((self.time_ms(waves), len(tried), time_ms, waves))
@@ -562,16 +565,26 @@ def packer_for(cost: SchemeCost, lengths: Sequence[int], solver: Solver) -> Repl
     return (ReplicaPacker if cost.waves is None else WavePacker)(cost, lengths, solver)
 
 
-def pack_waves(sequences: Sequence[int], lengths: Sequence[int], cost: SchemeCost) -> Packing:
+def pack_waves(
+    sequences: Sequence[int],
+    lengths: Sequence[int],
+    cost: SchemeCost,
+    *,
+    is_thorough: bool = True,
+    target_ms: float = 0.0,
+) -> Packing:
     """Pack the sequences of one replica into waves without a solver.
 
-    sequences: indices into lengths, each of which some group holds.
+    sequences: indices into lengths, each of which some group holds; is_thorough, target_ms: see
+    WaveSearch.best.
     """
     if not sequences or cost.waves is None:
         return Packing((), 0.0)
     table = LengthTable(cost.waves, [lengths[sequence] for sequence in sequences])
     counts = table.counts([lengths[sequence] for sequence in sequences])
-    waves = WaveSearch(table).best(counts, Effort(_GREEDY_EFFORT), is_thorough=True)
+    waves = WaveSearch(table).best(
+        counts, Effort(_GREEDY_EFFORT), is_thorough=is_thorough, target_ms=target_ms
+    )
     members = _members(table, waves, sequences, lengths)
     return _finished(cost.waves, members, lengths, keeps_order=False)
 

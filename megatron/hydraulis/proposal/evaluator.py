@@ -12,7 +12,7 @@ from functools import partial
 from megatron.hydraulis.cost_model.interface import CostModel
 from megatron.hydraulis.cost_model.limits import Limits
 from megatron.hydraulis.planner.costs import PoolCosts, SchemeCost
-from megatron.hydraulis.planner.greedy import dispatch
+from megatron.hydraulis.planner.greedy import dispatch, longest_first
 from megatron.hydraulis.planner.improve import Assignment, improve_dispatch
 from megatron.hydraulis.planner.pipeline_packing import Effort, ReplicaPacker
 from megatron.hydraulis.planner.planners import CertifiedPlanner
@@ -85,6 +85,7 @@ class Evaluator:
         self._cost_model = cost_model
         self.batches = batches
         self.longest = tuple(max(batch) for batch in batches)
+        self._orders = [longest_first(batch) for batch in batches]
         self._seed = seed
         self._pools: dict[Mix, tuple[Pool, PoolCosts]] = {}
         self._bounds: dict[tuple[Mix, int], Bounded] = {}
@@ -157,6 +158,7 @@ class Evaluator:
             strategy,
             replica_costs,
             self.batches[batch],
+            self._orders[batch],
             partial(self._packer, batch),
             self._solver,
             overhead_ms=overhead_ms,
@@ -168,11 +170,9 @@ class Evaluator:
 
     def _quick_ms(self, costs: Sequence[SchemeCost], batch: int, bound_ms: float) -> float:
         """Makespan of the first plan after some moves and swaps."""
-        lengths = self.batches[batch]
-        order = sorted(range(len(lengths)), key=lambda i: (-lengths[i], i))
         quick = Assignment(
             [self._packer(batch, cost) for cost in costs],
-            dispatch(order, lengths, costs),
+            dispatch(self._orders[batch], self.batches[batch], costs),
             Effort(_QUICK_EFFORT),
         )
         improve_dispatch(quick, bound_ms / (1.0 - TARGET_GAP), _QUICK_STEPS)

@@ -15,6 +15,7 @@ from megatron.hydraulis.planner.greedy import (
     dispatch,
     longest_first,
     pack,
+    slowness_of,
     useful_num_micro_batches,
 )
 from megatron.hydraulis.planner.plan import IterationPlan, Planner
@@ -48,6 +49,15 @@ def test_another_micro_batch_counts_before_it_is_packed() -> None:
     near_full, roomy = cost(1.0, 50.0, max_tokens=40), cost(1.2, 50.0, max_tokens=90)
     shares = dispatch(range(3), [40, 40, 5], [near_full, roomy])
     assert shares == [[0], [1, 2]]
+
+
+def test_replicas_slower_than_their_estimate_get_less() -> None:
+    costs, lengths = [cost(1.0, max_tokens=50), cost(1.0, max_tokens=60)], [10] * 9
+    shares = dispatch(range(9), lengths, costs)
+    assert sorted(map(len, shares)) == [4, 5]
+    slowness = slowness_of(costs, shares, lengths, {0: 2.0 * 10 * len(shares[0])})
+    assert slowness == {costs[0]: pytest.approx(2.0)}
+    assert list(map(len, dispatch(range(9), lengths, costs, slowness=slowness))) == [3, 6]
 
 
 def test_a_long_sequence_fills_a_pipeline() -> None:
