@@ -17,6 +17,8 @@ from megatron.core.fusions.fused_bias_geglu import quick_gelu
 from tests.support.comparison import assert_same, wrong_tensors
 from tests.support.gloo_pool import pool_of
 from tests.support.huggingface import (
+    deepseek_v2,
+    deepseek_v3,
     gpt_oss,
     labelled_gradients,
     llama_gradients,
@@ -79,6 +81,19 @@ def with_experts(model: SmallModel = LLAMA, **variant: Any) -> SmallModel:
     return replace(model, num_layers=2, variant=tuple((experts | variant).items()))
 
 
+def with_latents(**variant: Any) -> SmallModel:
+    # The epsilon is that of transformers' norms of latents, which no setting changes.
+    latents = {
+        "kv_lora_rank": 12,
+        "qk_head_dim": 4,
+        "qk_pos_emb_head_dim": 6,
+        "v_head_dim": 8,
+        "layernorm_epsilon": 1e-6,
+    } | variant
+    model = replace(LLAMA, num_layers=2, num_groups=8, qk_layernorm=True)
+    return replace(model, variant=tuple(latents.items()))
+
+
 FAMILIES: dict[str, tuple[SmallModel, Callable[[SmallModel], torch.nn.Module]]] = {
     "Mistral": (replace(LLAMA, variant=(("window_size", (6, 0)),)), mistral),
     "Nemotron": (
@@ -111,6 +126,20 @@ FAMILIES: dict[str, tuple[SmallModel, Callable[[SmallModel], torch.nn.Module]]] 
     "Qwen3-MoE": (
         with_experts(replace(LLAMA, qk_layernorm=True), moe_router_topk=3, moe_layer_freq=(0, 1)),
         qwen3_moe,
+    ),
+    "DeepSeek-V2-Lite without experts": (
+        with_latents(q_lora_rank=None, rope_type="rope"),
+        deepseek_v2,
+    ),
+    "DeepSeek-V3 without experts": (
+        with_latents(
+            q_lora_rank=10,
+            rotary_scaling_factor=40,
+            original_max_position_embeddings=16,
+            mscale=0.7,
+            mscale_all_dim=0.9,
+        ),
+        deepseek_v3,
     ),
     "GPT-OSS without experts": (
         replace(

@@ -9,8 +9,8 @@ Differences of layout, all linear, so that weights and gradients map in the same
 - Megatron's experts are modules; transformers has two tensors for all experts of a layer.
 - Megatron's vocabulary is padded; Llama's is not.
 
-Rotary positions are the same: both rotate the first half of a head against the second half (not
-neighbouring pairs), so heads' rows keep their order.
+Rotary positions are the same: both rotate the first half of a head against the second half, and
+with latent attention neighbouring pairs, so heads' rows keep their order.
 """
 
 from __future__ import annotations
@@ -24,6 +24,10 @@ from typing import Any
 import numpy as np
 import torch
 from transformers import (
+    DeepseekV2Config,
+    DeepseekV2ForCausalLM,
+    DeepseekV3Config,
+    DeepseekV3ForCausalLM,
     GptOssConfig,
     GptOssForCausalLM,
     LlamaConfig,
@@ -91,6 +95,8 @@ def to_llama(tensors: Tensors, model: SmallModel) -> dict[str, np.ndarray]:
             found[prefix + f"mlp.up_proj.{kind}"] = up
         elif kind == "softmax_offset":
             found[prefix + "self_attn.sinks"] = value
+        elif (module == "self_attention.q_layernorm") and "kv_lora_rank" in dict(model.variant):
+            found[prefix + "self_attn.q_a_layernorm.weight"] = value
         else:
             found[prefix + f"{_LAYER_NAMES[module]}.{kind.removeprefix('gate_')}"] = value
     for name, of_numbers in experts.items():
@@ -190,6 +196,12 @@ _LAYER_NAMES = {
     "self_attention.q_layernorm": "self_attn.q_norm",
     "self_attention.k_layernorm": "self_attn.k_norm",
     "self_attention.linear_proj": "self_attn.o_proj",
+    "self_attention.linear_q_proj": "self_attn.q_proj",
+    "self_attention.linear_q_down_proj": "self_attn.q_a_proj",
+    "self_attention.linear_q_up_proj": "self_attn.q_b_proj",
+    "self_attention.linear_kv_down_proj": "self_attn.kv_a_proj_with_mqa",
+    "self_attention.kv_layernorm": "self_attn.kv_a_layernorm",
+    "self_attention.linear_kv_up_proj": "self_attn.kv_b_proj",
     "pre_mlp_layernorm": "post_attention_layernorm",
     "mlp.linear_fc1": "mlp.up_proj",
     "mlp.linear_fc2": "mlp.down_proj",
@@ -327,6 +339,41 @@ def _qwen_experts(model: SmallModel) -> dict[str, Any]:
         ],
         "router_aux_loss_coef": 0.0,
     }
+
+
+def deepseek_v2(model: SmallModel) -> torch.nn.Module:
+    """Without experts."""
+    return DeepseekV2ForCausalLM(DeepseekV2Config(**_latents(model))).float()
+
+
+def deepseek_v3(model: SmallModel) -> torch.nn.Module:
+    """Without experts."""
+    return DeepseekV3ForCausalLM(DeepseekV3Config(**_latents(model))).float()
+
+
+def _latents(model: SmallModel) -> dict[str, Any]:
+    settings: Any = model.transformer()
+    sizes = _sizes(model) | {
+        "rms_norm_eps": _epsilon(model),
+        "first_k_dense_replace": model.num_layers,
+        "q_lora_rank": settings.q_lora_rank,
+        "kv_lora_rank": settings.kv_lora_rank,
+        "qk_nope_head_dim": settings.qk_head_dim,
+        "qk_rope_head_dim": settings.qk_pos_emb_head_dim,
+        "v_head_dim": settings.v_head_dim,
+    }
+    del sizes["head_dim"]
+    if settings.rope_type == "yarn":
+        sizes["rope_parameters"] |= {
+            "rope_type": "yarn",
+            "factor": settings.rotary_scaling_factor,
+            "mscale": settings.mscale,
+            "mscale_all_dim": settings.mscale_all_dim,
+            "beta_fast": settings.beta_fast,
+            "beta_slow": settings.beta_slow,
+            "original_max_position_embeddings": settings.original_max_position_embeddings,
+        }
+    return sizes
 
 
 def gpt_oss(model: SmallModel) -> torch.nn.Module:
