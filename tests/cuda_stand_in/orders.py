@@ -45,6 +45,14 @@ PLAIN_MODEL = replace(
 )
 """Many parameters whose gradients only TP rank 0 sends."""
 
+LATENT_MODEL = replace(
+    MODEL,
+    num_groups=8,
+    variant=(
+        *(("q_lora_rank", 24), ("kv_lora_rank", 16), ("qk_head_dim", 8)),
+        *(("qk_pos_emb_head_dim", 8), ("v_head_dim", 8), ("rotary_scaling_factor", 4)),
+    ),
+)
 FULL_RECOMPUTE = replace(MODEL, granularity="full", method="uniform", num_layers_recomputed=1)
 
 LENGTHS = (9, 30, 3, 17, 12, 8, 26, 5)
@@ -86,6 +94,7 @@ class OrderCase:
             "biases, no sequence parallelism" if self.model == PLAIN_MODEL else "",
             f"{self.model.granularity} recompute" if self.model.granularity else "",
             "fewer query groups than cp ranks" if self.model.num_groups == 2 else "",
+            "latents" if self.model == LATENT_MODEL else "",
             "gradients in bf16" if self.gradient_dtype else "",
         ]
         return "".join(f", {part}" for part in parts if part)
@@ -262,6 +271,7 @@ IN_SUITE = (
 """All but the last, with a pool of one, gather for the next strategy during the update."""
 
 NIGHTLY = (
+    OrderCase(("tp2cp2", "cp4~"), 4, model=LATENT_MODEL),
     OrderCase(("pp2",), 2),
     OrderCase(("tp2cp2pp2", "tp4+2*tp2"), 8),
     OrderCase(("tp2pp3+pp2", "tp4pp2"), 8),

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
-from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 
 from megatron.hydraulis.cost_model.recompute import NO_RECOMPUTE, Recompute
 from megatron.hydraulis.data.packed_batch import PackedBatch, pack
@@ -75,6 +75,7 @@ class Role:
             f"{' '.join(recompute.modules)}"
             if recompute.granularity
             else "",
+            "latents" if self.shape.kv_lora_rank else "",
             "norms of queries and keys" if self.qk_norms else "",
             "tied" if self.shape.tied_embeddings else "",
             "output gate" if self.shape.output_gate else "",
@@ -206,7 +207,13 @@ def definition_of(role: Role) -> ModelDefinition:
         again = {"method": recompute.method, "num_layers": recompute.num_layers}
     elif recompute.granularity == "selective":
         again = {"modules": list(recompute.modules)}
-    transformer = TransformerConfig(
+    latents: dict[str, Any] = {}
+    if shape.kv_lora_rank:
+        names = ("kv_lora_rank", "qk_head_dim", "qk_pos_emb_head_dim", "v_head_dim")
+        latents = {name: getattr(shape, name) for name in names}
+        latents |= {"q_lora_rank": shape.q_lora_rank or None, "rope_type": "yarn"}
+    make: Any = MLATransformerConfig if latents else TransformerConfig
+    transformer = make(
         num_layers=shape.num_layers,
         hidden_size=shape.hidden_size,
         ffn_hidden_size=shape.ffn_hidden_size,
@@ -243,12 +250,15 @@ def definition_of(role: Role) -> ModelDefinition:
         transformer_impl="local",
         cp_comm_type=role.cp_comm_type,
         recompute_granularity=recompute.granularity,
+        **latents,
         **{f"recompute_{name}": value for name, value in again.items()},
     )
     return ModelDefinition(
         transformer=transformer,
         layer_spec=get_gpt_layer_local_spec(
-            normalization=normalization, qk_layernorm=role.qk_norms
+            normalization=normalization,
+            qk_layernorm=role.qk_norms,
+            multi_latent_attention=bool(latents),
         ),
         vocab_size=shape.vocab_size,
         padded_vocab_size=shape.vocab_size,

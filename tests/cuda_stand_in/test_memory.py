@@ -64,6 +64,16 @@ M32 = llama(60, 6656, 17920, 64, 64, 30592)
 M70 = llama(80, 8192, 28672, 64, 8, 128256)
 GATED = dataclasses.replace(M8, output_gate=True)
 WINDOWED = dataclasses.replace(M8, num_windowed_layers=16, window_tokens=128)
+LATENT = dataclasses.replace(
+    M7,
+    kv_channels=192,
+    q_lora_rank=1536,
+    kv_lora_rank=512,
+    qk_head_dim=128,
+    qk_pos_emb_head_dim=64,
+    v_head_dim=128,
+)
+"""With DeepSeek-V3's latents and heads."""
 EVERY_LAYER = Recompute(granularity="full", method="uniform", num_layers=1)
 CHUNKS = Recompute(granularity="full", method="uniform", num_layers=4)
 BLOCK = Recompute(granularity="full", method="block", num_layers=30)
@@ -79,6 +89,7 @@ FEW = (
     Role(shape=M7, strategy="4*tp1cp8pp2", recompute=EVERY_LAYER),
     Role(shape=M70, strategy="2*tp8pp4", rank=24),
     Role(shape=GATED, strategy="32*tp2", qk_norms=True, has_wide_norms=True),
+    Role(shape=LATENT, strategy="16*tp4", qk_norms=True),
 )
 MORE = (
     Role(shape=M32, strategy=MIXED, rank=0),
@@ -128,6 +139,11 @@ MORE = (
     Role(shape=GATED, strategy="32*tp2", recompute=EVERY_LAYER),
     Role(shape=M8, strategy="32*tp2", softmax_type="off-by-one"),
     Role(shape=M8, strategy="4*tp4cp4", softmax_type="learnable"),
+    Role(shape=LATENT, strategy="4*tp2cp4pp2", qk_norms=True),
+    Role(shape=LATENT, strategy="64*tp1"),
+    Role(shape=LATENT, strategy="4*tp4cp4", cp_comm_type="a2a"),
+    Role(shape=LATENT, strategy="16*tp4", qk_norms=True, recompute=ATTENTION),
+    Role(shape=dataclasses.replace(LATENT, q_lora_rank=0), strategy="16*tp4", recompute=CHUNKS),
     Role(shape=WINDOWED, strategy="32*tp2"),
     Role(shape=WINDOWED, strategy="32*tp2", softmax_type="learnable", has_separate_gate=True),
     Role(shape=WINDOWED, strategy="4*tp4cp4"),

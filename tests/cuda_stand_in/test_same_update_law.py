@@ -16,6 +16,7 @@ from tests.cuda_stand_in.order import check_order, read_log
 from tests.cuda_stand_in.pool import run_logged
 from tests.distributed.test_accumulation import accumulate
 from tests.distributed.test_experts import MODELS as EXPERT_MODELS
+from tests.distributed.test_latent_attention import MODELS as LATENT_MODELS
 from tests.support.bf16_error import MOST_OF_ONE_PROCESS, gradients_of, worst_ratio
 from tests.support.comparison import assert_close
 from tests.support.gloo_pool import pool_of
@@ -79,10 +80,10 @@ def test_in_fp32(name: str, tmp_path: Path) -> None:
 
 @pytest.mark.nightly
 @pytest.mark.parametrize(
-    "name", ["top 2, gathered", "shared experts and a gate", "balanced, with z-loss"]
+    "name", ["top 2, gathered", "shared experts and a gate", "balanced, with z-loss", "no norms"]
 )
-def test_experts_in_fp32(name: str, tmp_path: Path) -> None:
-    model = replace(EXPERT_MODELS[name], dtype=torch.float32)
+def test_experts_and_latents_in_fp32(name: str, tmp_path: Path) -> None:
+    model = replace((EXPERT_MODELS | LATENT_MODELS)[name], dtype=torch.float32)
     _check_in_fp32(JOBS["changing"](replace(model, num_layers=4)), tmp_path)
 
 

@@ -59,6 +59,7 @@ _YARN = {
 MODELS = {
     "plain": _model(),
     "one projection of queries": _model(q_lora_rank=None),
+    "no norms": replace(_model(), qk_layernorm=False),
     "YaRN": _model(**_YARN),
     "large values": _model(v_head_dim=12),
     "recomputed": _model(

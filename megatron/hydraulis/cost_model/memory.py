@@ -517,7 +517,7 @@ class MemoryModel:
                 kept -= token.hidden_part
         if self.recompute.drops_core_attention:
             kept += self._given_to_attention_per_token(scheme)
-            kept += token.query  # attention's output
+            kept += 0.0 if self._pads_values else token.query  # attention's output
             if self.fuses_rope:  # before what is recomputed
                 kept += token.query + token.key
                 if token.key < token.query and not self._norms_heads:
@@ -554,9 +554,14 @@ class MemoryModel:
         num_channels = shape.qk_pos_emb_head_dim
         num_channels += (shape.q_lora_rank + shape.kv_lora_rank) * (1 + self.qk_norms)
         kept = num_channels * self.parameter_bytes / num_shares
-        if shape.value_channels < shape.padded_channels:
+        if self._pads_values:
             kept += shape.output_size * self.parameter_bytes / scheme.tp
         return kept
+
+    @property
+    def _pads_values(self) -> bool:
+        """Whether the kernel gets padded values, and its output is copied without the padding."""
+        return self.shape.value_channels < self.shape.padded_channels
 
     @property
     def _norms_heads(self) -> bool:
@@ -611,7 +616,8 @@ class MemoryModel:
         elif self._norms_heads:  # their inputs keep the linear layer's output, and the values in it
             kept += self._given_to_attention_per_token(scheme) + 2 * per_head
             kept -= token.key if scheme.cp == 1 else 0.0
-        return kept + token.query if self._exchanges_heads(scheme) else kept
+        sends_back = self._exchanges_heads(scheme) and not self._pads_values
+        return kept + token.query if sends_back else kept
 
     @property
     def _norms_copy(self) -> bool:
@@ -642,7 +648,8 @@ class MemoryModel:
         token = self._token(scheme)
         is_grouped = token.key < token.query
         gate = token.query if self.shape.output_gate else 0.0
-        return token.query + gate + 2 * token.key + (token.query if is_grouped else 0.0)
+        values = token.key * self.shape.value_channels / self.shape.padded_channels
+        return token.query + gate + token.key + values + (token.query if is_grouped else 0.0)
 
     def _again_per_token(self, scheme: Scheme, num_layers: int) -> float:
         """What is recomputed for the backward of the last layer, besides what was kept."""

@@ -141,7 +141,7 @@ class LatentAttention(MLASelfAttention):
         kv_latent, key_rotary = self.linear_kv_down_proj(given)[0].split(
             [config.kv_lora_rank, rotary], dim=-1
         )
-        kv_latent = self.kv_layernorm(kv_latent)
+        kv_latent = self.kv_layernorm(kv_latent).contiguous()  # without a norm it is a part
         if config.sequence_parallel:
             key_rotary = gather_from_sequence_parallel_region(key_rotary, group=self.tp_group)
         heads = self.num_attention_heads_per_partition

@@ -15,6 +15,12 @@ FLAGS = (
     *("--attention-output-gate", "--no-rope-freq", "2"),
 )
 
+LATENTS = (
+    *("--multi-latent-attention", "--q-lora-rank", "12", "--kv-lora-rank", "8", "--qk-layernorm"),
+    *("--qk-head-dim", "4", "--qk-pos-emb-head-dim", "4", "--v-head-dim", "6"),
+    *("--rotary-scaling-factor", "4", "--mscale-all-dim", "1"),
+)
+GROUPED = ("--group-query-attention", "--num-query-groups")
 EXPERTS = (
     *("--num-experts", "4", "--moe-ffn-hidden-size", "16", "--moe-layer-freq", "([0]+[1])"),
     *(
@@ -38,13 +44,15 @@ def test_another_strategy_resumes_a_model_of_variants(launch: Launch, tmp_path: 
     assert resumed.losses == pytest.approx(whole.losses[2:], rel=ROUNDING)
 
 
-def test_another_strategy_resumes_a_model_with_experts(launch: Launch, tmp_path: Path) -> None:
+def test_another_strategy_resumes_a_model_with_experts_and_latents(
+    launch: Launch, tmp_path: Path
+) -> None:
     save = ("--save", str(tmp_path), "--save-interval", "2")
-    whole = launch("tp2+cp2", 4, *EXPERTS, *save)
+    whole = launch("tp2+cp2", 4, *EXPERTS, *LATENTS, *save, without=GROUPED)
     assert "--moe-grouped-gemm" in whole.outcome.stdout
     assert " | expert load: " in whole.outcome.stdout
     load = ("--load", str(tmp_path), "--ckpt-step", "2")
-    resumed = launch("pp2+tp2", 4, *EXPERTS, *load)
+    resumed = launch("pp2+tp2", 4, *EXPERTS, *LATENTS, *load, without=GROUPED)
     assert resumed.losses == pytest.approx(whole.losses[2:], rel=ROUNDING)
     last, expected = resumed.records[-1], whole.records[-1]
     assert last.router_bias_range == expected.router_bias_range != (0.0, 0.0)
