@@ -20,7 +20,7 @@ from megatron.hydraulis.runtime.executor import make_forward_step
 from megatron.hydraulis.runtime.outcome import RoutingFigures
 from megatron.hydraulis.transfer.canonical import Contribution, ParameterSpec
 from megatron.hydraulis.transfer.role import Role
-from tests.support.bf16_error import assert_little_is_added, gradients_of
+from tests.support.bf16_error import assert_little_is_added, changed_choices, gradients_of
 from tests.support.gloo_pool import pool_of
 from tests.support.law import (
     LENGTHS,
@@ -179,6 +179,17 @@ def test_bf16_adds_little_where_every_token_passes_all_experts(text: str) -> Non
     """Where it passes some of them, rounding may change which."""
     model = replace(_model(moe_router_topk=4), dtype=torch.bfloat16)
     assert_little_is_added(model, gradients_of(law_job(4, text, model), 4))
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("name", ["top 2, gathered", "top 8 of 16", "balanced, with z-loss"])
+def test_bf16_changes_the_experts_of_few_tokens(name: str) -> None:
+    found = {}
+    for text in ("tp2+2*tp1", "tp4", "tp2cp2", "2*pp2"):
+        model = replace(MODELS[name], dtype=torch.bfloat16)
+        found[text] = changed_choices(law_job(4, text, model), 4)
+    assert 0 < max(share for share, _ in found.values()) < 0.05
+    assert max(difference for _, difference in found.values()) < 0.005
 
 
 def _run_with_whole_router_gradients(job: Job) -> RankRun:

@@ -177,7 +177,7 @@ def _splitting(schemes: Iterable[Scheme], num_ranks: int) -> tuple[Scheme, ...]:
     """
     known = set(schemes)
     split = (
-        Scheme(s.tp, s.cp, splits_cp=True)
+        replace(s, splits_cp=True)
         for s in known
         if s.pp == 1 and s.cp > 1 and s.cp & (s.cp - 1) == 0 and 2 * s.num_ranks >= num_ranks
     )
