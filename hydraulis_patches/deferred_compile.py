@@ -13,13 +13,12 @@ import os
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from importlib.metadata import version
 from typing import Any
 
 import torch
 
 from hydraulis_patches.hashes import JIT_FUSER_HASHES
-from hydraulis_patches.registry import UPSTREAM_PACKAGE, Patch
+from hydraulis_patches.registry import Patch, installed_version
 
 JIT_FUSER = Patch(
     name="jit_fuser",
@@ -63,7 +62,7 @@ def deferred_compile() -> Iterator[None]:
 
     Nothing happens if it is not a version that the patch was written for.
     """
-    if version(UPSTREAM_PACKAGE) not in JIT_FUSER.versions:
+    if installed_version() not in JIT_FUSER.versions:
         yield
         return
     torch_compile = torch.compile

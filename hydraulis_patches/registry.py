@@ -38,7 +38,7 @@ class Patch:
         Raises:
             UpstreamVersionError: naming version, patch and what differs.
         """
-        installed = version(UPSTREAM_PACKAGE)
+        installed = installed_version()
         if installed not in self.versions:
             raise UpstreamVersionError(
                 f"patch '{self.name}' is written for {UPSTREAM_PACKAGE} "
@@ -86,7 +86,7 @@ class SetState:
         module, attribute = _resolve(self.name)
         if not callable(getattr(module, attribute, None)):
             raise UpstreamVersionError(
-                f"{self.name} does not exist in {UPSTREAM_PACKAGE} {version(UPSTREAM_PACKAGE)}; "
+                f"{self.name} does not exist in {UPSTREAM_PACKAGE} {installed_version()}; "
                 "port what calls it"
             )
 
@@ -102,6 +102,12 @@ class AppliedPatch:
     def undo(self) -> None:
         """Restore upstream's value."""
         setattr(self.module, self.attribute, self.original)
+
+
+@cache
+def installed_version() -> str:
+    """Of upstream. Reading it takes a millisecond, and every patch asks for it."""
+    return version(UPSTREAM_PACKAGE)
 
 
 def check_signature(target: str, replacement: Callable[..., Any]) -> None:

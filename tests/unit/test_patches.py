@@ -124,7 +124,7 @@ def test_replacements_on_the_cpu_have_upstream_s_signatures(target: str) -> None
 def test_an_unknown_version_is_refused_naming_version_and_patch(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(registry, "version", lambda package: "0.20.0")
+    monkeypatch.setattr(registry, "installed_version", lambda: "0.20.0")
     with pytest.raises(UpstreamVersionError) as refusal:
         CPU_BACKEND.check()
     message = str(refusal.value)
@@ -138,7 +138,7 @@ def test_an_unknown_version_is_not_changed(
 ) -> None:
     original = upstream.answer
     patch = patch_of("answer")
-    monkeypatch.setattr(registry, "version", lambda package: "0.20.0")
+    monkeypatch.setattr(registry, "installed_version", lambda: "0.20.0")
     with pytest.raises(UpstreamVersionError):
         patch.apply(lambda original: lambda question, *, times=1: "ours")
     assert upstream.answer is original
