@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from transformers import AutoModelForCausalLM
+import transformers
 
 from megatron.hydraulis.checkpoint.folder import CheckpointFolder
 from megatron.hydraulis.checkpoint.hugging_face.export_hf import export_checkpoint
@@ -127,7 +127,7 @@ def test_weights_go_in_and_out_and_checkpoints_continue(family: str, tmp_path: P
     folder = make_folder(tmp_path / family, family)
     pool = "tp2+tp1" if family == "qwen3" else "tp2ep2+tp1"
     runs = pool_of(NUM_RANKS).run(run_verbs, folder, tmp_path / "saved", pool)
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     stored = tensors_of(folder)
     for first, log_probs, after, loaded in runs:
         assert_same_tensors(stored, first)

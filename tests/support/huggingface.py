@@ -23,30 +23,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from transformers import (
-    DeepseekV2Config,
-    DeepseekV2ForCausalLM,
-    DeepseekV3Config,
-    DeepseekV3ForCausalLM,
-    GptOssConfig,
-    GptOssForCausalLM,
-    LlamaConfig,
-    LlamaForCausalLM,
-    MistralConfig,
-    MistralForCausalLM,
-    MixtralConfig,
-    MixtralForCausalLM,
-    NemotronConfig,
-    NemotronForCausalLM,
-    Qwen2MoeConfig,
-    Qwen2MoeForCausalLM,
-    Qwen3MoeConfig,
-    Qwen3MoeForCausalLM,
-    Qwen3NextConfig,
-    Qwen3NextForCausalLM,
-    SmolLM3Config,
-    SmolLM3ForCausalLM,
-)
+import transformers  # its models, when they are used: they load torch's compiler
 
 from tests.support.models import SmallModel
 
@@ -253,74 +230,80 @@ def _epsilon(model: SmallModel) -> float:
 
 
 def _build(model: SmallModel) -> torch.nn.Module:
-    return LlamaForCausalLM(LlamaConfig(**_sizes(model), rms_norm_eps=_epsilon(model))).float()
+    return transformers.LlamaForCausalLM(
+        transformers.LlamaConfig(**_sizes(model), rms_norm_eps=_epsilon(model))
+    ).float()
 
 
 def mistral(model: SmallModel) -> torch.nn.Module:
     """With a window in all layers; it counts a token's own key."""
     window = model.transformer().window_size
     assert window is not None
-    config = MistralConfig(
+    config = transformers.MistralConfig(
         **_sizes(model), rms_norm_eps=_epsilon(model), sliding_window=window[0] + 1
     )
-    return MistralForCausalLM(config).float()
+    return transformers.MistralForCausalLM(config).float()
 
 
 def nemotron(model: SmallModel) -> torch.nn.Module:
     """With squared ReLU and layer norms around one."""
-    return NemotronForCausalLM(NemotronConfig(**_sizes(model), norm_eps=_epsilon(model))).float()
+    return transformers.NemotronForCausalLM(
+        transformers.NemotronConfig(**_sizes(model), norm_eps=_epsilon(model))
+    ).float()
 
 
 def smollm3(model: SmallModel) -> torch.nn.Module:
     """With layers that have no positions."""
     no_rope = model.transformer().no_rope_freq
     assert isinstance(no_rope, list)
-    config = SmolLM3Config(
+    config = transformers.SmolLM3Config(
         **_sizes(model),
         rms_norm_eps=_epsilon(model),
         no_rope_layers=[1 - skips for skips in no_rope],
     )
-    return SmolLM3ForCausalLM(config).float()
+    return transformers.SmolLM3ForCausalLM(config).float()
 
 
 def qwen3_next(model: SmallModel) -> torch.nn.Module:
     """With gated attention and norms around one, in full layers without experts."""
-    config = Qwen3NextConfig(
+    config = transformers.Qwen3NextConfig(
         **_sizes(model),
         rms_norm_eps=_epsilon(model),
         layer_types=["full_attention"] * model.num_layers,
         mlp_only_layers=list(range(model.num_layers)),
     )
-    return Qwen3NextForCausalLM(config).float()
+    return transformers.Qwen3NextForCausalLM(config).float()
 
 
 def mixtral(model: SmallModel) -> torch.nn.Module:
     """With experts in all layers."""
     settings = model.transformer()
-    config = MixtralConfig(
+    config = transformers.MixtralConfig(
         **_sizes(model) | {"intermediate_size": settings.moe_ffn_hidden_size},
         rms_norm_eps=_epsilon(model),
         num_local_experts=settings.num_moe_experts,
         num_experts_per_tok=settings.moe_router_topk,
         sliding_window=None,
     )
-    return MixtralForCausalLM(config).float()
+    return transformers.MixtralForCausalLM(config).float()
 
 
 def qwen2_moe(model: SmallModel) -> torch.nn.Module:
     """With a shared expert and its gate, without biases."""
     settings = model.transformer()
-    config = Qwen2MoeConfig(
+    config = transformers.Qwen2MoeConfig(
         **_qwen_experts(model),
         shared_expert_intermediate_size=settings.moe_shared_expert_intermediate_size,
         qkv_bias=False,
     )
-    return Qwen2MoeForCausalLM(config).float()
+    return transformers.Qwen2MoeForCausalLM(config).float()
 
 
 def qwen3_moe(model: SmallModel) -> torch.nn.Module:
     """With norms of queries and keys."""
-    return Qwen3MoeForCausalLM(Qwen3MoeConfig(**_qwen_experts(model))).float()
+    return transformers.Qwen3MoeForCausalLM(
+        transformers.Qwen3MoeConfig(**_qwen_experts(model))
+    ).float()
 
 
 def _qwen_experts(model: SmallModel) -> dict[str, Any]:
@@ -343,12 +326,16 @@ def _qwen_experts(model: SmallModel) -> dict[str, Any]:
 
 def deepseek_v2(model: SmallModel) -> torch.nn.Module:
     """Without experts."""
-    return DeepseekV2ForCausalLM(DeepseekV2Config(**_latents(model))).float()
+    return transformers.DeepseekV2ForCausalLM(
+        transformers.DeepseekV2Config(**_latents(model))
+    ).float()
 
 
 def deepseek_v3(model: SmallModel) -> torch.nn.Module:
     """Without experts."""
-    return DeepseekV3ForCausalLM(DeepseekV3Config(**_latents(model))).float()
+    return transformers.DeepseekV3ForCausalLM(
+        transformers.DeepseekV3Config(**_latents(model))
+    ).float()
 
 
 def _latents(model: SmallModel) -> dict[str, Any]:
@@ -380,7 +367,7 @@ def gpt_oss(model: SmallModel) -> torch.nn.Module:
     """With windows in every other layer, learnable offsets, and a single expert as the MLP."""
     settings = model.transformer()
     assert settings.window_size is not None
-    config = GptOssConfig(
+    config = transformers.GptOssConfig(
         **_sizes(model),
         rms_norm_eps=_epsilon(model),
         sliding_window=settings.window_size[0] + 1,
@@ -388,7 +375,7 @@ def gpt_oss(model: SmallModel) -> torch.nn.Module:
         num_local_experts=1,
         num_experts_per_tok=1,
     )
-    built = GptOssForCausalLM(config)
+    built = transformers.GptOssForCausalLM(config)
     for layer in built.model.layers:
         layer.mlp = _DenseGptOss(layer.mlp.experts)
     return built.float()

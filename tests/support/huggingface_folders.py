@@ -9,32 +9,8 @@ from typing import Any
 
 import numpy as np
 import torch
+import transformers  # see huggingface.py
 from safetensors.torch import load_file
-from transformers import (
-    AutoModelForCausalLM,
-    LlamaConfig,
-    LlamaForCausalLM,
-    MistralConfig,
-    MistralForCausalLM,
-    MixtralConfig,
-    MixtralForCausalLM,
-    NemotronConfig,
-    NemotronForCausalLM,
-    PreTrainedConfig,
-    PreTrainedModel,
-    Qwen2Config,
-    Qwen2ForCausalLM,
-    Qwen2MoeConfig,
-    Qwen2MoeForCausalLM,
-    Qwen3Config,
-    Qwen3ForCausalLM,
-    Qwen3MoeConfig,
-    Qwen3MoeForCausalLM,
-    Qwen3NextConfig,
-    Qwen3NextForCausalLM,
-    SmolLM3Config,
-    SmolLM3ForCausalLM,
-)
 
 LLAMA3_ROPE = {
     "rope_type": "llama3",
@@ -54,18 +30,19 @@ _SIZES = {
     "max_position_embeddings": 256,
 }
 _FEW_EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 12}
-_CLASSES: dict[str, tuple[type[PreTrainedConfig], type[PreTrainedModel]]] = {
-    "llama": (LlamaConfig, LlamaForCausalLM),
-    "qwen2": (Qwen2Config, Qwen2ForCausalLM),
-    "qwen3": (Qwen3Config, Qwen3ForCausalLM),
-    "mistral": (MistralConfig, MistralForCausalLM),
-    "mixtral": (MixtralConfig, MixtralForCausalLM),
-    "qwen2_moe": (Qwen2MoeConfig, Qwen2MoeForCausalLM),
-    "qwen3_moe": (Qwen3MoeConfig, Qwen3MoeForCausalLM),
-    "nemotron": (NemotronConfig, NemotronForCausalLM),
-    "smollm3": (SmolLM3Config, SmolLM3ForCausalLM),
-    "qwen3_next": (Qwen3NextConfig, Qwen3NextForCausalLM),
+_CLASSES = {
+    "llama": "Llama",
+    "qwen2": "Qwen2",
+    "qwen3": "Qwen3",
+    "mistral": "Mistral",
+    "mixtral": "Mixtral",
+    "qwen2_moe": "Qwen2Moe",
+    "qwen3_moe": "Qwen3Moe",
+    "nemotron": "Nemotron",
+    "smollm3": "SmolLM3",
+    "qwen3_next": "Qwen3Next",
 }
+"""What the names of a family's classes in transformers begin with."""
 VARIANTS: dict[str, dict[str, Any]] = {
     "llama": {"rope_parameters": LLAMA3_ROPE, "max_position_embeddings": 16384},
     "llama, tied, one head a group, biases": {
@@ -125,8 +102,11 @@ def make_folder(
     path: Path, variant: str, dtype: torch.dtype = torch.float32, **options: Any
 ) -> Path:
     """Random parameters, norms and biases among them; ``options`` of ``save_pretrained``."""
-    config_class, model_class = _CLASSES[variant.split(",")[0]]
-    model: Any = model_class(config_class(**(_SIZES | VARIANTS[variant])))
+    name = _CLASSES[variant.split(",")[0]]
+    config_class: Any = getattr(transformers, f"{name}Config")
+    model: Any = getattr(transformers, f"{name}ForCausalLM")(
+        config_class(**(_SIZES | VARIANTS[variant]))
+    )
     generator = torch.Generator().manual_seed(len(variant))
     with torch.no_grad():
         for name, parameter in model.named_parameters():
@@ -169,7 +149,7 @@ def transformers_loss(folder: Path, batch: Sequence[np.ndarray]) -> float:
         folder: of the model.
         batch: (length + 1,) tokens each.
     """
-    model = AutoModelForCausalLM.from_pretrained(
+    model = transformers.AutoModelForCausalLM.from_pretrained(
         folder, dtype=torch.float32, attn_implementation="eager"
     )
     total, num_tokens = 0.0, 0
