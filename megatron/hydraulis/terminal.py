@@ -6,15 +6,26 @@ import html
 import io
 import json
 import sys
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
-from rich.progress import BarColumn, Progress, ProgressColumn, TextColumn
+from rich.progress import (
+    BarColumn,
+    DownloadColumn,
+    Progress,
+    ProgressColumn,
+    TextColumn,
+    TimeRemainingColumn,
+)
 from rich.table import Table
 
 _WIDTH_WITHOUT_TERMINAL = 100
+_BYTES_PER_MB = 1e6
+_BYTES_PER_GB = 1e9
+_LINE_INTERVAL_S = 10.0
 
 
 def results_console(width: int = _WIDTH_WITHOUT_TERMINAL) -> Console:
@@ -37,6 +48,42 @@ def progress_bars(*columns: ProgressColumn, is_shown: bool = True) -> Progress:
         transient=True,
         disable=not (is_shown and console.is_terminal),
     )
+
+
+class ByteProgress:
+    """Progress on standard error: a bar on a terminal, elsewhere a line every ten seconds.
+
+    The first bytes start the bar and with it a thread, so that processes can be forked before.
+    """
+
+    def __init__(self, what: str, num_bytes: int) -> None:
+        self._bar = progress_bars(DownloadColumn(), TimeRemainingColumn())
+        self._bar.add_task(what, total=num_bytes)
+        self._last_line_s = time.monotonic()
+
+    def __enter__(self) -> ByteProgress:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._bar.stop()
+
+    def advance(self, num_bytes: int) -> None:
+        """Count bytes as done."""
+        self._bar.start()
+        (task,) = self._bar.tasks
+        self._bar.update(task.id, advance=num_bytes)
+        now_s = time.monotonic()
+        if self._bar.disable and now_s - self._last_line_s >= _LINE_INTERVAL_S:
+            self._last_line_s = now_s
+            done, total = size_text(int(task.completed)), size_text(int(task.total or 0))
+            print(f"{task.description}: {done} of {total}", file=sys.stderr, flush=True)
+
+
+def size_text(num_bytes: int) -> str:
+    """A size in MB or GB."""
+    if num_bytes < _BYTES_PER_GB:
+        return f"{num_bytes / _BYTES_PER_MB:.1f} MB"
+    return f"{num_bytes / _BYTES_PER_GB:.2f} GB"
 
 
 def figures_table(

@@ -35,14 +35,13 @@ from megatron.hydraulis.lengths.command import (
     add_lengths_arguments,
     batch_sizes,
     check_seed,
-    check_seq_length,
 )
 from megatron.hydraulis.lengths.counts import read_length_counts
 from megatron.hydraulis.model_shape import ModelShape
 from megatron.hydraulis.planner.solver import native_prints_to_stderr
 from megatron.hydraulis.proposal.batches import draw_batches
 from megatron.hydraulis.proposal.candidates import Candidates
-from megatron.hydraulis.proposal.command import proposal_progress
+from megatron.hydraulis.proposal.command import add_search_arguments, proposal_progress
 from megatron.hydraulis.proposal.propose import OnProgress, Proposal, propose
 from megatron.hydraulis.simulator.ways import CEILING, FIXED_ROWS, PACKING, Ways
 from megatron.hydraulis.simulator.work import IterationWork, MicroBatchWork
@@ -302,16 +301,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     corpus = parser.add_argument_group("corpus and batches")
     add_lengths_arguments(corpus)
     add_batch_arguments(corpus)
-    corpus.add_argument(
-        "--num-batches",
-        type=int,
-        default=_NUM_BATCHES,
-        metavar="N",
-        help="number of batches to sample (default: %(default)s)",
-    )
-    corpus.add_argument(
-        "--seed", type=int, default=0, metavar="N", help="of the batches (default: %(default)s)"
-    )
+    add_search_arguments(corpus, num_batches=_NUM_BATCHES)
     job = parser.add_argument_group("job")
     job.add_argument("--num-ranks", type=int, required=True, metavar="N", help="GPUs of the job")
     job.add_argument(
@@ -321,13 +311,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--cost-profile",
         metavar="FILE",
         help="measured cost profile, JSON (default: estimated for all schemes that fit)",
-    )
-    job.add_argument(
-        "--max-strategies",
-        type=int,
-        default=7,
-        metavar="K",
-        help="maximum number of strategies in the pool (default: %(default)s)",
     )
     add_row_quantum(job)
     add_regroup_arguments(parser)
@@ -348,22 +331,15 @@ def run(namespace: argparse.Namespace) -> int:
     Raises ConfigurationError, StrategyError or DataError for invalid files and flags, PlanError if
     no scheme holds the longest sequence.
     """
-    check_seq_length(namespace.seq_length)
     check_seed(namespace.seed)
-    num_ranks = namespace.num_ranks
-    if num_ranks < 1:
-        raise ConfigurationError(
-            f"--num-ranks is at least 1 but is {num_ranks}; give a positive number"
-        )
-    given = namespace.ranks_per_node
+    num_ranks, given = namespace.num_ranks, namespace.ranks_per_node
     ranks_per_node = whole_nodes(
-        num_ranks, min(8, num_ranks) if given is None else given, "--ranks-per-node"
+        num_ranks, min(8, num_ranks) if given is None else given, "--num-ranks, --ranks-per-node"
     )
     sizes = batch_sizes(namespace)
     costs = _costs(namespace, num_ranks, ranks_per_node)
     counts = read_length_counts(namespace.lengths)
-    if namespace.seq_length is not None:
-        counts = counts.cut(namespace.seq_length, namespace.long_sequences)
+    counts = counts.cut(namespace.seq_length, namespace.long_sequences)
     with proposal_progress(is_shown=not namespace.json) as on_progress, native_prints_to_stderr():
         advice = advise(
             costs,

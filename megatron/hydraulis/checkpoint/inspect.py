@@ -18,7 +18,6 @@ from typing import TYPE_CHECKING, Any
 from rich.console import Console
 from rich.table import Table
 
-from megatron.hydraulis.checkpoint.byte_progress import ByteProgress, size_text
 from megatron.hydraulis.checkpoint.folder import CheckpointFolder, is_unfinished
 from megatron.hydraulis.checkpoint.manifest import (
     FORMAT_NAME,
@@ -27,7 +26,7 @@ from megatron.hydraulis.checkpoint.manifest import (
     Manifest,
 )
 from megatron.hydraulis.errors import CheckpointError
-from megatron.hydraulis.terminal import figures_table
+from megatron.hydraulis.terminal import ByteProgress, figures_table, size_text
 
 if TYPE_CHECKING:
     from megatron.hydraulis.checkpoint.torch_dist import StoredCheckpoint, StoredTensor

@@ -19,14 +19,6 @@ from typing import Any, NamedTuple, Self
 import numpy as np
 import numpy.typing as npt
 from rich.console import Console
-from rich.progress import (
-    BarColumn,
-    DownloadColumn,
-    Progress,
-    TaskProgressColumn,
-    TextColumn,
-    TimeRemainingColumn,
-)
 
 from megatron.hydraulis.data import chat
 from megatron.hydraulis.data.chat import ChatCounts, ConversationEncoder, WeightedTokens
@@ -42,7 +34,7 @@ from megatron.hydraulis.data.tokenizer import (
 )
 from megatron.hydraulis.data.weights import Weights
 from megatron.hydraulis.errors import ConfigurationError, DataError
-from megatron.hydraulis.terminal import print_next
+from megatron.hydraulis.terminal import ByteProgress, print_next
 
 _CHUNK_BYTES = 1 << 18
 """Text sent to a worker at a time: about 0.1 s of work, far above the cost of sending it."""
@@ -233,38 +225,20 @@ def report_run(
     json_key: str | None = None,
     num_workers: int = 1,
 ) -> None:
-    """Preprocess with a progress bar, then print counts.
+    """Preprocess with a report of progress, then print counts.
 
     Arguments and errors as ``preprocess``.
     """
-    progress = Progress(
-        TextColumn("tokenizing"),
-        BarColumn(),
-        TaskProgressColumn(),
-        DownloadColumn(),
-        TimeRemainingColumn(),
-        console=Console(stderr=True),
-    )
     num_bytes = sum(file.stat().st_size for file in files)
-    task = progress.add_task("tokenizing", total=num_bytes)
-
-    def advance(num_read: int) -> None:
-        # Not earlier: it starts a thread, and workers are forked before this first call.
-        progress.start()
-        progress.advance(task, num_read)
-
-    try:
+    with ByteProgress("tokenizing", num_bytes) as progress:
         report = preprocess(
             files,
             output_prefix,
             encoder,
             json_key=json_key,
             num_workers=num_workers,
-            on_progress=advance,
+            on_progress=progress.advance,
         )
-        progress.update(task, completed=num_bytes)
-    finally:
-        progress.stop()
     console, lengths = Console(), report.document_lengths
     console.print(
         f"{report.num_files:,} files, {len(lengths):,} documents ({report.num_empty:,} empty ones "

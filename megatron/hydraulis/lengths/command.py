@@ -225,6 +225,18 @@ def add_batch_arguments(parser: argparse._ActionsContainer) -> None:
     )
 
 
+def add_seed(parser: argparse._ActionsContainer) -> None:
+    """Declares --seed of batches that are sampled."""
+    parser.add_argument(
+        "--seed",
+        type=int,
+        default=0,
+        metavar="N",
+        help="seed of the batches; files, flags and seed determine the result "
+        "(default: %(default)s)",
+    )
+
+
 def batch_sizes(namespace: argparse.Namespace) -> BatchSizes:
     """The size of global batches; of those that grow in training the last, which stderr says.
 
@@ -267,7 +279,6 @@ def run(namespace: argparse.Namespace) -> int:
 
     Raises DataError or ConfigurationError for invalid files and flags.
     """
-    check_seq_length(namespace.seq_length)
     counts = read_length_counts(namespace.lengths)
     statistics = LengthStatistics.of(
         counts, seq_length=namespace.seq_length, how=namespace.long_sequences
@@ -285,14 +296,6 @@ def run(namespace: argparse.Namespace) -> int:
         "--model FILE --device NAME"
     )
     return 0
-
-
-def check_seq_length(seq_length: int | None) -> None:
-    """Raises ConfigurationError for a length below 1."""
-    if seq_length is not None and seq_length < 1:
-        raise ConfigurationError(
-            f"a sequence has at least 1 token but --seq-length is {seq_length}; raise it"
-        )
 
 
 def check_seed(seed: int) -> None:

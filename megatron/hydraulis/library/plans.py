@@ -35,7 +35,6 @@ from megatron.hydraulis.data.index import LongSequences
 from megatron.hydraulis.data.sampler import BatchSizes
 from megatron.hydraulis.errors import ConfigurationError, DataError, StrategyError
 from megatron.hydraulis.json_object import read_json
-from megatron.hydraulis.lengths.command import check_seq_length
 from megatron.hydraulis.lengths.counts import LengthCounts, read_length_counts
 from megatron.hydraulis.model_shape import ModelShape
 from megatron.hydraulis.planner.planned import PlannedBatch, plan_batch
@@ -213,11 +212,8 @@ def propose(
 
     Raises the errors of `plan`.
     """
-    check_seq_length(seq_length)
     ranks_per_node = _ranks_per_node(num_ranks, ranks_per_node)
-    counts = _counts(lengths)
-    if seq_length is not None:
-        counts = counts.cut(seq_length, long_sequences)
+    counts = _counts(lengths).cut(seq_length, long_sequences)
     costs = _options(model, device, grad_reduce_in_bf16).costs(
         as_profile(profile), num_ranks=num_ranks, ranks_per_node=ranks_per_node
     )

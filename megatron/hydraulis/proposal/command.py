@@ -14,13 +14,12 @@ from megatron.hydraulis.cost_model.shape_arguments import (
     print_bf16_advice,
     warn_of_unknown_overheads,
 )
-from megatron.hydraulis.errors import ConfigurationError
 from megatron.hydraulis.json_object import write_output
 from megatron.hydraulis.lengths.command import (
     add_batch_arguments,
     add_lengths_arguments,
+    add_seed,
     batch_sizes,
-    check_seq_length,
 )
 from megatron.hydraulis.lengths.counts import read_length_counts
 from megatron.hydraulis.planner.solver import native_prints_to_stderr
@@ -49,13 +48,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     corpus = parser.add_argument_group("corpus and batches")
     add_lengths_arguments(corpus)
     add_batch_arguments(corpus)
-    corpus.add_argument(
-        "--num-batches",
-        type=int,
-        default=NUM_BATCHES,
-        metavar="N",
-        help="number of batches to sample for the search (default: %(default)s)",
-    )
+    add_search_arguments(corpus, num_batches=NUM_BATCHES)
     job = parser.add_argument_group("job")
     job.add_argument(
         "--cost-profile",
@@ -78,26 +71,30 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_regroup_arguments(parser)
     output = parser.add_argument_group("pool")
     output.add_argument(
-        "--max-strategies",
-        type=int,
-        default=MAX_STRATEGIES,
-        metavar="K",
-        help="maximum number of strategies in the pool (default: %(default)s)",
-    )
-    output.add_argument(
         "--out",
         metavar="FILE",
         help="write the pool file here, JSON; if it has schemes with a cp that was not measured, "
         f"a cost profile with assumed rows for them goes next to it, FILE{_PROFILE_SUFFIX}",
     )
     output.add_argument("--json", action="store_true", help="print all results as JSON")
-    output.add_argument(
-        "--seed",
+
+
+def add_search_arguments(parser: argparse._ActionsContainer, *, num_batches: int) -> None:
+    """Declares the flags of a search for a pool; num_batches is the default."""
+    parser.add_argument(
+        "--num-batches",
         type=int,
-        default=0,
+        default=num_batches,
         metavar="N",
-        help="seed of the sampled batches; files, flags and seed determine the pool "
-        "(default: %(default)s)",
+        help="number of batches to sample (default: %(default)s)",
+    )
+    add_seed(parser)
+    parser.add_argument(
+        "--max-strategies",
+        type=int,
+        default=MAX_STRATEGIES,
+        metavar="K",
+        help="maximum number of strategies in the pool (default: %(default)s)",
     )
 
 
@@ -107,21 +104,16 @@ def run(namespace: argparse.Namespace) -> int:
     Raises ConfigurationError, StrategyError or DataError for invalid files and flags, PlanError if
     no scheme holds the longest sequence.
     """
-    check_seq_length(namespace.seq_length)
-    num_ranks, ranks_per_node = namespace.num_ranks, namespace.ranks_per_node
-    if num_ranks < 1 or (ranks_per_node is not None and ranks_per_node < 1):
-        raise ConfigurationError(
-            f"a job has at least 1 rank on nodes of at least 1 but --num-ranks is {num_ranks} and "
-            f"--ranks-per-node {ranks_per_node}; give positive numbers"
-        )
-    ranks_per_node = whole_nodes(num_ranks, ranks_per_node or 0, "--ranks-per-node")
+    num_ranks = namespace.num_ranks
+    ranks_per_node = whole_nodes(
+        num_ranks, namespace.ranks_per_node or 0, "--num-ranks, --ranks-per-node"
+    )
     allowed = None
     if namespace.schemes is not None:
         terms = parse_terms(namespace.schemes, label="--schemes")
         allowed = [term.scheme for term in terms if term.scheme is not None]
     counts = read_length_counts(namespace.lengths)
-    if namespace.seq_length is not None:
-        counts = counts.cut(namespace.seq_length, namespace.long_sequences)
+    counts = counts.cut(namespace.seq_length, namespace.long_sequences)
     profile_path = namespace.cost_profile
     costs = job_options(namespace).costs(
         ProfileCostModel.read(profile_path),

@@ -96,13 +96,7 @@ def loss_forward_step(
     """A forward step whose micro-batches give Σ weight · loss ÷ divisor.
 
     Without ``entropy`` the loss gets None for it. Logits are divided by the temperature.
-
-    Raises ConfigurationError for a divisor that is not positive and finite.
     """
-    if not 0 < divisor < float("inf"):
-        raise ConfigurationError(
-            f"the divisor must be positive and finite but is {divisor}; give another one"
-        )
     finish = partial(_weighted_sum, loss, divisor)
     outputs = token_outputs(entropy=entropy, temperature=temperature)
     return forward_step_of(finish, output_processor=outputs)

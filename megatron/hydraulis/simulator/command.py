@@ -20,6 +20,7 @@ from megatron.hydraulis.json_object import write_json
 from megatron.hydraulis.lengths.command import (
     add_batch_arguments,
     add_long_sequences,
+    add_seed,
     batch_sizes,
 )
 from megatron.hydraulis.lengths.counts import read_length_counts
@@ -111,13 +112,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="let a long sequence wait for others, at most K iterations, and compare the pool with "
         "and without it (default: %(default)s)",
     )
-    batches.add_argument(
-        "--seed",
-        type=int,
-        default=0,
-        metavar="N",
-        help="seed of the batches (default: %(default)s)",
-    )
+    add_seed(batches)
     batches.add_argument(
         "--ways",
         nargs="+",

@@ -15,7 +15,7 @@ from megatron.hydraulis.cost_model.limits import Limits
 from megatron.hydraulis.data.index import LongSequences
 from megatron.hydraulis.data.sampler import BatchSizes
 from megatron.hydraulis.errors import ConfigurationError, PlanError
-from megatron.hydraulis.lengths.command import check_seed, check_seq_length
+from megatron.hydraulis.lengths.command import check_seed
 from megatron.hydraulis.lengths.counts import LengthCounts
 from megatron.hydraulis.model_shape import ModelShape
 from megatron.hydraulis.observability.pictures import figure_svg
@@ -188,7 +188,6 @@ def compare_ways(
             f"--ways: {unknown[0]!r} is none of the {len(WAYS)} ways; choose from "
             f"{', '.join(map(repr, WAYS))}"
         )
-    check_seq_length(seq_length)
     check_seed(seed)
     if long_sequence_window < 0:
         raise ConfigurationError(
@@ -204,7 +203,7 @@ def compare_ways(
         plan_ahead=plan_ahead,
         kept=kept,
     )
-    longest = seq_length or _longest_held(pool, Limits(costs.profile))
+    longest = _longest_held(pool, Limits(costs.profile)) if seq_length is None else seq_length
     sampled = partial(
         sample_batches, counts.cut(longest, long_sequences).sequences, seed=seed, sizes=sizes
     )

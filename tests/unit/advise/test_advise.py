@@ -143,7 +143,7 @@ def test_flops_of_causal_attention() -> None:
     [
         ([], "neither --device nor --cost-profile"),
         (["--device", "a100-40g", "--seq-length", "0"], "--seq-length"),
-        (["--device", "a100-80g", "--num-ranks", "0"], "--num-ranks is at least 1 but is 0"),
+        (["--device", "a100-80g", "--num-ranks", "0"], "a job needs at least 1 rank but has 0"),
         (["--device", "none"], "device 'none'"),
     ],
 )

@@ -401,7 +401,7 @@ def test_a_pool_is_no_slower_than_a_static_strategy_however_regrouping_counts(
         (["--global-batch-tokens", "5000"], "give one"),
         (["--seed", "-1"], "--seed is from 0 to 2147483647 but is -1"),
         (["--num-batches", "0"], "--num-batches is 0"),
-        (["--num-ranks", "0"], "--num-ranks is 0"),
+        (["--num-ranks", "0"], "a job needs at least 1 rank but has 0"),
         (["--seq-length", "1000", "--long-sequences", "error"], "2000|3 have more|have more"),
         (["--out", "/no/such/folder/pool.json"], "must be a path that can be written"),
     ],

@@ -14,7 +14,6 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from megatron.hydraulis.checkpoint.byte_progress import ByteProgress
 from megatron.hydraulis.checkpoint.folder import CheckpointFolder, is_unfinished
 from megatron.hydraulis.checkpoint.hugging_face.config import CONFIG_NAME, config_of
 from megatron.hydraulis.checkpoint.hugging_face.model import HuggingFaceModel, model_from_arguments
@@ -30,6 +29,7 @@ from megatron.hydraulis.checkpoint.hugging_face.tensors import (
 )
 from megatron.hydraulis.checkpoint.manifest import FORMAT_NAME, Manifest, is_checkpoint
 from megatron.hydraulis.errors import CheckpointError, ConfigurationError, listed
+from megatron.hydraulis.terminal import ByteProgress
 
 if TYPE_CHECKING:
     import torch

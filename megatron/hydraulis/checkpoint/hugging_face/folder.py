@@ -20,11 +20,11 @@ from typing import Any
 import torch
 from safetensors import SafetensorError, safe_open
 
-from megatron.hydraulis.checkpoint.byte_progress import size_text
 from megatron.hydraulis.checkpoint.hugging_face.config import CONFIG_NAME
 from megatron.hydraulis.checkpoint.hugging_face.families import ExpertNames
 from megatron.hydraulis.errors import CheckpointError, ConfigurationError
 from megatron.hydraulis.json_object import JsonObject, read_json
+from megatron.hydraulis.terminal import size_text
 
 _SINGLE_FILE = "model.safetensors"
 _INDEX = "model.safetensors.index.json"

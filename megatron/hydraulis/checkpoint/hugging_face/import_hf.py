@@ -12,7 +12,6 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from megatron.hydraulis.checkpoint.byte_progress import ByteProgress
 from megatron.hydraulis.checkpoint.folder import LATEST_FILE_NAME, RELEASE, CheckpointFolder
 from megatron.hydraulis.checkpoint.hugging_face.config import CONFIG_NAME, model_from_config
 from megatron.hydraulis.checkpoint.hugging_face.model import HuggingFaceModel, model_flags
@@ -31,6 +30,7 @@ from megatron.hydraulis.checkpoint.hugging_face.tensors import (
 from megatron.hydraulis.checkpoint.manifest import Manifest, model_of, records_of
 from megatron.hydraulis.errors import CheckpointError, ConfigurationError
 from megatron.hydraulis.json_object import read_json
+from megatron.hydraulis.terminal import ByteProgress
 
 if TYPE_CHECKING:
     import torch

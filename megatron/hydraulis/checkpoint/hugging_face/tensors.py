@@ -20,10 +20,10 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any
 
-from megatron.hydraulis.checkpoint.byte_progress import size_text
 from megatron.hydraulis.checkpoint.hugging_face.families import DENSE_PROJECTIONS
 from megatron.hydraulis.checkpoint.hugging_face.model import FAMILY_NAMES, HuggingFaceModel
 from megatron.hydraulis.errors import CheckpointError, ConfigurationError, listed
+from megatron.hydraulis.terminal import size_text
 
 EMBEDDING = "embedding.word_embeddings.weight"
 OUTPUT = "output_layer.weight"
