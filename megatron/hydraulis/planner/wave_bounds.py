@@ -41,7 +41,7 @@ from megatron.hydraulis.planner.solver import (
 
 FloatArray = NDArray[np.float64]
 
-_NUM_BUCKETS = 12
+_NUM_BUCKETS = 20
 _NUM_CLASSES = 8
 _DUAL_FEASIBLE_FUNCTIONS = (1, 2)
 # Least ratio of the borders of a class.
