@@ -114,7 +114,7 @@ class ReplicaPacker:
         for nums in itertools.chain([near], more):
             found = [each for num in nums for each in self._in_shapes(sequences, work_ms, num)]
             if found:
-                return min(found, key=lambda packing: packing.time_ms)
+                return _packing(*min(found, key=lambda timed: timed[1]))
         # It never needs more micro-batches than there are sequences.
         return self.packed(best_fit(sequences, self.tokens, self.cost.max_tokens))
 
@@ -251,13 +251,12 @@ class ReplicaPacker:
         limit = self.cost.max_tokens
         if any(sum(self.tokens[sequence] for sequence in share) > limit for share in micro_batches):
             return Packing(tuple(map(tuple, micro_batches)), math.inf)
-        times_ms = [
-            self.cost.time_ms([self.lengths[sequence] for sequence in share])
-            for share in micro_batches
-        ]
-        return Packing(
-            tuple(tuple(sorted(share)) for share in micro_batches),
-            self.cost.pipeline.time_ms(times_ms),
+        return _packing(micro_batches, self._time_ms(micro_batches))
+
+    def _time_ms(self, micro_batches: Sequence[Sequence[int]]) -> float:
+        of_lengths, length_of = self.cost.time_ms, self.lengths.__getitem__
+        return self.cost.pipeline.time_ms(
+            [of_lengths(list(map(length_of, share))) for share in micro_batches]
         )
 
     def _best_num(self, work_ms: float, num_tokens: int, num_sequences: int, longest: int) -> int:
@@ -282,8 +281,11 @@ class ReplicaPacker:
             num += 1
         return best_num
 
-    def _in_shapes(self, sequences: Sequence[int], work_ms: float, num: int) -> list[Packing]:
-        """Packings to the shapes of num micro-batches, without those that lack room."""
+    def _in_shapes(
+        self, sequences: Sequence[int], work_ms: float, num: int
+    ) -> list[tuple[list[list[int]], float]]:
+        """Micro-batches to the shapes of num of them, with their time, without those that lack
+        room."""
         c_ms = self.cost.coefficients.c_ms
         total_ms = work_ms + num * c_ms
         some = self._shapes(num)
@@ -301,7 +303,7 @@ class ReplicaPacker:
             first: list[list[int]] = [[] for _ in range(num)]
             dealt = deal(sequences, self.works_ms, self.tokens, first, loads_ms, rooms)
             if dealt is not None:
-                found.append(self.packed(dealt))
+                found.append((dealt, self._time_ms(dealt)))
         return found
 
     def _shapes(self, num: int) -> Sequence[Shape]:
@@ -317,6 +319,10 @@ class ReplicaPacker:
             )
             for shape in shapes(self.cost.pipeline, MAX_EXACT)
         )
+
+
+def _packing(micro_batches: Sequence[Sequence[int]], time_ms: float) -> Packing:
+    return Packing(tuple(tuple(sorted(share)) for share in micro_batches), time_ms)
 
 
 def _growing(first: int, end: int) -> Iterator[int]:
