@@ -48,11 +48,11 @@ def test_another_strategy_resumes_a_model_with_experts_and_latents(
     launch: Launch, tmp_path: Path
 ) -> None:
     save = ("--save", str(tmp_path), "--save-interval", "2")
-    whole = launch("tp2+cp2", 4, *EXPERTS, *LATENTS, *save, without=GROUPED)
+    whole = launch("tp2ep2+cp2", 4, *EXPERTS, *LATENTS, *save, without=GROUPED)
     assert "--moe-grouped-gemm" in whole.outcome.stdout
     assert " | expert load: " in whole.outcome.stdout
     load = ("--load", str(tmp_path), "--ckpt-step", "2")
-    resumed = launch("pp2+tp2", 4, *EXPERTS, *LATENTS, *load, without=GROUPED)
+    resumed = launch("cp4~ep4", 4, *EXPERTS, *LATENTS, *load, without=GROUPED)
     assert resumed.losses == pytest.approx(whole.losses[2:], rel=ROUNDING)
     last, expected = resumed.records[-1], whole.records[-1]
     assert last.router_bias_range == expected.router_bias_range != (0.0, 0.0)
