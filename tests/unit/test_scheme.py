@@ -71,6 +71,8 @@ def test_ep_belongs_to_a_scheme_and_its_context_groups() -> None:
     scheme = Scheme(tp=2, cp=4, pp=2, splits_cp=True, ep=8)
     assert str(scheme) == "tp2cp4~ep8pp2"
     assert {group.ep for group in scheme.group_schemes} == {8}
+    assert [group.as_replica.cp for group in scheme.group_schemes] == [4, 4, 4]
+    assert Scheme(tp=4, cp=3, ep=2).as_replica == Scheme(tp=4, cp=3, ep=2)
     assert Scheme.from_json(JsonObject(scheme.to_json(), "scheme", StrategyError)) == scheme
 
 

@@ -197,7 +197,8 @@ def estimated_profile(
     """
     device, cluster = model.device, model.cluster
     for scheme in schemes:
-        Strategy.parse(str(scheme), scheme.num_ranks).check_model(model.shape)
+        replica = scheme.as_replica
+        Strategy.parse(str(replica), replica.num_ranks).check_model(model.shape)
     rows = [
         ProfiledScheme(scheme=scheme, coefficients=model.coefficients(scheme), max_tokens=limit)
         for scheme in schemes

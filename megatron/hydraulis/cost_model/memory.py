@@ -161,6 +161,7 @@ class PoolFootprint:
 @lru_cache
 def _footprint_of_scheme(scheme: Scheme, num_ranks: int, ranks_per_node: int) -> PoolFootprint:
     """The needs of a job that replicas of one scheme fill, in whole nodes."""
+    scheme = scheme.as_replica
     num_replicas, num_idle = divmod(num_ranks, scheme.num_ranks)
     text = f"{num_replicas}*{scheme}" + (f"+{num_idle}*idle" if num_idle else "")
     strategy = Strategy.parse(text, num_ranks, ranks_per_node=ranks_per_node)

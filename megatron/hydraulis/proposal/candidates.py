@@ -71,7 +71,8 @@ class Candidates:
         ConfigurationError for an allowed scheme that the profile lacks.
         """
         rows = {row.scheme: row for row in cost_model.schemes}
-        known = (*rows, *_splitting(rows, num_ranks))
+        replicas = (scheme for scheme in rows if scheme.as_replica == scheme)
+        known = (*replicas, *_splitting(rows, num_ranks))
         for scheme in allowed or ():
             if scheme not in known:
                 names = ", ".join(map(str, known))
@@ -179,7 +180,11 @@ def _splitting(schemes: Iterable[Scheme], num_ranks: int) -> tuple[Scheme, ...]:
     split = (
         replace(s, splits_cp=True)
         for s in known
-        if s.pp == 1 and s.cp > 1 and s.cp & (s.cp - 1) == 0 and 2 * s.num_ranks >= num_ranks
+        if s.pp == 1
+        and s.cp > 1
+        and s.cp & (s.cp - 1) == 0
+        and 2 * s.num_ranks >= num_ranks
+        and s == s.as_replica
     )
     return tuple(sorted((s for s in split if known.issuperset(s.group_schemes)), key=str))
 

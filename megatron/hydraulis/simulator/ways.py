@@ -192,8 +192,8 @@ class Ways:
             if is_plain and len(strategy.schemes) == 1 and not strategy.idle_ranks:
                 found[str(strategy)] = strategy
         for row in self.profile.schemes:
-            num_each = row.scheme.num_ranks
-            if row.max_tokens and num_ranks % num_each == 0:
+            num_each, is_replica = row.scheme.num_ranks, row.scheme == row.scheme.as_replica
+            if row.max_tokens and is_replica and num_ranks % num_each == 0:
                 text = f"{num_ranks // num_each}*{row.scheme}"
                 strategy = Strategy.parse(text, num_ranks, ranks_per_node=per_node)
                 found.setdefault(str(strategy), strategy)
@@ -319,7 +319,8 @@ class Ways:
     def _megatron_context(self) -> Iterator[Works]:
         """The works of every tp and limit of a rank."""
         num_ranks, costs = self.pool.num_ranks, self.costs
-        for tp in sorted({row.scheme.tp for row in self.profile.schemes if row.scheme.pp == 1}):
+        plain = (row.scheme for row in self.profile.schemes if row.scheme.ep == row.scheme.pp == 1)
+        for tp in sorted({scheme.tp for scheme in plain}):
             width, rest = divmod(num_ranks, tp)
             if rest or width < 2 or width & (width - 1):
                 continue  # groups are powers of two

@@ -1,7 +1,8 @@
 """Scheme, replica and position: the shape of one copy of the model, and its ranks."""
 
+import math
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from megatron.hydraulis.errors import StrategyError
@@ -71,6 +72,13 @@ class Scheme:
             whole,
             *(self.of_context_group(self.cp >> i) for i in range(1, self.cp.bit_length())),
         )
+
+    @property
+    def as_replica(self) -> "Scheme":
+        """The narrowest scheme of a replica with this one as a group of its cp ranks: with a
+        multiple of ep ranks a stage, most often the scheme itself."""
+        of_stage = math.lcm(self.tp * self.cp, self.ep)
+        return self if of_stage == self.tp * self.cp else replace(self, cp=of_stage // self.tp)
 
     @property
     def token_quantum(self) -> int:
