@@ -53,6 +53,16 @@ LATENT_MODEL = replace(
         *(("qk_pos_emb_head_dim", 8), ("v_head_dim", 8), ("rotary_scaling_factor", 4)),
     ),
 )
+WITH_EXPERTS = replace(
+    MODEL,
+    variant=(
+        ("num_moe_experts", 4),
+        ("moe_ffn_hidden_size", 16),
+        ("moe_router_load_balancing_type", "none"),
+        ("moe_token_dispatcher_type", "alltoall"),
+    ),
+)
+
 FULL_RECOMPUTE = replace(MODEL, granularity="full", method="uniform", num_layers_recomputed=1)
 
 LENGTHS = (9, 30, 3, 17, 12, 8, 26, 5)

@@ -40,6 +40,13 @@ def _run(case: OrderCase, removed: str) -> None:
         run_case(case)
 
 
+def races_with_peers(case: OrderCase, folder: Path) -> list[list[Race]]:
+    """As `races_of`, of four ranks that exchange data: what experts' ranks exchange depends on it,
+    which a lone rank cannot know."""
+    pool_of(4, "cuda").run(run_logged, folder, _run, case, "")
+    return [find_races(log_of(folder, rank)) for rank in range(4)]
+
+
 def races_while_saving(folder: Path, *, without_wait: bool = False) -> list[list[Race]]:
     """Races of four ranks with peers that train while a checkpoint is saved, optionally without the
     wait for the ranks' votes."""

@@ -87,10 +87,38 @@ def test_experts_and_latents_in_fp32(name: str, tmp_path: Path) -> None:
     _check_in_fp32(JOBS["changing"](replace(model, num_layers=4)), tmp_path)
 
 
-def _check_in_fp32(job: Job, tmp_path: Path) -> None:
-    runs: list[RankRun] = pool_of(4, "cuda").run(run_logged, tmp_path, run_job, job)
+WHOLE_EXPERTS: dict[str, tuple[int, Callable[[SmallModel], Job]]] = {
+    "columns in one group, by turns": (
+        4,
+        lambda model: changing(("tp2cp2ep4", "cp2ep2pp2", "tp2ep2+cp2"), model),
+    ),
+    "a wave 4+2+1+1, padding on a column": (
+        8,
+        lambda model: waves([[(0, 4), (4, 2), (6, 1), (7, 1)]], model, ep=8),
+    ),
+    "columns in two groups, gathered": (4, lambda model: law_job(4, "cp4ep2", model)),
+}
+"""Ranks, and the job of a model."""
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=pytest.mark.nightly if number else ())
+        for number, name in enumerate(WHOLE_EXPERTS)
+    ],
+)
+def test_whole_experts_in_fp32(name: str, tmp_path: Path) -> None:
+    """Columns of a stage share the calls of ep, so their calls have to have one order as well."""
+    model = EXPERT_MODELS["top 2, gathered" if "gathered" in name else "balanced, with z-loss"]
+    num_ranks, make = WHOLE_EXPERTS[name]
+    _check_in_fp32(make(replace(model, dtype=torch.float32)), tmp_path, num_ranks)
+
+
+def _check_in_fp32(job: Job, tmp_path: Path, num_ranks: int = 4) -> None:
+    runs: list[RankRun] = pool_of(num_ranks, "cuda").run(run_logged, tmp_path, run_job, job)
     assert_law(job, runs)
-    report = check_order([read_log(log_of(tmp_path, rank)) for rank in range(4)])
+    report = check_order([read_log(log_of(tmp_path, rank)) for rank in range(num_ranks)])
     assert not report.mismatches, str(report)
     assert not report.cycle, str(report)
     assert min(report.num_operations) > 0

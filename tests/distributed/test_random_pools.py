@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import itertools
+import math
 import os
+from dataclasses import replace
 from functools import cache
 
 import numpy as np
@@ -21,17 +23,28 @@ from tests.support.reference import ReferenceRun, run_reference
 
 NUM_ITERATIONS = 4
 NUM_ATOMS = 4
-MODELS = tuple(
-    SmallModel(
-        hidden_size=16,
-        ffn_hidden_size=16,
-        num_heads=4,
-        num_groups=4,
-        vocab_size=29,
-        padded_vocab_size=32,
-        tied=tied,
-    )
-    for tied in (False, True)
+DENSE = SmallModel(
+    hidden_size=16,
+    ffn_hidden_size=16,
+    num_heads=4,
+    num_groups=4,
+    vocab_size=29,
+    padded_vocab_size=32,
+)
+NUM_EXPERTS = 4
+EXPERTS = (
+    ("num_moe_experts", NUM_EXPERTS),
+    ("moe_ffn_hidden_size", 8),
+    ("moe_router_topk", 2),
+    ("moe_router_load_balancing_type", "seq_aux_loss"),
+    ("moe_aux_loss_coeff", 0.3),
+    ("moe_layer_freq", 2),
+)
+MODELS = (
+    DENSE,
+    replace(DENSE, tied=True),
+    replace(DENSE, variant=(*EXPERTS, ("moe_token_dispatcher_type", "allgather"))),
+    replace(DENSE, tied=True, variant=(*EXPERTS, ("moe_token_dispatcher_type", "alltoall"))),
 )
 """Four small layers; the model is fixed, the rest is drawn."""
 NUM_BATCH_SEEDS = 3
@@ -64,7 +77,7 @@ def weights_of_seed(seed: int) -> tuple[tuple[np.ndarray, ...], ...]:
 
 
 @st.composite
-def placed_strategies(draw: st.DrawFn, num_ranks: int) -> str:
+def placed_strategies(draw: st.DrawFn, num_ranks: int, num_experts: int) -> str:
     """Replicas of any scheme with uneven stages, in some order of the ranks; the rest is idle.
 
     Few orders of ranks, so that the process groups of many jobs are the same.
@@ -81,7 +94,9 @@ def placed_strategies(draw: st.DrawFn, num_ranks: int) -> str:
         borders = [0, *sorted(cuts[: pp - 1]), MODELS[0].num_layers]
         layers = tuple(stop - start for start, stop in itertools.pairwise(borders))
         splits = cp in (2, 4) and draw(st.booleans())
-        scheme = Scheme(tp=tp, cp=cp, pp=pp, layers=layers, splits_cp=splits)
+        divided = math.gcd(tp * cp, num_experts)
+        ep = draw(st.sampled_from([ep for ep in (1, 2, 4) if divided % ep == 0]))
+        scheme = Scheme(tp=tp, cp=cp, pp=pp, layers=layers, splits_cp=splits, ep=ep)
         replicas.append(Replica(scheme, tuple(free[: scheme.num_ranks])))
         del free[: scheme.num_ranks]
     return str(Strategy("drawn", tuple(replicas), num_ranks))
@@ -132,9 +147,9 @@ def waves(draw: st.DrawFn, scheme: Scheme, num_sequences: int) -> Groups:
 def jobs(draw: st.DrawFn) -> tuple[int, int, Job]:
     """(ranks, seed of the batches, job)."""
     num_ranks = draw(st.integers(2, 6), label="ranks")
-    pool = draw(
-        st.lists(placed_strategies(num_ranks), min_size=1, max_size=3, unique=True), label="pool"
-    )
+    model = draw(st.sampled_from(MODELS), label="model")
+    strategies = placed_strategies(num_ranks, NUM_EXPERTS if dict(model.variant) else 1)
+    pool = draw(st.lists(strategies, min_size=1, max_size=3, unique=True), label="pool")
     schedule = draw(
         st.lists(st.integers(0, len(pool) - 1), min_size=NUM_ITERATIONS, max_size=NUM_ITERATIONS),
         label="schedule",
@@ -148,7 +163,7 @@ def jobs(draw: st.DrawFn) -> tuple[int, int, Job]:
     ]
     nodes = [size for size in range(1, num_ranks + 1) if num_ranks % size == 0]
     job = Job(
-        model=draw(st.sampled_from(MODELS)),
+        model=model,
         strategies=tuple(pool),
         schedule=tuple(schedule),
         assignments=tuple(plans),

@@ -20,6 +20,7 @@ import pytest
 import megatron.hydraulis as hydraulis
 from megatron.hydraulis.__main__ import main
 from megatron.hydraulis.errors import ConfigurationError, DataError, PlanError, StrategyError
+from megatron.hydraulis.strategy import Pool, Strategy
 from tests.support.planning_files import LENGTHS, POOL, PROFILE, write_files
 
 ROOT = Path(__file__).parents[3]
@@ -176,6 +177,25 @@ def test_a_hugging_face_folder_is_a_model(tmp_path: Path) -> None:
     found = hydraulis.estimate(tmp_path, "cpu", ["tp1"], num_ranks=4).model
     assert found is not None
     assert found.shape == hydraulis.ModelShape(**{**SHAPE, "num_query_groups": 2})
+
+
+def test_columns_that_share_experts_are_planned_and_simulated() -> None:
+    """Groups of a wave narrower than ep are no replicas, neither in a pool nor in other ways."""
+    experts = {
+        "num_experts": 8,
+        "num_expert_layers": SHAPE["num_layers"],
+        "experts_per_token": 2,
+        "expert_ffn_hidden_size": 64,
+    }
+    pool = Pool.of(*(Strategy.parse(text, 8) for text in ("tp2cp4~ep8", "cp4~ep4+2*tp2ep2")))
+    found = hydraulis.estimate(hydraulis.ModelShape(**(SHAPE | experts)), "cpu", pool)
+    assert {"ep4", "cp2ep4", "cp4ep4"} <= {str(row.scheme) for row in found.schemes}
+    planned = hydraulis.plan([500, 40, 30, 20, 10, 10], pool, found)
+    assert planned.plan.num_tokens == 610
+    sizes = {"global_batch_size": 6, "seq_length": 512}
+    lengths = [500, 400, 30, 20, 10, 10, 60, 70]
+    proposed = hydraulis.propose(lengths, found, num_ranks=8, num_batches=2, **sizes)
+    hydraulis.simulate(lengths, proposed, found, iterations=2, **sizes)
 
 
 def test_a_proposal_brings_the_rows_that_it_assumed() -> None:
