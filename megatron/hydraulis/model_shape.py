@@ -324,8 +324,12 @@ class ModelShape:
         num_with_experts = min(num_layers, self.num_expert_layers)
         if self.num_expert_entries < self.num_mlp_entries:  # layers with an MLP come first
             num_with_experts = max(0, num_layers - (self.num_layers - self.num_expert_layers))
-        width = self.num_experts * self.expert_ffn_hidden_size
-        return num_with_experts * self._num_entries_of_mlp(width)
+        return num_with_experts * self.num_routed_entries
+
+    @property
+    def num_routed_entries(self) -> int:
+        """Entries of the matrices of a layer's experts that only some tokens pass."""
+        return self._num_entries_of_mlp(self.num_experts * self.expert_ffn_hidden_size)
 
     @property
     def num_mlp_entries(self) -> int:

@@ -64,6 +64,8 @@ class AccessMarks(TorchDispatchMode):
         _mark_access(where, read, written)
         result = func(*args, **kwargs)
         made = [x for x in tree_leaves(result) if isinstance(x, Tensor) and id(x) not in kept]
+        if any(x.is_cuda for x in read):  # on the host a copy writes, which the log has
+            made = [x for x in made if x.is_cuda]
         if name not in ("empty_like", "new_empty", "new_empty_strided"):
             _mark_access(where, [], made)
         return result

@@ -119,18 +119,23 @@ _LATENT = (
 
 
 @pytest.mark.parametrize(
-    ("attention", "num_norms"),
-    [(_GROUPED, 0), (_LATENT, 4 * 16), (f"{_LATENT} --q-lora-rank 12", 4 * (16 + 12))],
+    ("attention", "num_norms", "ep"),
+    [
+        (_GROUPED, 0, ""),
+        (_GROUPED, 0, "ep2"),
+        (_LATENT, 4 * 16, ""),
+        (f"{_LATENT} --q-lora-rank 12", 4 * (16 + 12), "ep2"),
+    ],
 )
 def test_parameters_of_a_rank_with_experts_are_those_of_the_catalogue(
-    attention: str, num_norms: int, tmp_path: Path
+    attention: str, num_norms: int, ep: str, tmp_path: Path
 ) -> None:
     typed = (
         f"{_LLAMA.replace(_GROUPED, attention)} --num-experts 4 --moe-ffn-hidden-size 24 "
         "--moe-layer-freq [0,1,0,1] --moe-shared-expert-intermediate-size 12 "
         "--moe-shared-expert-gate"
     )
-    resolved = parse(tmp_path, *typed.split(), "--strategy", "tp2pp2:3,1", num_ranks=4)
+    resolved = parse(tmp_path, *typed.split(), "--strategy", f"tp2{ep}pp2:3,1", num_ranks=4)
     shape = resolved.shape
     assert num_parameters_of(resolved) == shape.num_parameters + 2 * shape.hidden_size + num_norms
     definition = model_definition(model_config(resolved, "sdpa", HydraulisModelConfig))
@@ -138,8 +143,14 @@ def test_parameters_of_a_rank_with_experts_are_those_of_the_catalogue(
     replica = resolved.pool.strategies[0].replicas[0]
     stages = ({"embedding", "layer 0", "layer 1", "layer 2"}, {"layer 3", "embedding", "output"})
     for stage, units in enumerate(stages):
-        expected = sum(math.prod(spec.local_shape(2)) for spec in specs if spec.unit.name in units)
         rank = replica.rank_at(stage, 0, 1)
+        role = definition.roles_of(resolved.pool.strategies[0])[rank]
+        assert role is not None
+        expected = sum(
+            math.prod(spec.local_shape(cut[0]))
+            for spec in specs
+            if spec.unit.name in units and (cut := role.cut_of(spec)) is not None
+        )
         assert num_parameters_of_rank(resolved.args, resolved.shape, replica, rank) == expected
 
 

@@ -278,7 +278,7 @@ def _schemes(
         pool = Pool.read(namespace.pool)
         found = [scheme for strategy in pool.strategies for scheme in strategy.schemes]
         num_ranks, ranks_per_node = pool.num_ranks, pool.ranks_per_node
-        footprint = PoolFootprint.of(pool)
+        footprint = PoolFootprint.of(pool, shape)
     else:
         if namespace.num_ranks is None or namespace.num_ranks < 1:
             given = "is missing" if namespace.num_ranks is None else f"is {namespace.num_ranks}"

@@ -142,10 +142,19 @@ class PoolFootprint:
     """Bytes of a gradient on the wire."""
 
     @classmethod
-    def of(cls, pool: Pool, *, gradient_bytes: int = _FP32_BYTES) -> "PoolFootprint":
-        """The largest needs of all strategies of a pool."""
+    def of(
+        cls, pool: Pool, shape: ModelShape | None = None, *, gradient_bytes: int = _FP32_BYTES
+    ) -> "PoolFootprint":
+        """The largest needs of all strategies of a pool; shape: of a model with experts."""
         in_fp32 = gradient_bytes == _FP32_BYTES
-        shares = [_shares(strategy, pool.tp_lcm, in_fp32=in_fp32) for strategy in pool.strategies]
+        in_experts = 0.0
+        if shape is not None:
+            num_routed = shape.num_routed_parameters_of_layers(1)
+            in_experts = num_routed / shape.num_parameters_per_layer
+        shares = [
+            _shares(strategy, pool.tp_lcm, in_experts, in_fp32=in_fp32)
+            for strategy in pool.strategies
+        ]
         as_owner, as_role, sent, relayed = (max(column) for column in zip(*shares, strict=True))
         return cls(
             share_as_owner=as_owner,
@@ -159,13 +168,15 @@ class PoolFootprint:
 
 
 @lru_cache
-def _footprint_of_scheme(scheme: Scheme, num_ranks: int, ranks_per_node: int) -> PoolFootprint:
+def _footprint_of_scheme(
+    scheme: Scheme, shape: ModelShape, num_ranks: int, ranks_per_node: int
+) -> PoolFootprint:
     """The needs of a job that replicas of one scheme fill, in whole nodes."""
     scheme = scheme.as_replica
     num_replicas, num_idle = divmod(num_ranks, scheme.num_ranks)
     text = f"{num_replicas}*{scheme}" + (f"+{num_idle}*idle" if num_idle else "")
     strategy = Strategy.parse(text, num_ranks, ranks_per_node=ranks_per_node)
-    return PoolFootprint.of(Pool.of(strategy))
+    return PoolFootprint.of(Pool.of(strategy), shape)
 
 
 def loss_chunk_tokens(num_columns: int) -> int:
@@ -177,12 +188,20 @@ def loss_chunk_tokens(num_columns: int) -> int:
     return max(1, LOSS_CHUNK_BYTES // (_FP32_BYTES * num_columns))
 
 
-def _shares(strategy: Strategy, num_atoms: int, *, in_fp32: bool) -> tuple[float, ...]:
+def _held_share(scheme: Scheme, in_experts: float) -> float:
+    """Of a layer, what a rank holds; in_experts: the share that ep distributes."""
+    return (1 - in_experts) / scheme.tp + in_experts / (scheme.tp if scheme.ep == 1 else scheme.ep)
+
+
+def _shares(
+    strategy: Strategy, num_atoms: int, in_experts: float, *, in_fp32: bool
+) -> tuple[float, ...]:
     """(as owner, as role, sent by a role, relayed), by the kind of transfer
     (`transfer.collective`); in_fp32: whether gradients travel in fp32."""
     num_ranks, ranks_per_node = strategy.num_ranks, strategy.ranks_per_node
+    held = {scheme: _held_share(scheme, in_experts) for scheme in strategy.schemes}
     schemes = [replica.scheme for replica in strategy.replicas]
-    num_copies, least_tp = sum(scheme.cp for scheme in schemes), min(each.tp for each in schemes)
+    num_copies = sum(scheme.tp * scheme.cp * held[scheme] for scheme in schemes)
     if num_copies == num_ranks and in_fp32:  # an all-gather of shares, into staging and out of it
         return 1.0, 0.0, 0.0, 0.0
     copies_in_node: dict[int, float] = defaultdict(float)
@@ -193,11 +212,13 @@ def _shares(strategy: Strategy, num_atoms: int, *, in_fp32: bool) -> tuple[float
         for first in of_stage:
             most |= Counter(nodes[first : first + of_stage.step])
         for node, num_in_node in most.items():
-            copies_in_node[node] += num_in_node / replica.scheme.tp
-    part, most_copies = 1 / least_tp, max(copies_in_node.values())
+            copies_in_node[node] += num_in_node * held[replica.scheme]
+    part, most_copies = max(held.values()), max(copies_in_node.values())
     if num_ranks > ranks_per_node and most_copies > 1:  # two steps
         return most_copies / ranks_per_node, part, part, 1 / ranks_per_node
-    as_role = 0.0 if least_tp == num_atoms else part
+    # A rank with one atom of each parameter has them in the order in which they travel.
+    num_held = (1 if scheme.ep > 1 else scheme.tp for scheme in schemes)
+    as_role = 0.0 if min(num_held) == num_atoms else part
     return num_copies / num_ranks, as_role, as_role if in_fp32 else part, 0.0
 
 
@@ -407,7 +428,7 @@ class MemoryModel:
     def footprint(self, scheme: Scheme) -> PoolFootprint:
         """Of the job's pool, or of a job that the scheme fills."""
         ranks_per_node = self.ranks_per_node or self.num_ranks
-        return self.pool or _footprint_of_scheme(scheme, self.num_ranks, ranks_per_node)
+        return self.pool or _footprint_of_scheme(scheme, self.shape, self.num_ranks, ranks_per_node)
 
     def _staging_bytes(self, scheme: Scheme) -> float:
         """All strategies of the pool share the slots, so the largest need counts."""

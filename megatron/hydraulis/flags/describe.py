@@ -42,7 +42,7 @@ def num_parameters_of_rank(
         have_experts = layers_with_experts(shape.num_layers, args.moe_layer_freq)
         num_with_experts = sum(have_experts[first_layer : first_layer + num_layers])
     num_parameters += (num_layers - num_with_experts) * shape.num_mlp_entries // tp
-    num_parameters += num_with_experts * _num_expert_parameters(args, shape, tp)
+    num_parameters += num_with_experts * _num_expert_parameters(args, shape, replica.scheme)
     num_embedding = shape.num_embedding_parameters // tp
     if is_first:
         num_parameters += num_embedding
@@ -76,11 +76,14 @@ def _num_layer_parameters(
     return num
 
 
-def _num_expert_parameters(args: argparse.Namespace, shape: ModelShape, tp: int) -> int:
+def _num_expert_parameters(args: argparse.Namespace, shape: ModelShape, scheme: Scheme) -> int:
     """Experts of a layer and their router, all of which is on every tp rank."""
     num_router = shape.num_experts * shape.hidden_size
     num_gate = shape.hidden_size if args.moe_shared_expert_gate else 0
-    return (shape.num_expert_entries - num_router) // tp + num_router + num_gate
+    num_routed = shape.num_routed_entries
+    num_shared = shape.num_expert_entries - num_router - num_routed
+    held = num_routed // (scheme.tp if scheme.ep == 1 else scheme.ep) + num_shared // scheme.tp
+    return held + num_router + num_gate
 
 
 def describe(

@@ -279,7 +279,7 @@ def analytic_cost_model(
         has_te_layers=has_te_layers,
         fuses_rope=resolved.args.apply_rope_fusion,
         has_te_attention=attention == "te" or (attention == "auto" and takes_te),
-        pool=PoolFootprint.of(pool, gradient_bytes=gradient_bytes(resolved.args)),
+        pool=PoolFootprint.of(pool, resolved.shape, gradient_bytes=gradient_bytes(resolved.args)),
     )
 
 

@@ -95,7 +95,7 @@ def estimate(
     footprint = None
     if isinstance(schemes, Pool):
         num_ranks, ranks_per_node = schemes.num_ranks, schemes.ranks_per_node
-        footprint = PoolFootprint.of(schemes)
+        footprint = PoolFootprint.of(schemes, shape)
         wanted = [scheme for strategy in schemes.strategies for scheme in strategy.schemes]
     elif num_ranks is None:
         raise ConfigurationError(

@@ -323,6 +323,19 @@ def test_staging_of_a_pool(texts: list[str], expected: tuple[float, ...]) -> Non
     assert (found.share_as_owner, found.share_as_role, found.share_relayed) == expected
 
 
+def test_staging_of_whole_experts() -> None:
+    """Two copies of attention and one of the experts on four ranks."""
+    shape = memory().shape
+    experts = {"num_experts": 8, "experts_per_token": 1, "num_expert_layers": shape.num_layers}
+    shape = replace(shape, **experts, expert_ffn_hidden_size=shape.ffn_hidden_size)
+    routed = shape.num_routed_entries / shape.num_parameters_per_layer
+    found = PoolFootprint.of(Pool.of(Strategy.parse("tp2cp2ep4", 4)), shape)
+    part = (1 - routed) / 2 + routed / 4
+    assert found.share_as_owner == pytest.approx(2 * (1 - routed) / 4 + routed / 4)
+    # A whole expert has two atoms, which travel one after the other and lie side by side.
+    assert found.share_as_role == found.share_sent_by_role == pytest.approx(part)
+
+
 @pytest.mark.parametrize(
     ("text", "expected"),
     [
