@@ -178,7 +178,7 @@ EXPERTS = {
         ({"vocab_size": 32001}, "tp2", "padded vocabulary size"),
         ({}, "pp33", "33 stages but the model has 32 layers"),
         ({}, "pp2:16,15", "places 31 layers but the model has 32"),
-        ({}, "cp2ep2", "cp2ep2 has ep 2 and the model 0 experts; drop the ep"),
+        ({}, "cp2ep2", "cp2ep2 has ep 2 and the model has no experts; drop the ep"),
         (EXPERTS, "cp3ep3", "cp3ep3 has ep 3 and the model 8 experts; use an ep that divides 8"),
     ],
 )

@@ -125,6 +125,25 @@ class Scheme:
         num_each, num_longer = divmod(num_layers, self.pp)
         return tuple(num_each + (stage < num_longer) for stage in range(self.pp))
 
+    def experts_per_rank(self, num_experts: int) -> int:
+        """How many of a layer's experts a rank holds, whole with ep above 1 and its part else.
+
+        Raises StrategyError if ep ranks cannot hold equal numbers of them.
+        """
+        if self.ep == 1:
+            return num_experts
+        if not num_experts:
+            raise StrategyError(
+                f"ep distributes experts but {self} has ep {self.ep} and the model has no experts; "
+                "drop the ep"
+            )
+        if num_experts % self.ep:
+            raise StrategyError(
+                f"ep ranks hold equal numbers of experts but {self} has ep {self.ep} and the model "
+                f"{num_experts} experts; use an ep that divides {num_experts}"
+            )
+        return num_experts // self.ep
+
     def to_json(self) -> dict[str, Any]:
         """``{"tp", "cp", "pp"}``, and ``layers``, ``splits_cp`` and ``ep`` where the scheme has
         them."""

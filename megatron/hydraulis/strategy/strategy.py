@@ -215,18 +215,9 @@ class Strategy:
                         f"tp must divide the {what} but {scheme} has tp {scheme.tp} and the "
                         f"model's {what} is {size}; use a tp that divides {size}"
                     )
-            if scheme.ep > 1 and (not shape.num_experts or shape.num_experts % scheme.ep):
-                raise self._error(
-                    f"ep ranks hold equal numbers of experts but {scheme} has ep {scheme.ep} and "
-                    f"the model {shape.num_experts} experts; "
-                    + (
-                        f"use an ep that divides {shape.num_experts}"
-                        if shape.num_experts
-                        else "drop the ep"
-                    )
-                )
             try:
                 scheme.layers_per_stage(shape.num_layers)
+                scheme.experts_per_rank(shape.num_experts)
             except StrategyError as error:
                 raise self._error(str(error)) from None
 

@@ -83,15 +83,18 @@ def roles_of(
 ) -> list[Role | None]:
     """The role of every rank, None for idle ranks: shape (num_ranks,).
 
-    num_experts: of a layer; every ep degree divides it.
+    num_experts: of a layer.
+
+    Raises:
+        StrategyError: a scheme cannot divide the layers or the experts.
     """
     roles: list[Role | None] = [None] * strategy.num_ranks
     for replica in strategy.replicas:
         scheme = replica.scheme
         layers = scheme.layers_per_stage(num_layers)
+        in_each = scheme.experts_per_rank(num_experts)
         for stage, cp, tp in itertools.product(*map(range, (scheme.pp, scheme.cp, scheme.tp))):
             rank = replica.rank_at(stage, cp, tp)
-            in_each = num_experts // scheme.ep
             first_expert = in_each * replica.ep_ranks(stage, cp, tp).index(rank)
             roles[rank] = Role(
                 tp=scheme.tp,
