@@ -42,8 +42,10 @@ def model_flags(folder: Path) -> list[str]:
     return tiny_command("nowhere/to/be/found", folder / "run")
 
 
-def profile(folder: Path, out: Path, *flags: str, num_ranks: int = NUM_RANKS) -> JobOutcome:
-    argv = ["profile", "--out", str(out), *QUICK, *FEW, *flags, "--", *model_flags(folder)]
+def profile(
+    folder: Path, out: Path, *flags: str, num_ranks: int = NUM_RANKS, model: Sequence[str] = ()
+) -> JobOutcome:
+    argv = ["profile", "--out", str(out), *QUICK, *FEW, *flags, "--", *model_flags(folder), *model]
     return run_job(argv, num_ranks, folder / "output", program=program)
 
 
@@ -121,6 +123,16 @@ def test_what_does_not_fit_or_cannot_run_is_reported_and_the_rest_measured(folde
     assert found.max_tokens(Scheme()) == MAX_TOKENS // 4
     assert found.measurement["schemes"]["tp1"]["num_points_that_do_not_fit"] > 0
     assert [row.scheme for row in found.schemes] == [Scheme()]
+
+
+@pytest.mark.nightly
+def test_groups_of_fewer_ranks_than_share_experts_are_measured_side_by_side(folder: Path) -> None:
+    out = folder / "experts.json"
+    experts = ("--num-experts", "2", "--moe-ffn-hidden-size", "16", "--moe-router-topk", "2")
+    profile(folder, out, "--schemes", "cp2~ep2", model=experts).assert_succeeded()
+    found = {str(row.scheme): row for row in ProfileCostModel.read(out).schemes}
+    assert found.keys() == {"cp2ep2", "ep2"}
+    assert all(row.max_tokens == MAX_TOKENS for row in found.values())
 
 
 @pytest.mark.parametrize(

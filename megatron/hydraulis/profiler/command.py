@@ -480,14 +480,18 @@ def _profiled_pool(
 def _filling_strategy(scheme: Scheme, num_ranks: int, ranks_per_node: int | None) -> Strategy:
     """As many replicas of a scheme as the ranks hold, so that the machine is busy as in training.
 
-    Raises StrategyError where the ranks hold none.
+    A group of fewer than ep ranks runs next to others like it. Raises StrategyError where the ranks
+    hold none.
     """
-    num_replicas, num_idle = divmod(num_ranks, scheme.num_ranks)
+    replica = scheme.as_replica
+    if replica != scheme:
+        replica = replace(replica, splits_cp=True)
+    num_replicas, num_idle = divmod(num_ranks, replica.num_ranks)
     if not num_replicas:
         raise StrategyError(
-            f"scheme {scheme} needs {scheme.num_ranks} ranks but {num_ranks} were started"
+            f"scheme {scheme} needs {replica.num_ranks} ranks but {num_ranks} were started"
         )
-    text = f"{num_replicas}*{scheme}" + (f"+{num_idle}*idle" if num_idle else "")
+    text = f"{num_replicas}*{replica}" + (f"+{num_idle}*idle" if num_idle else "")
     return Strategy.parse(text, num_ranks, ranks_per_node=ranks_per_node)
 
 

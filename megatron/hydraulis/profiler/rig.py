@@ -37,6 +37,7 @@ from megatron.hydraulis.runtime.spans import (
     SpanRecorder,
 )
 from megatron.hydraulis.strategy import Replica, Scheme, Strategy
+from megatron.hydraulis.strategy.notation import parse_scheme
 
 _NS_PER_MS = 1e6
 _MS_PER_S = 1e3
@@ -147,7 +148,7 @@ class EngineRig:
         """
         strategy = self._strategies[scheme]
         try:
-            own = self._times_of_rank(strategy, point)
+            own = self._times_of_rank(strategy, point, parse_scheme(scheme, label=scheme).cp)
         except Exception as error:
             if not is_out_of_memory(error):
                 raise
@@ -181,7 +182,8 @@ class EngineRig:
         numbers = numbers_of_micro_batches(used)
         batches: list[PackedBatch] = []
         if mine is not None:
-            batches = [self._packed(used[mine.scheme].point, mine)] * numbers[mine.scheme]
+            packed = self._packed(used[mine.scheme].point, mine, mine.scheme.cp)
+            batches = [packed] * numbers[mine.scheme]
         found: list[RankIteration] = []
         self._recorder.take()
         for number in range(self._repeats.num_warmup + 1 + self._repeats.num_measured):
@@ -224,7 +226,7 @@ class EngineRig:
         if self._engine is not None:
             self._engine.close()
 
-    def _times_of_rank(self, strategy: Strategy, point: GridPoint) -> _RankTimes:
+    def _times_of_rank(self, strategy: Strategy, point: GridPoint, context_size: int) -> _RankTimes:
         engine = self.engine
         mine = strategy.replica_of(self._rank)
         scheme = strategy.schemes[0]
@@ -233,7 +235,7 @@ class EngineRig:
         num_micro_batches = self._repeats.num_warmup + num_measured + scheme.pp
         batches: list[PackedBatch] = []
         if mine is not None:
-            batches = [self._packed(point, mine)] * num_micro_batches
+            batches = [self._packed(point, mine, context_size)] * num_micro_batches
         engine.gather(strategy.name)
         engine.finish_regrouping()
         self._recorder.take()
@@ -281,14 +283,18 @@ class EngineRig:
             scatter_ms=statistics.median(scatters_ms[num_warmup:]),
         )
 
-    def _packed(self, point: GridPoint, replica: Replica) -> PackedBatch:
-        """Random tokens, the same on every rank of a replica; this rank's part of them."""
+    def _packed(self, point: GridPoint, replica: Replica, context_size: int) -> PackedBatch:
+        """Random tokens, the same in every context group of a replica; this rank's part of them."""
         rng = np.random.default_rng((self._seed, point.num_tokens))
         sequences = [rng.integers(0, self._vocab_size, size=n + 1) for n in point.lengths]
         position = replica.position_of(self._rank)
         assert position is not None
-        scheme = replica.scheme
-        part = pack(sequences, scheme.tp, context_size=scheme.cp, context_rank=position.cp)
+        part = pack(
+            sequences,
+            replica.scheme.tp,
+            context_size=context_size,
+            context_rank=position.cp % context_size,
+        )
         return part.to(self.engine.device)
 
 
