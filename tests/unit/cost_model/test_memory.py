@@ -326,8 +326,13 @@ def test_staging_of_a_pool(texts: list[str], expected: tuple[float, ...]) -> Non
 def test_staging_of_whole_experts() -> None:
     """Two copies of attention and one of the experts on four ranks."""
     shape = memory().shape
-    experts = {"num_experts": 8, "experts_per_token": 1, "num_expert_layers": shape.num_layers}
-    shape = replace(shape, **experts, expert_ffn_hidden_size=shape.ffn_hidden_size)
+    shape = replace(
+        shape,
+        num_experts=8,
+        experts_per_token=1,
+        num_expert_layers=shape.num_layers,
+        expert_ffn_hidden_size=shape.ffn_hidden_size,
+    )
     routed = shape.num_routed_entries / shape.num_parameters_per_layer
     found = PoolFootprint.of(Pool.of(Strategy.parse("tp2cp2ep4", 4)), shape)
     part = (1 - routed) / 2 + routed / 4

@@ -192,7 +192,7 @@ def test_columns_that_share_experts_are_planned_and_simulated() -> None:
     assert {"ep4", "cp2ep4", "cp4ep4"} <= {str(row.scheme) for row in found.schemes}
     planned = hydraulis.plan([500, 40, 30, 20, 10, 10], pool, found)
     assert planned.plan.num_tokens == 610
-    sizes = {"global_batch_size": 6, "seq_length": 512}
+    sizes: dict[str, Any] = {"global_batch_size": 6, "seq_length": 512}
     lengths = [500, 400, 30, 20, 10, 10, 60, 70]
     proposed = hydraulis.propose(lengths, found, num_ranks=8, num_batches=2, **sizes)
     hydraulis.simulate(lengths, proposed, found, iterations=2, **sizes)
