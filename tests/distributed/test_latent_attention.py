@@ -13,6 +13,7 @@ from typing import Any
 from unittest.mock import patch
 
 import pytest
+import torch
 from megatron.core.tensor_parallel import mappings
 from megatron.core.transformer import multi_latent_attention
 from megatron.core.transformer.multi_latent_attention import MLASelfAttention
@@ -20,6 +21,7 @@ from megatron.core.transformer.multi_latent_attention import MLASelfAttention
 from megatron.hydraulis.runtime import catalogue as catalogue_module
 from megatron.hydraulis.runtime import model_building
 from megatron.hydraulis.transfer.canonical import Contribution, ParameterSpec
+from tests.support.bf16_error import assert_little_is_added, gradients_of
 from tests.support.gloo_pool import pool_of
 from tests.support.law import (
     SHORT_MODEL,
@@ -100,6 +102,12 @@ def test_latent_attention_gives_the_same_update(name: str, strategies: tuple[str
     check_law(changing(strategies, MODELS[name]), 4)
 
 
+@pytest.mark.nightly
+@pytest.mark.parametrize("strategies", [("tp4ep4", "tp2cp2ep2", "2*tp2ep2"), ("cp4ep4", "4*tp1")])
+def test_whole_experts_give_the_same_update(strategies: tuple[str, ...]) -> None:
+    check_law(changing(strategies, MODELS["experts and YaRN"]), 4)
+
+
 @pytest.mark.parametrize(
     ("name", "way"),
     [
@@ -112,6 +120,12 @@ def test_latent_attention_gives_the_same_update(name: str, strategies: tuple[str
 )
 def test_latent_attention_gives_the_same_update_in_waves(name: str, way: str) -> None:
     check_law(waves(list(SPLITS.values()), replace(MODELS[name], cp_comm_type=way)), 4)
+
+
+@pytest.mark.nightly
+def test_bf16_adds_little() -> None:
+    model = replace(MODELS["YaRN"], dtype=torch.bfloat16)
+    assert_little_is_added(model, gradients_of(law_job(4, "tp2+cp2", model), 4))
 
 
 class _Upstreams(MLASelfAttention):

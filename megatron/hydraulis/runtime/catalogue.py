@@ -35,7 +35,8 @@ ROWS_PER_BLOCK = 64
 """Rows that share one random stream. Changing it changes all initial weights."""
 
 QK_NORMS = ("q_layernorm.", "k_layernorm.")
-"""Norms over the heads of one TP rank: partial sums on every rank, sequence parallel or not."""
+"""Norms over the heads of one TP rank: partial sums on every rank, sequence parallel or not. A norm
+of latents has the same name; models with latents are refused unless sequence parallel."""
 
 ROW_PARALLEL_BIASES = ("linear_proj.bias", "linear_fc2.bias")
 """Added to the sum over all TP ranks: equal on every rank, unless sequence parallel."""

@@ -9,6 +9,7 @@ sequence adds gradients up, and those of the projections are partial sums.
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import torch
@@ -153,7 +154,9 @@ class LatentAttention(MLASelfAttention):
             .unflatten(-1, (heads, -1))
             .split([content, config.v_head_dim], dim=-1)
         )
-        cos, sin = once_a_row(row, ("latent rotation", query.dtype), lambda: self._angles(row))
+        cos, sin = once_a_row(
+            row, ("latent rotation", query.dtype), partial(self._angles, row, query.dtype)
+        )
         query_rotary, key_rotary = rotate(
             query_rotary, key_rotary.unsqueeze(1), cos, sin, interleaved=True
         )
@@ -161,7 +164,7 @@ class LatentAttention(MLASelfAttention):
         key = torch.cat([key_content, key_rotary.expand(-1, heads, -1)], dim=-1)
         return query, key, value.contiguous(), q_latent, kv_latent
 
-    def _angles(self, row: PackedRow) -> tuple[Tensor, Tensor]:
+    def _angles(self, row: PackedRow, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         """Cosines and sines, (T, 1, rotary size), of pairs of adjacent channels."""
         assert row.positions is not None
         table = self.rotary_pos_emb(row.max_seqlen_q, packed_seq=True)
@@ -170,7 +173,6 @@ class LatentAttention(MLASelfAttention):
             table, scale = table
         pairs = table.flatten(0, 2)[:, : table.size(-1) // 2]
         angles = pairs.index_select(0, row.positions).repeat_interleave(2, dim=-1).unsqueeze(1)
-        dtype = self.config.params_dtype
         return (angles.cos() * scale).to(dtype), (angles.sin() * scale).to(dtype)
 
     def _run_core_attention(

@@ -80,6 +80,21 @@ def test_the_requested_one_is_used(name: str) -> None:
     assert choose(name, HOPPER).why == "requested"
 
 
+def test_heads_of_latent_attention_have_two_sizes() -> None:
+    shape = dataclasses.replace(
+        llama_shape(num_query_groups=8),
+        kv_channels=128,
+        kv_lora_rank=64,
+        qk_head_dim=64,
+        qk_pos_emb_head_dim=64,
+        v_head_dim=192,
+    )
+    (row,) = row_kinds(Pool.of(Strategy.parse("tp1", 1)), shape, 100)
+    assert row.value_head_size == 192
+    here = current_environment(dtype=torch.bfloat16, head_size=shape.kv_channels, rows=[row])
+    assert here.head_size == 192
+
+
 def test_an_unavailable_one_is_refused_with_alternatives() -> None:
     here = dataclasses.replace(HOPPER, why_no_te="Transformer Engine is not installed")
     with pytest.raises(

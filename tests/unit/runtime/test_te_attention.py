@@ -110,7 +110,12 @@ MODEL = SmallModel(hidden_size=32, num_heads=4, num_groups=2)
 HEAD_SIZE = 8
 
 
-def attention(cp_comm_type: Any = None, **changes: Any) -> TEAttention:
+def attention(
+    cp_comm_type: Any = None,
+    k_channels: int | None = None,
+    v_channels: int | None = None,
+    **changes: Any,
+) -> TEAttention:
     config = MODEL.transformer()
     config.cp_comm_type = cp_comm_type
     for name, value in changes.items():
@@ -124,6 +129,8 @@ def attention(cp_comm_type: Any = None, **changes: Any) -> TEAttention:
         cp_comm_type="ignored",
         make_attention=DotProductAttention,
         pg_collection=local_collection(),
+        k_channels=k_channels,
+        v_channels=v_channels,
     )
 
 
@@ -166,6 +173,25 @@ def test_whole_rows_attend_as_segments_do() -> None:
     )
     found = run_attention(attention(), given, packed(lengths, lengths))  # type: ignore[arg-type]
     expected = run_attention(reference, given, packed(lengths, lengths))  # type: ignore[arg-type]
+    for mine, theirs in zip(found, expected, strict=True):
+        torch.testing.assert_close(mine, theirs, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("size", [6, 12])
+def test_values_of_another_size_are_padded_for_other_kernels_only(size: int) -> None:
+    lengths = [5, 1, 9, 2]
+    query, key, value, gradient = tensors(17)
+    given = [query, key, torch.nn.functional.pad(value, (0, size - HEAD_SIZE)), gradient]
+    given[2][..., HEAD_SIZE:] = value[..., : max(0, size - HEAD_SIZE)]
+    given[3] = torch.nn.functional.pad(gradient, (0, 4 * size - 32))
+    own = attention(k_channels=HEAD_SIZE, v_channels=size)
+    assert own.attention.built["kv_channels"] == (HEAD_SIZE, size)
+    reference = SegmentAttention(
+        MODEL.transformer(), 1, AttnMaskType.causal, "self", softmax_scale=0.25
+    )
+    found = run_attention(own, given, packed(lengths, lengths))  # type: ignore[arg-type]
+    expected = run_attention(reference, given, packed(lengths, lengths))  # type: ignore[arg-type]
+    assert own.attention.arguments["value_layer"].shape == (17, 2, size)
     for mine, theirs in zip(found, expected, strict=True):
         torch.testing.assert_close(mine, theirs, rtol=1e-12, atol=1e-12)
 
@@ -294,6 +320,14 @@ def test_a_refusal_by_its_selection_is_an_obstacle(
         RowKind(4, 2, 2, 64), dtype=torch.bfloat16, head_size=head_size, cp_comm_type="p2p"
     )
     assert found is None if obstacle is None else re.search(obstacle, str(found))
+
+
+def test_sizes_of_values_count(selection: Any) -> None:
+    selection.get_attention_backend = lambda asked: CUDNN
+    row = RowKind(4, 4, value_head_size=100)
+    found = te_obstacle(row, dtype=torch.bfloat16, head_size=192, cp_comm_type="auto")
+    assert found is not None
+    assert "4 heads (4 groups) of 192 (values: 100)" in found
 
 
 def test_the_arguments_of_its_selection(selection: Any) -> None:
