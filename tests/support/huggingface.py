@@ -62,10 +62,14 @@ def to_llama(tensors: Tensors, model: SmallModel) -> dict[str, np.ndarray]:
             *_, number, linear = module.split(".")
             whole = {"linear_fc1": "gate_up_proj", "linear_fc2": "down_proj"}[linear]
             experts.setdefault(f"{prefix}mlp.experts.{whole}", {})[int(number)] = value
-        elif module == "mlp.shared_experts.linear_fc1":
-            gate, up = np.split(value, 2)
-            found[prefix + "mlp.shared_expert.gate_proj.weight"] = gate
-            found[prefix + "mlp.shared_expert.up_proj.weight"] = up
+        elif module.startswith("mlp.shared_experts."):
+            has_gate = model.transformer().moe_shared_expert_gate
+            shared = prefix + ("mlp.shared_expert." if has_gate else "mlp.shared_experts.")
+            if module.endswith("fc1"):
+                gate, up = np.split(value, 2)
+                found |= {f"{shared}gate_proj.weight": gate, f"{shared}up_proj.weight": up}
+            else:
+                found[f"{shared}down_proj.weight"] = value
         elif module == "mlp.linear_fc1" and model.transformer().gated_linear_unit:
             gate, up = np.split(value, 2)
             found[prefix + f"mlp.gate_proj.{kind}"] = gate
@@ -184,7 +188,6 @@ _LAYER_NAMES = {
     "mlp.linear_fc2": "mlp.down_proj",
     "mlp.router": "mlp.gate",
     "mlp.shared_experts": "mlp.shared_expert_gate",
-    "mlp.shared_experts.linear_fc2": "mlp.shared_expert.down_proj",
 }
 
 
@@ -332,10 +335,20 @@ def deepseek_v2(model: SmallModel) -> torch.nn.Module:
 
 
 def deepseek_v3(model: SmallModel) -> torch.nn.Module:
-    """Without experts."""
-    return transformers.DeepseekV3ForCausalLM(
-        transformers.DeepseekV3Config(**_latents(model))
-    ).float()
+    """Without experts, or with some in all layers, whose routers have no biases yet."""
+    settings, config = model.transformer(), _latents(model)
+    if settings.num_moe_experts is not None:
+        config |= {
+            "n_routed_experts": settings.num_moe_experts,
+            "num_experts_per_tok": settings.moe_router_topk,
+            "moe_intermediate_size": settings.moe_ffn_hidden_size,
+            "n_shared_experts": 1,
+            "routed_scaling_factor": settings.moe_router_topk_scaling_factor,
+            "n_group": settings.moe_router_num_groups,
+            "topk_group": settings.moe_router_group_topk,
+            "first_k_dense_replace": 0,
+        }
+    return transformers.DeepseekV3ForCausalLM(transformers.DeepseekV3Config(**config)).float()
 
 
 def _latents(model: SmallModel) -> dict[str, Any]:

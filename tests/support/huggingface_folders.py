@@ -31,6 +31,8 @@ _SIZES = {
 }
 _FEW_EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 12}
 _CLASSES = {
+    "deepseek_v2": "DeepseekV2",
+    "deepseek_v3": "DeepseekV3",
     "llama": "Llama",
     "qwen2": "Qwen2",
     "qwen3": "Qwen3",
@@ -43,6 +45,29 @@ _CLASSES = {
     "qwen3_next": "Qwen3Next",
 }
 """What the names of a family's classes in transformers begin with."""
+_LATENTS = {
+    "num_key_value_heads": 4,
+    "q_lora_rank": None,
+    "kv_lora_rank": 10,
+    "qk_nope_head_dim": 8,
+    "qk_rope_head_dim": 4,
+    "v_head_dim": 6,
+    "n_routed_experts": 8,
+    "n_shared_experts": 2,
+    "num_experts_per_tok": 4,
+    "moe_intermediate_size": 12,
+    "first_k_dense_replace": 1,
+}
+_YARN = {
+    "rope_type": "yarn",
+    "rope_theta": 1e4,
+    "factor": 40.0,
+    "original_max_position_embeddings": 4096,
+    "beta_fast": 32,
+    "beta_slow": 1,
+    "mscale": 0.9,
+    "mscale_all_dim": 0.7,
+}
 VARIANTS: dict[str, dict[str, Any]] = {
     "llama": {"rope_parameters": LLAMA3_ROPE, "max_position_embeddings": 16384},
     "llama, tied, one head a group, biases": {
@@ -76,6 +101,11 @@ VARIANTS: dict[str, dict[str, Any]] = {
         "mlp_bias": True,
         "pad_token_id": None,
     },
+    "deepseek_v2": _LATENTS | {"rope_parameters": _YARN, "routed_scaling_factor": 1.5},
+    "deepseek_v3": _LATENTS
+    | {"q_lora_rank": 14, "n_group": 4, "topk_group": 2, "num_mtp_layers": 0},
+    "deepseek_v3, as Moonlight": _LATENTS
+    | {"n_group": 1, "topk_group": 1, "num_mtp_layers": 0, "n_shared_experts": 1},
     "mixtral": {"num_local_experts": 4},
     "mixtral, window, tied": {
         "num_local_experts": 3,
@@ -112,6 +142,9 @@ def make_folder(
         for name, parameter in model.named_parameters():
             noise = torch.randn(parameter.shape, generator=generator)
             parameter.copy_(1.0 + 0.2 * noise if "norm" in name else 0.2 * noise)
+        for name, buffer in model.named_buffers():
+            if name.endswith("e_score_correction_bias"):
+                buffer.copy_(0.1 * torch.randn(buffer.shape, generator=generator))
     model.to(dtype).save_pretrained(path, **options)
     return path
 

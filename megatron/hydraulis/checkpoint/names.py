@@ -26,7 +26,7 @@ from megatron.hydraulis.checkpoint.torch_dist import (
     MASTER,
     MODEL,
     Piece,
-    norms_of_experts,
+    renamed_norms,
 )
 from megatron.hydraulis.errors import ConfigurationError
 from megatron.hydraulis.optimizer.shards import CanonicalShards
@@ -246,7 +246,7 @@ def _whole_model(
         metadata["non_homogeneous_layers"] = True
     state: dict[str, Any] = model.sharded_state_dict(metadata=metadata)
     entries = list(_leaves(state))
-    new = norms_of_experts({entry.key for entry in entries})
+    new = renamed_norms({entry.key for entry in entries})
     for entry in entries:
         entry.key = new.get(entry.key, entry.key)
     return model, state

@@ -14,7 +14,7 @@ import math
 import os
 import pickle
 from collections import defaultdict
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from itertools import groupby
@@ -56,8 +56,8 @@ __all__ = [
     "StoredTensor",
     "WrittenFile",
     "layer_key",
-    "norms_of_experts",
     "object_key",
+    "renamed_norms",
     "write_file",
     "write_metadata",
 ]
@@ -133,20 +133,32 @@ COMMON_STATE = object_key("common_state")
 """Megatron's name of everything that is neither a tensor nor a separate object."""
 
 
-_FUSED_NORM, _NORM_OF_EXPERTS = "mlp.linear_fc1.layer_norm_", "pre_mlp_layernorm."
+_FUSED_WITH = {
+    "pre_mlp_layernorm.": "mlp.linear_fc1.",
+    "self_attention.q_layernorm.": "self_attention.linear_q_up_proj.",
+    "self_attention.kv_layernorm.": "self_attention.linear_kv_up_proj.",
+}
+"""Norms that Transformer Engine's layers fuse with a linear layer, if there is that."""
+_OF_LATENTS = "self_attention.linear_kv_down_proj.weight"
+"""Which layers with latent attention have."""
 
 
-def norms_of_experts(keys: Collection[str]) -> dict[str, str]:
-    """Keys of norms before experts as upstream's local layers call them, to Transformer Engine's.
+def renamed_norms(keys: Set[str]) -> dict[str, str]:
+    """Keys of norms as upstream's local layers call them, to those of Transformer Engine's.
 
-    The former name it as if it were fused with the fc1 of an MLP, which such a layer does not have.
-    Checkpoints have the latter.
+    They differ in layers with experts or latent attention. Checkpoints have the latter.
     """
     found = {}
     for key in keys:
-        layer, is_norm, kind = key.partition(_FUSED_NORM)
-        if is_norm and f"{layer}mlp.linear_fc1.weight" not in keys:
-            found[key] = f"{layer}{_NORM_OF_EXPERTS}{kind}"
+        for norm, linear in _FUSED_WITH.items():
+            fused = f"{linear}layer_norm_"
+            layer, is_fused, kind = key.partition(fused)
+            if is_fused and f"{layer}{linear}weight" not in keys:
+                found[key] = f"{layer}{norm}{kind}"
+            layer, is_norm, kind = key.partition(norm)
+            needed = {f"{layer}{linear}weight", f"{layer}{_OF_LATENTS}"}
+            if is_norm and kind in ("weight", "bias") and needed <= keys:
+                found[key] = f"{layer}{fused}{kind}"
     return found
 
 
@@ -358,12 +370,12 @@ def _read_metadata(path: Path) -> Metadata:
                 f"{path}: must say which tensors are in which files of the folder but says "
                 "something else; load another checkpoint"
             )
-    return _with_names_of_experts(metadata)
+    return _with_renamed_norms(metadata)
 
 
-def _with_names_of_experts(metadata: Metadata) -> Metadata:
-    """With the keys of `norms_of_experts`, also for what was written by others or earlier."""
-    new = norms_of_experts(metadata.state_dict_metadata.keys())
+def _with_renamed_norms(metadata: Metadata) -> Metadata:
+    """With the keys of `renamed_norms`, also for what was written by others or earlier."""
+    new = renamed_norms(metadata.state_dict_metadata.keys())
     if not new:
         return metadata
     return replace(

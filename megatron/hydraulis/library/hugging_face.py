@@ -17,7 +17,11 @@ from hydraulis_patches.cpu_backend import apply_cpu_backend
 from megatron.hydraulis.checkpoint.collective_errors import on_all_ranks
 from megatron.hydraulis.checkpoint.hugging_face.import_hf import assembled, open_folder
 from megatron.hydraulis.checkpoint.hugging_face.model import HuggingFaceModel, model_flags
-from megatron.hydraulis.checkpoint.hugging_face.tensors import TensorRows, by_place
+from megatron.hydraulis.checkpoint.hugging_face.tensors import (
+    ROUTER_BIAS,
+    TensorRows,
+    by_place,
+)
 from megatron.hydraulis.checkpoint.names import stored_parameters
 from megatron.hydraulis.checkpoint.torch_dist import layer_key
 from megatron.hydraulis.cost_model.profile import ProfileCostModel
@@ -191,6 +195,8 @@ def hf_tensors(engine: Engine, model: HuggingFaceModel) -> Iterator[tuple[str, T
         for tensor in parts:
             yield tensor.name, torch.cat([whole[first:end] for first, end in tensor.runs])
         del whole, matrix  # or there would be two of them
+    for bias, (tensor,) in _router_biases(engine, model):
+        yield tensor.name, bias.clone()
 
 
 def _gathered(engine: Engine, bucket: Bucket) -> list[tuple[int, Tensor]]:
@@ -234,6 +240,8 @@ def _fill(engine: Engine, folder: Path) -> None:
             columns = slice(part.first_column, part.first_column + part.num_columns)
             flat = shards.parameters[part.shard_offset : part.shard_offset + part.num_elements]
             flat.view(part.num_rows, part.num_columns).copy_(matrix[rows, columns])
+    for bias, tensors in _router_biases(engine, model):
+        bias.copy_(assembled(tuple(bias.shape), bias.dtype, tensors, files))
 
 
 def _parameters(
@@ -244,6 +252,20 @@ def _parameters(
     name_of = {(at.key, at.prefix): name for name, at in stored.items()}
     layout = engine.layout
     for place, parts in by_place(model):
+        if place.key == ROUTER_BIAS:
+            continue  # no parameter
         key = layer_key(place.key, place.layer, separate_layers=True)
         name = name_of[key, () if place.expert is None else (place.expert,)]
         yield layout.parameters[layout.index_of[name]], list(parts)
+
+
+def _router_biases(
+    engine: Engine, model: HuggingFaceModel
+) -> Iterator[tuple[Tensor, list[TensorRows]]]:
+    """Every router's bias, which each rank has, with what Hugging Face has of it."""
+    for place, parts in by_place(model):
+        if place.key == ROUTER_BIAS:
+            assert engine.routers is not None
+            assert engine.routers.biases is not None
+            assert place.layer is not None
+            yield engine.routers.biases[place.layer], list(parts)

@@ -59,7 +59,7 @@ NORM = "model.layers.1.input_layernorm.weight"
 BAD_CONFIGS: dict[str, tuple[dict[str, Any], list[str]]] = {
     "architecture": (
         {"model_type": "gemma"},
-        ["llama, mistral, mixtral, nemotron, qwen2, qwen2_moe, ", "'gemma'"],
+        ["deepseek_v2, deepseek_v3, llama, mistral, mixtral, ", "'gemma'"],
     ),
     "task": ({"architectures": ["Qwen2ForTokenClassification"]}, ["Qwen2ForCausalLM"]),
     "activation": ({"hidden_act": "gelu"}, ["hidden_act", "silu", "'gelu'"]),
@@ -192,6 +192,7 @@ def test_damaged_folders(case: str, folder: Path, tmp_path: Path) -> None:
         ("qwen3_moe", "model.layers.0.mlp.experts.1.down_proj.weight"),
         ("qwen2_moe", "model.layers.1.mlp.shared_expert_gate.weight"),
         ("qwen2_moe", "model.layers.1.mlp.gate.weight"),
+        ("deepseek_v3", "model.layers.1.mlp.gate.e_score_correction_bias"),
     ],
 )
 def test_experts_that_are_missing(family: str, missing: str, tmp_path: Path) -> None:
@@ -379,8 +380,15 @@ def test_checkpoints_of_other_models(checkpoint: Path, tmp_path: Path) -> None:
             ["Mixtral has", "--moe-router-pre-softmax"],
         ),
         (EXPERTS | {"moe_router_topk": 1}, ["norm_topk_prob", "passes 1 expert"]),
-        (EXPERTS | {"moe_router_score_function": "sigmoid"}, ["must be softmax but is sigmoid"]),
-        (EXPERTS | {"moe_router_num_groups": 2}, ["moe_router_num_groups = 2"]),
+        (EXPERTS | {"moe_router_score_function": "x"}, ["softmax or sigmoid but is x"]),
+        (
+            EXPERTS | {"moe_router_num_groups": 2, "moe_router_group_topk": 1},
+            ["Mixtral has", "--moe-router-num-groups 2"],
+        ),
+        (
+            EXPERTS | {"moe_router_num_groups": 4, "moe_router_group_topk": 2},
+            ["2 experts in 2 groups are not 2 each", "choose 1 groups"],
+        ),
         ({"qk_layernorm": True}, ["--qk-layernorm", "Qwen3"]),
         ({"add_qkv_bias": False, "hidden_size": 30}, ["30", "4 heads"]),
         ({"use_rope_scaling": True, "rotary_seq_len_interpolation_factor": 2}, ["both"]),
@@ -422,6 +430,16 @@ def test_arguments_without_counterpart(changes: dict[str, Any], words: list[str]
         ("mistral", {"sliding_window": "7"}, ["sliding_window", "'7'"]),
         ("mistral", {"sliding_window": 0}, ["window_tokens must be positive"]),
         ("smollm3", {"use_sliding_window": True}, ["use_sliding_window"]),
+        ("deepseek_v2", {"topk_method": "group_limited_greedy"}, ["topk_method", "greedy"]),
+        ("deepseek_v2", {"first_k_dense_replace": 3}, ["first_k_dense_replace", "have experts"]),
+        ("deepseek_v3", {"topk_group": 3}, ["4 experts in 3 groups are not 2 each"]),
+        ("deepseek_v3", {"rope_interleave": False}, ["rope_interleave", "True"]),
+        ("deepseek_v3", {"num_nextn_predict_layers": 1}, ["num_nextn_predict_layers", "only be 0"]),
+        (
+            "deepseek_v3",
+            {"rope_parameters": {"rope_type": "yarn", "original_max_position_embeddings": 8192}},
+            ["original_max_position_embeddings", "4096", "8192"],
+        ),
         ("mixtral", {"num_experts_per_tok": 1}, ["norm_topk_prob", "passes 1 expert"]),
         ("mixtral", {"num_experts_per_tok": 5}, ["num_experts is 4", "experts_per_token 5"]),
         ("mixtral", {"router_jitter_noise": 0.1}, ["router_jitter_noise", "0.1"]),

@@ -3,12 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import asdict
 from typing import Any
 
-from megatron.hydraulis.checkpoint.hugging_face.families import BIASES, FAMILIES, Family
+from megatron.hydraulis.checkpoint.hugging_face.families import (
+    BIASES,
+    FAMILIES,
+    ExpertNames,
+    Family,
+)
 from megatron.hydraulis.checkpoint.hugging_face.model import (
     Experts,
     HuggingFaceModel,
+    Latents,
+    Yarn,
     layers_without_rope,
     without_nulls,
 )
@@ -22,6 +30,12 @@ _LLAMA3: Mapping[str, float] = {
     "original_max_position_embeddings": 8192,
 }
 """What Megatron (0.19.2, `RotaryEmbedding._apply_scaling`) has fixed of Llama 3's scaling."""
+_YARN: Mapping[str, float] = {
+    "beta_fast": 32,
+    "beta_slow": 1,
+    "original_max_position_embeddings": 4096,
+}
+"""Likewise of YaRN, in latent attention."""
 _INTERVAL_OF_SMOLLM3 = 4
 """Default of transformers (5.23)."""
 _NUMBER = "num_local_experts"
@@ -43,6 +57,8 @@ def config_of(model: HuggingFaceModel, dtype: str) -> dict[str, Any]:
         rope_scaling = {"rope_type": "llama3", "factor": model.llama3_factor, **_LLAMA3}
     elif model.interpolation_factor is not None:
         rope_scaling = {"rope_type": "linear", "factor": model.interpolation_factor}
+    elif model.yarn is not None:
+        rope_scaling = {"rope_type": "yarn", **asdict(model.yarn), **_YARN}
     config: dict[str, Any] = {
         "architectures": [family.architecture],
         "model_type": model.family,
@@ -81,19 +97,40 @@ def config_of(model: HuggingFaceModel, dtype: str) -> dict[str, Any]:
         config["layer_types"] = [_FULL_ATTENTION] * model.num_layers
         config["mlp_only_layers"] = list(range(model.num_layers))
     if (experts := model.experts) is not None and (names := family.experts) is not None:
+        config |= _config_of_experts(experts, names)
+    if (latents := model.latents) is not None:
+        del config["head_dim"]  # which transformers derives from these
         config |= {
-            names.number: experts.number,
-            names.ffn_hidden_size: experts.ffn_hidden_size,
-            "num_experts_per_tok": experts.per_token,
+            "q_lora_rank": latents.q_lora_rank or None,
+            "kv_lora_rank": latents.kv_lora_rank,
+            "qk_nope_head_dim": latents.qk_head_dim,
+            "qk_rope_head_dim": latents.qk_pos_emb_head_dim,
+            "v_head_dim": latents.v_head_dim,
         }
-        if not names.always_normalizes:
-            config |= {
-                "norm_topk_prob": not experts.has_softmax_before_choice,
-                "decoder_sparse_step": 1,
-                "mlp_only_layers": [i for i, has in enumerate(experts.layers) if not has],
-            }
-        if names.shared_ffn_hidden_size is not None:
-            config[names.shared_ffn_hidden_size] = experts.shared_ffn_hidden_size
+    return config
+
+
+def _config_of_experts(experts: Experts, names: ExpertNames) -> dict[str, Any]:
+    config: dict[str, Any] = {
+        names.number: experts.number,
+        names.ffn_hidden_size: experts.ffn_hidden_size,
+        "num_experts_per_tok": experts.per_token,
+    }
+    if names.normalizes is None:
+        config |= {
+            "norm_topk_prob": not experts.has_softmax_before_choice,
+            "decoder_sparse_step": 1,
+            "mlp_only_layers": [i for i, has in enumerate(experts.layers) if not has],
+        }
+    if names.shared_ffn_hidden_size is not None:
+        config[names.shared_ffn_hidden_size] = experts.shared_ffn_hidden_size
+    if names.num_shared is not None:
+        config[names.num_shared] = experts.shared_ffn_hidden_size // experts.ffn_hidden_size
+        config["routed_scaling_factor"] = experts.scaling_factor or 1.0
+    if names.num_dense_layers is not None:
+        config[names.num_dense_layers] = experts.layers.count(0)
+    if names.chooses_groups:
+        config |= {"n_group": experts.num_groups or 1, "topk_group": experts.groups_per_token or 1}
     return config
 
 
@@ -129,10 +166,13 @@ def model_from_config(content: Any, what: str) -> HuggingFaceModel:
             raise _wrong(config, "mlp_bias", f"attention_bias, which is {has_biases}")
     heads = config.integer("num_attention_heads")
     hidden_size = config.integer("hidden_size")
+    latents = _latents(config) if family.has("--multi-latent-attention") else None
     num_query_groups = heads
     if family.needs_groups or config.has("num_key_value_heads"):
         num_query_groups = config.integer("num_key_value_heads")
-    if family.needs_head_dim or config.has("head_dim"):
+    if latents is not None:
+        kv_channels = latents.qk_head_dim + latents.qk_pos_emb_head_dim
+    elif family.needs_head_dim or config.has("head_dim"):
         kv_channels = config.integer("head_dim")
     elif heads < 1 or hidden_size % heads:
         raise _wrong(config, "hidden_size", f"a multiple of {heads} attention heads")
@@ -169,6 +209,17 @@ def model_from_config(content: Any, what: str) -> HuggingFaceModel:
         has_squared_relu=family.has("--squared-relu"),
         has_output_gate=family.has("--attention-output-gate"),
         experts=_experts(config, family, num_layers),
+        latents=latents,
+    )
+
+
+def _latents(config: JsonObject) -> Latents:
+    return Latents(
+        kv_lora_rank=config.integer("kv_lora_rank"),
+        q_lora_rank=config.integer("q_lora_rank", default=0),
+        qk_head_dim=config.integer("qk_nope_head_dim"),
+        qk_pos_emb_head_dim=config.integer("qk_rope_head_dim"),
+        v_head_dim=config.integer("v_head_dim"),
     )
 
 
@@ -177,8 +228,11 @@ def _experts(config: JsonObject, family: Family, num_layers: int) -> Experts | N
     if names is None:
         return None
     layers = [1] * num_layers
-    is_normalized = True
-    if not names.always_normalizes:
+    is_normalized = names.normalizes
+    if names.num_dense_layers is not None:
+        num_dense = config.integer(names.num_dense_layers)
+        layers = [int(i >= num_dense) for i in range(num_layers)]
+    elif is_normalized is None:
         is_normalized = config.flag("norm_topk_prob", default=False)
         step = config.integer("decoder_sparse_step", default=1)
         if step < 1:
@@ -186,16 +240,33 @@ def _experts(config: JsonObject, family: Family, num_layers: int) -> Experts | N
         dense = config.integers("mlp_only_layers") if config.has("mlp_only_layers") else ()
         layers = [int((i + 1) % step == 0 and i not in dense) for i in range(num_layers)]
     if not any(layers):
-        raise _wrong(config, "mlp_only_layers", "some of the layers that could have experts")
-    shared_key = names.shared_ffn_hidden_size
+        key = names.num_dense_layers or "mlp_only_layers"
+        raise _wrong(config, key, "some of the layers that could have experts")
+    ffn_hidden_size = config.integer(names.ffn_hidden_size)
+    shared = 0
+    if names.shared_ffn_hidden_size is not None:
+        shared = config.integer(names.shared_ffn_hidden_size)
+    elif names.num_shared is not None:
+        shared = config.integer(names.num_shared) * ffn_hidden_size
+    num_groups = groups_per_token = None
+    if names.chooses_groups:
+        num_groups, groups_per_token = config.integer("n_group"), config.integer("topk_group")
+        if groups_per_token == num_groups:  # all, which limits nothing
+            num_groups = groups_per_token = None
+    scale = config.number("routed_scaling_factor") if names.num_shared is not None else 1.0
     return Experts(
         number=config.integer(names.number if config.has(names.number) else _NUMBER),
         per_token=config.integer("num_experts_per_tok"),
-        ffn_hidden_size=config.integer(names.ffn_hidden_size),
+        ffn_hidden_size=ffn_hidden_size,
         layers=tuple(layers),
         has_softmax_before_choice=not is_normalized,
-        shared_ffn_hidden_size=0 if shared_key is None else config.integer(shared_key),
-        has_shared_gate=shared_key is not None,
+        has_sigmoid_scores=family.has("--moe-router-score-function"),
+        has_bias=family.has("--moe-router-enable-expert-bias"),
+        num_groups=num_groups,
+        groups_per_token=groups_per_token,
+        scaling_factor=None if scale == 1.0 else scale,
+        shared_ffn_hidden_size=shared,
+        has_shared_gate=names.shared_ffn_hidden_size is not None,
     )
 
 
@@ -241,10 +312,25 @@ def _rope(config: JsonObject, family: Family) -> dict[str, Any]:
                 raise _wrong(rope, key, value)
     elif kind == "linear":
         fields["interpolation_factor"] = rope.number("factor")
+    elif kind == "yarn" and family.has("--multi-latent-attention"):
+        fields["yarn"] = _yarn(rope)
     elif kind != "default":
         raise _wrong(config, "rope_type", "'default', 'linear' or 'llama3'", kind)
     rope.check_all_read()
     return fields
+
+
+def _yarn(rope: JsonObject) -> Yarn:
+    """Without one of its scales, or with 0, transformers takes 1 for the rotation."""
+    for key, value in _YARN.items():
+        if (rope.has(key) or key not in ("beta_fast", "beta_slow")) and rope.number(key) != value:
+            raise _wrong(rope, key, value)
+    mscale, all_dims = (rope.number(key, default=0.0) for key in ("mscale", "mscale_all_dim"))
+    if all_dims and not mscale:
+        raise _wrong(rope, "mscale", "given with mscale_all_dim", mscale)
+    if not all_dims:
+        mscale = 1.0
+    return Yarn(factor=rope.number("factor"), mscale=mscale, mscale_all_dim=all_dims)
 
 
 def _wrong(config: JsonObject, key: str, only: object, value: object = None) -> ConfigurationError:

@@ -20,6 +20,7 @@ from megatron.hydraulis.checkpoint.hugging_face.model import HuggingFaceModel, m
 from megatron.hydraulis.checkpoint.hugging_face.tensors import (
     EMBEDDING,
     OUTPUT,
+    ROUTER_BIAS,
     Converted,
     by_place,
     check_tensors,
@@ -124,6 +125,8 @@ def export_checkpoint(
         CheckpointError: the checkpoint is damaged or incomplete, or the folder cannot be written.
         ConfigurationError: the model has no counterpart.
     """
+    import torch
+
     from megatron.hydraulis.checkpoint.hugging_face.folder import (
         new_folder,
         tokenizer_of,
@@ -154,15 +157,18 @@ def export_checkpoint(
     dtype = _check_tensors(checkpoint, model)
     dtype_name = str(dtype).removeprefix("torch.")
     files, token_ids = ([], {}) if like is None else tokenizer_of(like, model.vocab_size)
-    shapes = {row.name: row.shape for row in tensor_rows(model)}
-    num_bytes = sum(map(math.prod, shapes.values())) * dtype.itemsize
+    forms = {
+        row.name: (row.shape, torch.float32 if row.place.key == ROUTER_BIAS else dtype)
+        for row in tensor_rows(model)
+    }
+    num_bytes = sum(math.prod(shape) * each.itemsize for shape, each in forms.values())
     while_writing = output.parent / f".{output.name}.exporting"
     with (
         ByteProgress("export-hf", num_bytes) as progress,
         new_folder(output, while_writing, num_bytes) as folder,
     ):
         tensors = _tensors(checkpoint, model, progress)
-        write_safetensors(folder, shapes, dtype, tensors, max_file_bytes=max_file_bytes)
+        write_safetensors(folder, forms, tensors, max_file_bytes=max_file_bytes)
         config = config_of(model, dtype_name) | token_ids
         for file in files:
             shutil.copyfile(file, folder / file.name)

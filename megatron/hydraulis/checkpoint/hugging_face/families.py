@@ -6,7 +6,7 @@ Parts of a model are called by the flags of Megatron that give it them.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 BIASES = "biases in all linear layers"
@@ -31,9 +31,15 @@ class ExpertNames:
     """Of an expert."""
     shared_module: str = "shared_expert"
     shared_ffn_hidden_size: str | None = None
-    """Key of their width; None for a family without shared experts."""
-    always_normalizes: bool = False
-    """Whether the weights of a token's experts always sum to 1; else ``norm_topk_prob`` says so."""
+    """Key of their width, if the family has shared experts with a gate."""
+    num_shared: str | None = None
+    """Key of their number, if it has them without a gate: each is as wide as an expert."""
+    num_dense_layers: str | None = None
+    """Key of the number of layers without experts, which are the first; None if any may be."""
+    normalizes: bool | None = None
+    """Whether the weights of a token's experts sum to 1; None if ``norm_topk_prob`` says so."""
+    chooses_groups: bool = False
+    """Whether a token's experts may be chosen in some groups of them."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -67,12 +73,43 @@ class Family:
 
     def has(self, part: str) -> bool:
         """Whether its models always or sometimes have a part; a value after the flag is ignored."""
-        name = part if part == BIASES else part.split()[0]
-        return name in (*self.marks, *self.needs, *self.may_have)
+        parts = (*self.marks, *self.needs, *self.may_have)
+        return part.split()[0] in [each.split()[0] for each in parts]
 
 
 _SPARSE = ("--moe-layer-freq", "--moe-router-pre-softmax")
+_LATENT = "--multi-latent-attention"
+_SIGMOID = "--moe-router-score-function sigmoid"
+_SHARED = "--moe-shared-expert-intermediate-size"
+_SCALED = "--moe-router-topk-scaling-factor"
+_DEEPSEEK = ExpertNames(
+    number="n_routed_experts",
+    shared_module="shared_experts",
+    num_shared="n_shared_experts",
+    num_dense_layers="first_k_dense_replace",
+    normalizes=False,
+)
 FAMILIES: Mapping[str, Family] = {
+    "deepseek_v3": Family(
+        architecture="DeepseekV3ForCausalLM",
+        marks=(_LATENT, _SIGMOID),
+        needs=("--num-experts", "--moe-router-enable-expert-bias", _SHARED, "--qk-layernorm"),
+        may_have=("--moe-layer-freq", "--moe-router-num-groups", _SCALED),
+        settings=_NO_BIAS
+        | {"norm_topk_prob": True, "scoring_func": "sigmoid", "topk_method": "noaux_tc"}
+        | {"rope_interleave": True, "moe_layer_freq": 1, "num_nextn_predict_layers": 0},
+        experts=replace(_DEEPSEEK, normalizes=True, chooses_groups=True),
+    ),
+    "deepseek_v2": Family(
+        architecture="DeepseekV2ForCausalLM",
+        marks=(_LATENT,),
+        needs=("--num-experts", "--moe-router-pre-softmax", _SHARED, "--qk-layernorm"),
+        may_have=("--moe-layer-freq", _SCALED),
+        settings=_NO_BIAS
+        | {"norm_topk_prob": False, "scoring_func": "softmax", "topk_method": "greedy"}
+        | {"mlp_bias": False, "moe_layer_freq": 1},
+        experts=_DEEPSEEK,
+    ),
     "nemotron": Family(
         architecture="NemotronForCausalLM",
         marks=("--squared-relu",),
@@ -103,7 +140,7 @@ FAMILIES: Mapping[str, Family] = {
     "qwen2_moe": Family(
         architecture="Qwen2MoeForCausalLM",
         marks=("--num-experts", "--moe-shared-expert-gate"),
-        needs=("--moe-shared-expert-intermediate-size",),
+        needs=(_SHARED,),
         may_have=(*_SPARSE, "--add-qkv-bias"),
         settings=_NO_WINDOW,
         experts=ExpertNames(shared_ffn_hidden_size="shared_expert_intermediate_size"),
@@ -128,7 +165,7 @@ FAMILIES: Mapping[str, Family] = {
             ffn_hidden_size="intermediate_size",
             module="block_sparse_moe",
             projections=("w1", "w3", "w2"),
-            always_normalizes=True,
+            normalizes=True,
         ),
     ),
     "mistral": Family(

@@ -197,24 +197,22 @@ class SafetensorsFolder:
 
 def write_safetensors(
     folder: Path,
-    shapes: Mapping[str, tuple[int, ...]],
-    dtype: torch.dtype,
+    forms: Mapping[str, tuple[tuple[int, ...], torch.dtype]],
     tensors: Iterable[torch.Tensor],
     *,
     max_file_bytes: int,
 ) -> None:
-    """Write tensors of one dtype, one at a time, into as few files as the limit allows.
+    """Write tensors, one at a time, into as few files as the limit allows.
 
     Args:
         folder: an existing folder.
-        shapes: shape of every tensor by name, in the order in which they are written.
-        dtype: dtype of all.
+        forms: shape and dtype of every tensor by name, in the order in which they are written.
         tensors: in the same order; may be made when they are asked for.
         max_file_bytes: limit for the tensors in a file; a larger tensor has its own file.
 
     Raises OSError.
     """
-    sizes = {name: math.prod(shape) * dtype.itemsize for name, shape in shapes.items()}
+    sizes = {name: math.prod(shape) * dtype.itemsize for name, (shape, dtype) in forms.items()}
     files: list[list[str]] = []
     num_bytes = 0
     for name, size in sizes.items():
@@ -230,10 +228,10 @@ def write_safetensors(
     stream = iter(tensors)
     for file_name, names in zip(file_names, files, strict=True):
         with (folder / file_name).open("wb") as file:
-            file.write(_header({name: shapes[name] for name in names}, dtype))
+            file.write(_header({name: forms[name] for name in names}))
             for name in names:
                 tensor = next(stream)
-                assert (tuple(tensor.shape), tensor.dtype) == (shapes[name], dtype), name
+                assert (tuple(tensor.shape), tensor.dtype) == forms[name], name
                 file.write(memoryview(tensor.contiguous().reshape(-1).view(torch.uint8).numpy()))
                 del tensor  # before the next one is made
             file.flush()
@@ -250,13 +248,17 @@ def write_safetensors(
         (folder / _INDEX).write_text(json.dumps(index, indent=2) + "\n")
 
 
-def _header(shapes: Mapping[str, tuple[int, ...]], dtype: torch.dtype) -> bytes:
-    dtype_name = next(name for name, each in _DTYPES.items() if each == dtype)
+def _header(forms: Mapping[str, tuple[tuple[int, ...], torch.dtype]]) -> bytes:
+    names = {dtype: name for name, dtype in _DTYPES.items()}
     entries: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     end = 0
-    for name, shape in shapes.items():
+    for name, (shape, dtype) in forms.items():
         start, end = end, end + math.prod(shape) * dtype.itemsize
-        entries[name] = {"dtype": dtype_name, "shape": list(shape), "data_offsets": [start, end]}
+        entries[name] = {
+            "dtype": names[dtype],
+            "shape": list(shape),
+            "data_offsets": [start, end],
+        }
     text = json.dumps(entries, separators=(",", ":")).encode()
     text += b" " * (-len(text) % _ALIGNMENT_BYTES)
     return len(text).to_bytes(8, "little") + text

@@ -18,6 +18,7 @@ from megatron.hydraulis.checkpoint.hugging_face.model import HuggingFaceModel, m
 from megatron.hydraulis.checkpoint.hugging_face.tensors import (
     FINAL_NORM,
     ROUTER,
+    ROUTER_BIAS,
     Converted,
     TensorRows,
     by_place,
@@ -39,6 +40,8 @@ if TYPE_CHECKING:
     from megatron.hydraulis.checkpoint.torch_dist import Piece
 
 _LINE_WIDTH = 96
+EPSILON_OF_LATENTS = 1e-6
+"""Of the norms of latents in transformers (5.23), whatever the configuration says."""
 _CHECKPOINT_VERSION = 3.0
 """Version of Megatron's state dict."""
 _ROPE_BUFFER = ".rotary_emb.inv_freq"
@@ -80,6 +83,11 @@ def run(namespace: argparse.Namespace) -> int:
         "PARAMETERS ONLY: a run that loads it begins with iteration 1, a new optimizer and the "
         "first sequence"
     )
+    if done.model.latents is not None and done.model.norm_epsilon != EPSILON_OF_LATENTS:
+        print(
+            f"the norms of latents have the epsilon of all others, {done.model.norm_epsilon:g}, "
+            f"which is {EPSILON_OF_LATENTS:g} in transformers"
+        )
     flags = model_flags(done.model)
     flags += {"bfloat16": ["--bf16"], "float16": ["--fp16"]}.get(done.dtype_name, [])
     print("flags of such a run:")
@@ -200,15 +208,18 @@ def _pieces(
     progress: ByteProgress,
 ) -> Iterator[Piece]:
     """Megatron's tensors, one at a time, in the order of Hugging Face's."""
+    import torch
+
     from megatron.hydraulis.checkpoint.torch_dist import Piece, layer_key
 
     separate = layers_differ(model)
     for place, rows in by_place(model):
         size = shape_of(model, place, padded_size)
         axes, index = leading_axes(model, place, separate_layers=separate)
-        data = assembled(size, dtype, rows, files).view(*(1 for _ in axes), *size)
+        stored = torch.float32 if place.key == ROUTER_BIAS else dtype
+        data = assembled(size, stored, rows, files).view(*(1 for _ in axes), *size)
         key = layer_key(place.key, place.layer, separate_layers=separate)
-        yield Piece(key, (*axes, *size), (*index, *(0 for _ in size)), data, dtype)
+        yield Piece(key, (*axes, *size), (*index, *(0 for _ in size)), data, stored)
         progress.advance(math.prod(size) * dtype.itemsize)
         del data  # before the next one is made
 

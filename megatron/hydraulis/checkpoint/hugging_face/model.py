@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 from megatron.hydraulis.checkpoint.hugging_face.families import BIASES, FAMILIES, Family
@@ -12,6 +12,7 @@ from megatron.hydraulis.errors import ConfigurationError
 from megatron.hydraulis.json_object import JsonObject
 from megatron.hydraulis.model_shape import ModelShape, layers_with_experts
 
+_SCORES, _SCALING = "moe_router_score_function", "moe_router_topk_scaling_factor"
 _DEFAULT_LLAMA3_FACTOR = 8.0
 """Megatron's default of ``--rope-scaling-factor``."""
 _SIZES = (
@@ -28,6 +29,8 @@ _SIZES = (
 _SOME_FAMILIES_HAVE = (
     "attention_output_gate",
     "layernorm_zero_centered_gamma",
+    "moe_router_enable_expert_bias",
+    "multi_latent_attention",
     "no_rope_freq",
     "num_experts",
     "squared_relu",
@@ -36,19 +39,18 @@ _SOME_FAMILIES_HAVE = (
 _MUST_BE_OFF = (
     *(name for name in OFF_BY_DEFAULT if name not in _SOME_FAMILIES_HAVE),
     *("rotary_interleaved", "spec", "moe_apply_probs_on_input", "moe_latent_size"),
-    *("moe_router_num_groups", "moe_router_topk_scaling_factor", "moe_router_enable_expert_bias"),
 )
 """Arguments of Megatron that change what is computed unless they are false, empty or absent."""
 FAMILY_NAMES = (
-    "Llama, Mistral, Mixtral, Nemotron, Qwen2, Qwen3, both with experts, dense Qwen3-Next and "
-    "SmolLM3"
+    "DeepSeek-V2, DeepSeek-V3, Llama, Mistral, Mixtral, Nemotron, Qwen2, Qwen3, both with experts, "
+    "dense Qwen3-Next and SmolLM3"
 )
 NO_COUNTERPART = f"{FAMILY_NAMES} have no counterpart; only such models can be exported"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Experts:
-    """The experts of a model, whose router takes the softmax of its logits."""
+    """The experts of a model."""
 
     number: int
     per_token: int
@@ -58,6 +60,15 @@ class Experts:
     """1 for a layer with experts and 0 for the others, as --moe-layer-freq."""
     has_softmax_before_choice: bool = False
     """Over all experts, so that the weights of a token's experts sum to less than 1."""
+    has_sigmoid_scores: bool = False
+    """Instead of those of a softmax."""
+    has_bias: bool = False
+    """Whether biases, which are no weights, are added to the scores before the choice."""
+    num_groups: int | None = None
+    """Groups of experts of which a token chooses some first."""
+    groups_per_token: int | None = None
+    scaling_factor: float | None = None
+    """Of the weights of a token's experts."""
     shared_ffn_hidden_size: int = 0
     """Of what all tokens pass; 0 for none."""
     has_shared_gate: bool = False
@@ -70,6 +81,34 @@ class Experts:
                 "passes 1 expert, whose router would learn nothing and has no counterpart in "
                 "Megatron; set norm_topk_prob to false, or import another model"
             )
+        num_chosen = self.groups_per_token
+        if num_chosen is not None and (num_chosen < 1 or self.per_token // num_chosen != 2):
+            raise ConfigurationError(
+                f"model: DeepSeek-V3 scores groups by their best 2 experts but Megatron by as many "
+                f"as a token has in each group, and {self.per_token} experts in {num_chosen} "
+                f"groups are not 2 each; choose {self.per_token // 2} groups, or use no groups"
+            )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Latents:
+    """The sizes of latent attention, by Megatron's names."""
+
+    kv_lora_rank: int
+    q_lora_rank: int = 0
+    """0 if one matrix projects queries."""
+    qk_head_dim: int
+    qk_pos_emb_head_dim: int
+    v_head_dim: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Yarn:
+    """How rotary positions of latent attention are stretched from 4,096 (arXiv 2309.00071)."""
+
+    factor: float
+    mscale: float = 1.0
+    mscale_all_dim: float = 0.0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -115,6 +154,8 @@ class HuggingFaceModel:
     rotary_percent: float = 1.0
     """Part of each head that is rotated."""
     experts: Experts | None = None
+    latents: Latents | None = None
+    yarn: Yarn | None = None
 
     def __post_init__(self) -> None:
         """Check sizes and family."""
@@ -155,9 +196,11 @@ class HuggingFaceModel:
 
     def shape(self, vocab_multiple: int = 1) -> ModelShape:
         """Its sizes, with the vocabulary padded to a multiple."""
-        sizes_of_experts: dict[str, int] = {}
+        further_sizes: dict[str, int] = {}
+        if self.latents is not None:
+            further_sizes = asdict(self.latents)
         if (experts := self.experts) is not None:
-            sizes_of_experts = {
+            further_sizes |= {
                 "num_experts": experts.number,
                 "num_expert_layers": sum(experts.layers),
                 "experts_per_token": experts.per_token,
@@ -177,7 +220,7 @@ class HuggingFaceModel:
             output_gate=self.has_output_gate,
             num_windowed_layers=self.num_layers if self.window_tokens else 0,
             window_tokens=self.window_tokens or 0,
-            **sizes_of_experts,
+            **further_sizes,
         )
 
     @property
@@ -192,6 +235,7 @@ class HuggingFaceModel:
             "--no-rope-freq": bool(self.layers_without_rope),
             "--squared-relu": self.has_squared_relu,
             "--attention-output-gate": self.has_output_gate,
+            "--multi-latent-attention": self.latents is not None,
             f"--rotary-percent {self.rotary_percent:g}": self.rotary_percent != 1.0,
         }
         if experts is not None:
@@ -201,18 +245,40 @@ class HuggingFaceModel:
                 "--moe-router-pre-softmax": experts.has_softmax_before_choice,
                 "--moe-shared-expert-intermediate-size": bool(experts.shared_ffn_hidden_size),
                 "--moe-shared-expert-gate": experts.has_shared_gate,
+                "--moe-router-score-function sigmoid": experts.has_sigmoid_scores,
+                "--moe-router-enable-expert-bias": experts.has_bias,
+                f"--moe-router-num-groups {experts.num_groups}": bool(experts.num_groups),
+                f"--moe-router-topk-scaling-factor {experts.scaling_factor}": (
+                    experts.scaling_factor is not None
+                ),
             }
         return [part for part, is_there in found.items() if is_there]
 
     def _check_family(self) -> None:
         family, parts = self.of_family, self.parts
         if all(map(family.has, parts)) and set(family.needs) <= set(parts):
+            self._check_layers_of_experts()
             return
         has = " and ".join((*family.marks, *family.needs, *family.may_have)) or "none of these"
         raise ConfigurationError(
             f"model: {family.name} has {has} but this model {' and '.join(parts)}, for which "
             f"{NO_COUNTERPART}"
         )
+
+    def _check_layers_of_experts(self) -> None:
+        experts, names = self.experts, self.of_family.experts
+        if experts is None or names is None:
+            return
+        has_other_order = names.num_dense_layers and list(experts.layers) != sorted(experts.layers)
+        if has_other_order or (
+            names.num_shared and experts.shared_ffn_hidden_size % experts.ffn_hidden_size
+        ):
+            raise ConfigurationError(
+                f"model: {self.of_family.name} has experts in its last layers, and shared ones a "
+                f"multiple as wide, but this model has them in layers {list(experts.layers)}, "
+                f"shared ones of {experts.shared_ffn_hidden_size} channels and others of "
+                f"{experts.ffn_hidden_size}, for which {NO_COUNTERPART}"
+            )
 
     @property
     def family(self) -> str:
@@ -238,8 +304,10 @@ class HuggingFaceModel:
     def to_arguments(self) -> dict[str, Any]:
         """The model as Megatron's arguments."""
         stretch = self.interpolation_factor
-        return {name: getattr(self, name) for name in _SIZES} | {
-            "group_query_attention": True,
+        not_of_latents = () if self.latents is None else ("num_query_groups", "kv_channels")
+        sizes = {name: getattr(self, name) for name in _SIZES if name not in not_of_latents}
+        return sizes | {
+            "group_query_attention": self.latents is None,
             "vocab_size": self.vocab_size,
             "position_embedding_type": "rope",
             "rotary_percent": self.rotary_percent,
@@ -260,6 +328,7 @@ class HuggingFaceModel:
             "qk_layernorm": self.has_qk_norms,
             "untie_embeddings_and_output_weights": not self.tied_embeddings,
             **self._expert_arguments(),
+            **self._latent_arguments(),
         }
 
     def _expert_arguments(self) -> dict[str, Any]:
@@ -274,6 +343,26 @@ class HuggingFaceModel:
             "moe_router_pre_softmax": experts.has_softmax_before_choice,
             "moe_shared_expert_intermediate_size": experts.shared_ffn_hidden_size or None,
             "moe_shared_expert_gate": experts.has_shared_gate,
+            "moe_router_score_function": "sigmoid" if experts.has_sigmoid_scores else "softmax",
+            "moe_router_enable_expert_bias": experts.has_bias,
+            "moe_router_num_groups": experts.num_groups,
+            "moe_router_group_topk": experts.groups_per_token,
+            "moe_router_topk_scaling_factor": experts.scaling_factor,
+            # As transformers computes the logits of DeepSeek.
+            "moe_router_dtype": None if self.latents is None else "fp32",
+        }
+
+    def _latent_arguments(self) -> dict[str, Any]:
+        if self.latents is None:
+            return {}
+        yarn = Yarn(factor=1.0) if self.yarn is None else self.yarn
+        return asdict(self.latents) | {
+            "q_lora_rank": self.latents.q_lora_rank or None,
+            "multi_latent_attention": True,
+            "rope_type": "rope" if self.yarn is None else "yarn",
+            "rotary_scaling_factor": yarn.factor,
+            "mscale": yarn.mscale,
+            "mscale_all_dim": yarn.mscale_all_dim,
         }
 
 
@@ -301,7 +390,6 @@ def model_from_arguments(
         "position_embedding_type": ("rope", "--position-embedding-type"),
         "softmax_type": ("vanilla", "--softmax-type"),
         "swiglu": (not has_squared_relu, "--swiglu"),
-        "moe_router_score_function": ("softmax", "--moe-router-score-function"),
     }
     for name, (value, flag) in required.items():
         if arguments.get(name, value) != value:
@@ -315,6 +403,11 @@ def model_from_arguments(
                 f"{what}: was trained with {name} = {arguments[name]}, for which {NO_COUNTERPART}"
             )
 
+    latents, yarn = None, None
+    if arguments.get("multi_latent_attention"):
+        latents, yarn = _latents(without_nulls(arguments, f"{what}, arguments of the run"))
+        num_channels = latents.qk_head_dim + latents.qk_pos_emb_head_dim
+        arguments = {**arguments, "kv_channels": num_channels, "group_query_attention": False}
     given = without_nulls(arguments, f"{what}, arguments of the run")
     is_grouped = arguments.get("group_query_attention", True)
     sizes = {n: given.integer(n) for n in _SIZES if n != "num_query_groups" or is_grouped}
@@ -340,12 +433,38 @@ def model_from_arguments(
         has_output_gate=has_output_gate,
         rotary_percent=given.number("rotary_percent", default=1.0),
         experts=_experts(given) if arguments.get("num_experts") else None,
+        latents=latents,
+        yarn=yarn,
+    )
+
+
+def _latents(given: JsonObject) -> tuple[Latents, Yarn | None]:
+    latents = Latents(
+        kv_lora_rank=given.integer("kv_lora_rank"),
+        q_lora_rank=given.integer("q_lora_rank", default=0),
+        qk_head_dim=given.integer("qk_head_dim"),
+        qk_pos_emb_head_dim=given.integer("qk_pos_emb_head_dim"),
+        v_head_dim=given.integer("v_head_dim"),
+    )
+    if given.text("rope_type") != "yarn":
+        return latents, None
+    return latents, Yarn(
+        factor=given.number("rotary_scaling_factor"),
+        mscale=given.number("mscale"),
+        mscale_all_dim=given.number("mscale_all_dim"),
     )
 
 
 def _experts(given: JsonObject) -> Experts:
     num_layers = given.integer("num_layers")
     frequency = given.value("moe_layer_freq") if given.has("moe_layer_freq") else 1
+    has_groups = given.has("moe_router_num_groups")
+    scores = given.value(_SCORES) if given.has(_SCORES) else "softmax"
+    if scores not in ("softmax", "sigmoid"):
+        raise ConfigurationError(
+            f"{given.what}: --moe-router-score-function must be softmax or sigmoid but is "
+            f"{scores}, for which {NO_COUNTERPART}"
+        )
     return Experts(
         number=given.integer("num_experts"),
         per_token=given.integer("moe_router_topk"),
@@ -356,6 +475,11 @@ def _experts(given: JsonObject) -> Experts:
         has_softmax_before_choice=given.flag("moe_router_pre_softmax", default=False),
         shared_ffn_hidden_size=given.integer("moe_shared_expert_intermediate_size", default=0),
         has_shared_gate=given.flag("moe_shared_expert_gate", default=False),
+        has_sigmoid_scores=scores == "sigmoid",
+        has_bias=given.flag("moe_router_enable_expert_bias", default=False),
+        num_groups=given.integer("moe_router_num_groups") if has_groups else None,
+        groups_per_token=given.integer("moe_router_group_topk") if has_groups else None,
+        scaling_factor=given.number(_SCALING) if given.has(_SCALING) else None,
     )
 
 
@@ -383,7 +507,7 @@ def without_nulls(content: Any, what: str) -> JsonObject:
 def model_flags(model: HuggingFaceModel) -> list[str]:
     """Flags of the training program for this model, each with its value."""
     arguments = model.to_arguments()
-    defaults = {"rotary_percent": 1.0, "moe_layer_freq": 1}
+    defaults = {"rotary_percent": 1.0, "moe_layer_freq": 1, _SCORES: "softmax"}
     if model.llama3_factor is None:
         defaults["rope_scaling_factor"] = _DEFAULT_LLAMA3_FACTOR
     renamed = {

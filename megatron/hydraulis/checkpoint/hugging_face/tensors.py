@@ -31,6 +31,10 @@ FINAL_NORM = "decoder.final_layernorm"
 EXPERTS = "mlp.experts.experts."
 """Start of the keys of tensors that have one more axis, for the experts."""
 ROUTER = "mlp.router"
+ROUTER_BIAS = "mlp.router.expert_bias"
+"""Key of a router's bias, which is no weight and in fp32."""
+_BIAS_NAME = "e_score_correction_bias"
+_ROUTER_BIAS_NAMES = (ROUTER_BIAS, _BIAS_NAME)
 _SHARED = "mlp.shared_experts."
 
 Runs = tuple[tuple[int, int], ...]
@@ -106,6 +110,28 @@ def layer_shapes(model: HuggingFaceModel, layer: int) -> dict[str, tuple[int, ..
     """Shapes of Megatron's tensors of a layer, by key without the layer's number; of experts,
     that of one."""
     hidden = model.hidden_size
+    shapes = _attention_shapes(model) if model.latents is None else _latent_shapes(model)
+    experts = model.experts
+    if experts is None or not experts.layers[layer]:
+        shapes |= _mlp_shapes(model, "mlp.", model.ffn_hidden_size)
+        for kind in _norm_kinds(model):
+            shapes[f"mlp.linear_fc1.layer_norm_{kind}"] = (hidden,)
+        return shapes
+    shapes["pre_mlp_layernorm.weight"] = (hidden,)
+    shapes[f"{ROUTER}.weight"] = (experts.number, hidden)
+    if experts.has_bias:
+        shapes[ROUTER_BIAS] = (experts.number,)
+    shapes |= _mlp_shapes(model, EXPERTS, experts.ffn_hidden_size)
+    if experts.shared_ffn_hidden_size:
+        shapes |= _mlp_shapes(model, _SHARED, experts.shared_ffn_hidden_size)
+    if experts.has_shared_gate:
+        shapes[f"{_SHARED}gate_weight"] = (1, hidden)
+    return shapes
+
+
+def _attention_shapes(model: HuggingFaceModel) -> dict[str, tuple[int, ...]]:
+    """With the norm before it."""
+    hidden = model.hidden_size
     query = model.num_attention_heads * model.kv_channels
     num_query_matrices = 2 if model.has_output_gate else 1
     qkv = num_query_matrices * query + 2 * model.num_query_groups * model.kv_channels
@@ -122,20 +148,33 @@ def layer_shapes(model: HuggingFaceModel, layer: int) -> dict[str, tuple[int, ..
     if model.has_qk_norms:
         shapes["self_attention.q_layernorm.weight"] = (model.kv_channels,)
         shapes["self_attention.k_layernorm.weight"] = (model.kv_channels,)
-    experts = model.experts
-    if experts is None or not experts.layers[layer]:
-        shapes |= _mlp_shapes(model, "mlp.", model.ffn_hidden_size)
-        for kind in _norm_kinds(model):
-            shapes[f"mlp.linear_fc1.layer_norm_{kind}"] = (hidden,)
-        return shapes
-    shapes["pre_mlp_layernorm.weight"] = (hidden,)
-    shapes[f"{ROUTER}.weight"] = (experts.number, hidden)
-    shapes |= _mlp_shapes(model, EXPERTS, experts.ffn_hidden_size)
-    if experts.shared_ffn_hidden_size:
-        shapes |= _mlp_shapes(model, _SHARED, experts.shared_ffn_hidden_size)
-    if experts.has_shared_gate:
-        shapes[f"{_SHARED}gate_weight"] = (1, hidden)
     return shapes
+
+
+def _latent_shapes(model: HuggingFaceModel) -> dict[str, tuple[int, ...]]:
+    """Likewise of latent attention. Both rotate pairs of adjacent channels, in the same order."""
+    latents, hidden, heads = model.latents, model.hidden_size, model.num_attention_heads
+    assert latents is not None
+    queries, q_rank, kv_rank = heads * model.kv_channels, latents.q_lora_rank, latents.kv_lora_rank
+    shapes: dict[str, tuple[int, ...]] = {"input_layernorm.weight": (hidden,)}
+    if q_rank:
+        shapes |= {
+            "self_attention.linear_q_down_proj.weight": (q_rank, hidden),
+            "self_attention.linear_q_up_proj.layer_norm_weight": (q_rank,),
+            "self_attention.linear_q_up_proj.weight": (queries, q_rank),
+        }
+    else:
+        shapes["self_attention.linear_q_proj.weight"] = (queries, hidden)
+    num_rows = heads * (latents.qk_head_dim + latents.v_head_dim)
+    return shapes | {
+        "self_attention.linear_kv_down_proj.weight": (
+            kv_rank + latents.qk_pos_emb_head_dim,
+            hidden,
+        ),
+        "self_attention.linear_kv_up_proj.layer_norm_weight": (kv_rank,),
+        "self_attention.linear_kv_up_proj.weight": (num_rows, kv_rank),
+        "self_attention.linear_proj.weight": (hidden, heads * latents.v_head_dim),
+    }
 
 
 def _mlp_shapes(model: HuggingFaceModel, prefix: str, ffn: int) -> dict[str, tuple[int, ...]]:
@@ -188,6 +227,10 @@ def layers_differ(model: HuggingFaceModel) -> bool:
 def _layer_rows(model: HuggingFaceModel, layer: int) -> Iterator[TensorRows]:
     num_experts = 0 if model.experts is None else model.experts.number
     for key, shape in layer_shapes(model, layer).items():
+        if key == ROUTER_BIAS:
+            name = f"model.layers.{layer}.mlp.gate.{_BIAS_NAME}"
+            yield TensorRows(name, shape, Place(key, layer, None), ((0, num_experts),))
+            continue
         # "….linear_qkv.weight" as well as "….linear_qkv.layer_norm_weight"
         kind = "bias" if key.endswith("bias") else "weight"
         module = key.removesuffix(kind).rstrip("._")
@@ -202,6 +245,14 @@ def _layer_rows(model: HuggingFaceModel, layer: int) -> Iterator[TensorRows]:
 
 _WHOLE_NAMES = {
     "self_attention.linear_qkv.layer_norm": "input_layernorm",
+    "input_layernorm": "input_layernorm",
+    "self_attention.linear_q_proj": "self_attn.q_proj",
+    "self_attention.linear_q_down_proj": "self_attn.q_a_proj",
+    "self_attention.linear_q_up_proj.layer_norm": "self_attn.q_a_layernorm",
+    "self_attention.linear_q_up_proj": "self_attn.q_b_proj",
+    "self_attention.linear_kv_down_proj": "self_attn.kv_a_proj_with_mqa",
+    "self_attention.linear_kv_up_proj.layer_norm": "self_attn.kv_a_layernorm",
+    "self_attention.linear_kv_up_proj": "self_attn.kv_b_proj",
     "self_attention.linear_proj": "self_attn.o_proj",
     "self_attention.q_layernorm": "self_attn.q_norm",
     "self_attention.k_layernorm": "self_attn.k_norm",
@@ -324,7 +375,9 @@ def check_tensors[Dtype](
             f"{source}: tensors must have the shapes that the configuration and a vocabulary of "
             f"{model.vocab_size} tokens give but {listed(differences)}; {fix}"
         )
-    dtypes = {dtype: name for name, (_, dtype) in found.items()}
+    dtypes = {
+        dtype: name for name, (_, dtype) in found.items() if not name.endswith(_ROUTER_BIAS_NAMES)
+    }
     if len(dtypes) > 1:
         raise ConfigurationError(
             f"{source}: all tensors must be of one dtype but "
