@@ -1,18 +1,26 @@
 """What experts cost by scheme: weights, exchange, launches, the load of the busiest rank."""
 
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
+from megatron.hydraulis.__main__ import main
+from megatron.hydraulis.cost_model import ProfileCostModel
 from megatron.hydraulis.cost_model.analytic import AnalyticCostModel
 from megatron.hydraulis.cost_model.device import device_constants
 from megatron.hydraulis.cost_model.estimate_command import possible_schemes
 from megatron.hydraulis.cost_model.experts import num_layer_parameters, rank_load
+from megatron.hydraulis.proposal.candidates import Candidates
+from megatron.hydraulis.strategy import Scheme
 from megatron.hydraulis.strategy.notation import parse_scheme
+from tests.unit.cost_model.test_layout_commands import EXPERTS
+from tests.unit.cost_model.test_layout_commands import QWEN3_30B_A3B as FLAGS_WITHOUT_EXPERTS
 from tests.unit.test_model_shape import QWEN3_30B_A3B
 
 _DEVICE = device_constants("h100-80g")
 _MODEL = AnalyticCostModel(shape=QWEN3_30B_A3B, device=_DEVICE, cluster=_DEVICE.cluster(64, 8))
+FLAGS = (*FLAGS_WITHOUT_EXPERTS, *EXPERTS)
 _ROUTED = 128 * 3 * 2048 * 768
 """Entries of a layer's experts."""
 
@@ -76,3 +84,14 @@ def test_schemes_of_a_model_with_experts_have_every_ep() -> None:
     found = {str(scheme) for scheme in possible_schemes(QWEN3_30B_A3B, 16, 8)}
     assert {"tp4", "tp4ep2", "tp4ep4", "tp2cp4ep8", "cp16ep16"} <= found
     assert not {"tp4ep8", "ep2"} & found
+
+
+def test_narrow_groups_of_a_wave_have_rows_but_no_replicas(tmp_path: Path) -> None:
+    """A group of tp2cp2~ep4 may have 2 ranks, fewer than share the experts."""
+    profile_path = tmp_path / "profile.json"
+    typed = [*FLAGS, "--device", "h200", "--num-ranks", "8", "--out", str(profile_path)]
+    assert main(["estimate", *typed, "--schemes", "tp2cp2~ep4pp2", "tp4ep4pp2"]) == 0
+    profile = ProfileCostModel.read(profile_path)
+    whole, narrow = Scheme(4, pp=2, ep=4), Scheme(2, pp=2, ep=4)
+    assert {whole, narrow} <= {row.scheme for row in profile.schemes}
+    assert narrow not in Candidates.of(profile, 8, 8).schemes
