@@ -97,19 +97,24 @@ class RouterState:
         return self._figures()
 
     def _figures(self) -> RoutingFigures | None:
-        """Of the sums; waits for the device. None where no router of ours has run."""
-        config, counts = self._config, self.counts[self.counts.any(dim=1)]
+        """Of the sums; waits for the device once. None where no router of ours has run."""
+        config, biases = self._config, self.biases
+        of_biases = () if biases is None else biases.aminmax()
+        host = torch.cat([self._sums, *(each.double().view(1) for each in of_biases)]).cpu()
+        num_sums = len(self._sums)
+        counts = host[2:num_sums].view_as(self.counts)
+        counts = counts[counts.any(dim=1)]
         if not len(counts):
             return None
         loads = counts.amax(dim=1) / counts.mean(dim=1)
         num_routed = counts.sum() / config.moe_router_topk  # tokens times layers
-        losses = (self._sums[:2] / num_routed).tolist()
-        biases = self.biases
+        losses = (host[:2] / num_routed).tolist()
+        low_and_high = host[num_sums:].tolist()
         return RoutingFigures(
             worst_load=loads.amax().item(),
             balancing_loss=losses[0] if _coefficient(config) else None,
             z_loss=losses[1] if config.moe_z_loss_coeff else None,
-            bias_range=None if biases is None else (biases.min().item(), biases.max().item()),
+            bias_range=(low_and_high[0], low_and_high[1]) if low_and_high else None,
         )
 
 
