@@ -123,8 +123,14 @@ FAMILIES: dict[str, tuple[SmallModel, Callable[[SmallModel], torch.nn.Module]]] 
         ),
         qwen2_moe,
     ),
-    "Qwen3-MoE": (
-        with_experts(replace(LLAMA, qk_layernorm=True), moe_router_topk=3, moe_layer_freq=(0, 1)),
+    "Qwen3-MoE, balanced": (
+        with_experts(
+            replace(LLAMA, qk_layernorm=True),
+            moe_router_topk=3,
+            moe_layer_freq=(0, 1),
+            moe_router_load_balancing_type="seq_aux_loss",
+            moe_aux_loss_coeff=0.3,
+        ),
         qwen3_moe,
     ),
     "DeepSeek-V2-Lite without experts": (

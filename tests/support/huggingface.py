@@ -99,18 +99,29 @@ def llama_gradients(
         model: the sizes.
         batch: (length + 1,) tokens each.
         token_weights: (length + 1,) of predicting each; tokens without any have label -100.
-        build: makes another of Hugging Face's models.
+        build: makes another of Hugging Face's models. If it balances, one layer has experts:
+            transformers' balancing loss of a sequence adds up the choices and scores of all layers
+            first. It is top-k times ours.
     """
     llama = _loaded(weights, model, build)
+    settings = model.transformer()
+    coefficient: Any = settings.moe_aux_loss_coeff
+    num_tokens = sum(len(tokens) - 1 for tokens in batch)
+    weights_per_token = sum(each[1:].sum(dtype=np.float64) for each in token_weights) / num_tokens
     total = weight_sum = 0.0
     for tokens, of_tokens in zip(batch, token_weights, strict=True):
         ids = torch.from_numpy(np.asarray(tokens, dtype=np.int64))
         of_labels = torch.from_numpy(of_tokens)[1:]
         labels = ids[1:].masked_fill(of_labels == 0, -100)
-        logits = llama(input_ids=ids[None, :-1], use_cache=False).logits[0]
-        losses = torch.nn.functional.cross_entropy(logits, labels, reduction="none")
+        options = {"output_router_logits": True} if coefficient else {}
+        result = llama(input_ids=ids[None, :-1], use_cache=False, **options)
+        losses = torch.nn.functional.cross_entropy(result.logits[0], labels, reduction="none")
         loss = (of_labels * losses).sum()
-        loss.backward()
+        added = 0.0
+        if coefficient:
+            of_tokens_here = coefficient * len(labels) * weights_per_token
+            added = of_tokens_here * result.aux_loss / settings.moe_router_topk
+        (loss + added).backward()
         total += loss.item()
         weight_sum += of_labels.double().sum().item()
     return _divided(llama, total, weight_sum)
