@@ -28,7 +28,7 @@ from megatron.hydraulis.planner.plan import Packing
 _GROWTH = 1.25
 # The longest sequences are dispatched one by one, the others in as many units: this number for few
 # replicas.
-_FEWEST_SINGLE = 512
+_FEWEST_SINGLE = 1000
 # For each of many replicas, as a unit must be a small part of its share: on 256 replicas, up to
 # 40,000 log-normal lengths exceed the bound by up to 150 % with 4, by less than 1 % with 16.
 _SINGLE_PER_REPLICA = 16
