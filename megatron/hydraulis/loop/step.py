@@ -17,6 +17,10 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from megatron.core.transformer.moe.moe_logging import (
+    MoEMetricsTracker,
+    set_moe_metrics_tracker,
+)
 from megatron.training.global_vars import get_args, get_tensorboard_writer, get_timers
 
 from megatron.hydraulis.data.corpus import Corpus
@@ -181,8 +185,10 @@ class TrainingLoop:
             self._record(args, number, planned, outcome, optimizer, iteration_time_s)
             if self._refit is not None:
                 self._refit.end(number, planned, iteration_time_s, data_iterator.feed)
-        loss = to_device(torch.tensor([outcome.loss.mean], dtype=torch.float32), engine.device)
-        losses = {"lm loss": loss} if outcome.loss.weight_sum else {}
+        losses = {
+            name: to_device(torch.tensor([loss], dtype=torch.float32), engine.device)
+            for name, loss in _losses(outcome)
+        }
         skipped = 0 if outcome.updated else 1
         return losses, skipped, False, False, 0, outcome.gradient_norm, None, None
 
@@ -280,6 +286,7 @@ class TrainingLoop:
 
     def around_training_log(self, training_log: Callable[..., Any]) -> Callable[..., Any]:
         """Upstream's log of one iteration, corrected for a token budget and packing."""
+        set_moe_metrics_tracker(_NoMoEMetrics())
 
         def log(*positional: Any, is_first_iteration: bool = False, **named: Any) -> Any:
             args = get_args()
@@ -437,10 +444,27 @@ class TrainingLoop:
             writer.add_scalar("trained-tokens", record.trained_tokens, number)
             writer.add_scalar("padding-fraction", record.padding_fraction, number)
             writer.add_scalar("imbalance", record.imbalance, number)
-            for name in ("expert_load", "balancing_loss", "router_z_loss"):
-                value = getattr(record, name)
-                if value is not None:
-                    writer.add_scalar(name.replace("_", "-"), value, number)
+            if record.expert_load is not None:
+                writer.add_scalar("expert-load", record.expert_load, number)
+
+
+class _NoMoEMetrics(MoEMetricsTracker):
+    """Reports nothing: upstream's routers would fill it, ours leave zeros; see `_losses`."""
+
+    def report(self, *arguments: Any, **named: Any) -> str:
+        """Nothing to add to upstream's line."""
+        return ""
+
+
+def _losses(outcome: StepOutcome) -> Iterator[tuple[str, float]]:
+    """Losses of upstream's log line and TensorBoard, by upstream's names."""
+    if outcome.loss.weight_sum:
+        yield "lm loss", outcome.loss.mean
+    routing = outcome.routing
+    if routing is not None and routing.balancing_loss is not None:
+        yield "load_balancing_loss", routing.balancing_loss
+    if routing is not None and routing.z_loss is not None:
+        yield "z_loss", routing.z_loss
 
 
 def _routing_fields(outcome: StepOutcome) -> dict[str, Any]:

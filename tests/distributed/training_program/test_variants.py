@@ -51,6 +51,12 @@ def test_another_strategy_resumes_a_model_with_experts_and_latents(
     whole = launch("tp2ep2+cp2", 4, *EXPERTS, *LATENTS, *save, without=GROUPED)
     assert "--moe-grouped-gemm" in whole.outcome.stdout
     assert " | expert load: " in whole.outcome.stdout
+    first = whole.records[0]
+    for name, value in (
+        ("load_balancing_loss", first.balancing_loss),
+        ("z_loss", first.router_z_loss),
+    ):
+        assert f" | {name}: {value:.6E} | " in whole.outcome.stdout
     load = ("--load", str(tmp_path), "--ckpt-step", "2")
     resumed = launch("cp4~ep4", 4, *EXPERTS, *LATENTS, *load, without=GROUPED)
     assert resumed.losses == pytest.approx(whole.losses[2:], rel=ROUNDING)
