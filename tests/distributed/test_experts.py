@@ -11,6 +11,7 @@ from unittest.mock import patch
 import numpy as np
 import pytest
 import torch
+from megatron.core.transformer.moe.moe_layer import MoELayer
 
 from megatron.hydraulis.errors import ConfigurationError
 from megatron.hydraulis.runtime import catalogue as catalogue_module
@@ -39,6 +40,7 @@ from tests.support.models import (
     build_engine,
     packs_of_rank,
     run_job,
+    use_fp64_loss,
 )
 from tests.support.reference import initial_parameters
 
@@ -310,3 +312,28 @@ def test_routers_are_initialised_as_matrices() -> None:
     for name, value in initial_parameters(MODELS["shared experts and a gate"], seed=1).items():
         if name.endswith(("router.weight", "gate_weight")):
             assert 0.05 < float(value.std()) < 0.2, name
+
+
+def _tensors_that_dispatchers_keep(job: Job) -> list[str]:
+    use_fp64_loss()
+    engine = build_engine(job)
+    strategy = engine.pool.strategies[0]
+    batches = packs_of_rank(strategy, job.assignments[0], job.batches[0], engine.rank)
+    engine.train_step(strategy.name, batches, make_forward_step())
+    model = engine.runtime_of(strategy.name).model
+    assert model is not None
+    layers = [each for each in model.model.modules() if isinstance(each, MoELayer)]
+    assert layers
+    return [
+        name
+        for layer in layers
+        for name, value in vars(layer.token_dispatcher).items()
+        if isinstance(value, torch.Tensor) and value.is_floating_point()
+    ]
+
+
+def test_dispatchers_keep_no_graph_of_recomputed_layers() -> None:
+    (kept,) = pool_of(1).run(
+        _tensors_that_dispatchers_keep, law_job(1, "tp1", MODELS["recomputed"])
+    )
+    assert not kept

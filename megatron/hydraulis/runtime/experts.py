@@ -23,6 +23,7 @@ from torch import Tensor
 from megatron.hydraulis.data.packed_batch import part_places
 from megatron.hydraulis.runtime.attention import PackedRow, once_a_row
 from megatron.hydraulis.runtime.outcome import RoutingFigures
+from megatron.hydraulis.runtime.process_groups import to_device
 
 
 def balances(config: TransformerConfig) -> bool:
@@ -32,15 +33,28 @@ def balances(config: TransformerConfig) -> bool:
 
 
 def hand_rows_to_routers(model: torch.nn.Module) -> None:
-    """Give the routers of a model each row before its layer runs, recomputation included."""
+    """Give the routers of a model each row while its layer runs, recomputation included.
+
+    Afterwards upstream's dispatcher would keep weights of the row's tokens, and by them a graph
+    with, under full recompute, the layer's input and its gradient.
+    """
     for layer in model.modules():
         router = getattr(getattr(layer, "mlp", None), "router", None)
         if isinstance(router, SequenceRouter):
             layer.register_forward_pre_hook(partial(_hand_row, router), with_kwargs=True)
+            layer.register_forward_hook(partial(_drop_row, router))
 
 
 def _hand_row(router: SequenceRouter, layer: Any, inputs: Any, named: dict[str, Any]) -> None:
     router.row = named.get("packed_seq_params")
+
+
+def _drop_row(router: SequenceRouter, layer: Any, inputs: Any, outputs: Any) -> None:
+    router.row = None
+    dispatcher = layer.mlp.token_dispatcher
+    for name, value in vars(dispatcher).items():
+        if isinstance(value, Tensor) and value.is_floating_point():
+            setattr(dispatcher, name, None)
 
 
 def _coefficient(config: TransformerConfig) -> float:
@@ -194,7 +208,8 @@ class SequenceRouter(upstream.TopKRouter):
             places, numbers = (torch.from_numpy(each) for each in found[:2])
             is_here = (places >= begin) & (places < begin + num_local)
             device = self.weight.device
-            return (places[is_here] - begin).to(device), numbers[is_here].to(device)
+            here, of_sequences = places[is_here] - begin, numbers[is_here]
+            return to_device(here, device), to_device(of_sequences, device)
 
         return once_a_row(row, "routed tokens", compute)
 
