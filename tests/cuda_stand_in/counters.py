@@ -36,7 +36,7 @@ from megatron.core.transformer.dot_product_attention import DotProductAttention
 from megatron.core.transformer.module import Float16Module
 from megatron.core.transformer.torch_norm import WrappedTorchNorm
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
-from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 
 from megatron.hydraulis.data.packed_batch import pack
 from megatron.hydraulis.optimizer.sharded_adamw import AdamWSettings
@@ -47,6 +47,7 @@ from megatron.hydraulis.runtime.model_building import (
     ModelDefinition,
     PackedNorm,
     _with_replaced,
+    expert_layer_spec,
     te_layer_spec,
 )
 from megatron.hydraulis.strategy import Pool, Strategy
@@ -98,6 +99,10 @@ class Case:
     unfused one."""
     has_te: bool = False
     """Whether our layers and core attention are those of Transformer Engine."""
+    has_experts: bool = False
+    """Whether layers have experts, balanced by sequence, that an all-to-all serves."""
+    has_latents: bool = False
+    """Whether attention has latents of queries, keys and values."""
 
 
 @dataclass
@@ -201,7 +206,21 @@ class _OneKernel(types.ModuleType):
 
 
 def _config(case: Case, tp: int) -> TransformerConfig:
-    return TransformerConfig(
+    variant: dict[str, Any] = {}
+    if case.has_experts:
+        variant = {
+            "num_moe_experts": 4,
+            "moe_ffn_hidden_size": 256,
+            "moe_router_load_balancing_type": "seq_aux_loss",
+            "moe_aux_loss_coeff": 1e-2,
+            "moe_token_dispatcher_type": "alltoall",
+        }
+    if case.has_latents:
+        variant |= {"q_lora_rank": 64, "kv_lora_rank": 32, "qk_head_dim": 32}
+        variant |= {"qk_pos_emb_head_dim": 16, "v_head_dim": 32, "rope_type": "rope"}
+        variant["qk_layernorm"] = True
+    make: Any = MLATransformerConfig if case.has_latents else TransformerConfig
+    config: TransformerConfig = make(
         num_layers=case.layers,
         hidden_size=256,
         ffn_hidden_size=512,
@@ -226,6 +245,18 @@ def _config(case: Case, tp: int) -> TransformerConfig:
         persist_layer_norm=False,
         transformer_impl="local",
         calculate_per_token_loss=True,
+        **variant,
+    )
+    return config
+
+
+def _layer_spec(config: TransformerConfig) -> Any:
+    if config.num_moe_experts is not None:
+        return expert_layer_spec(config)
+    return get_gpt_layer_local_spec(
+        normalization="RMSNorm",
+        qk_layernorm=config.multi_latent_attention,
+        multi_latent_attention=config.multi_latent_attention,
     )
 
 
@@ -236,7 +267,7 @@ def _ours(case: Case) -> Callable[[], object]:
     definition = ModelDefinition(
         transformer=transformer,
         built_layer_spec=te_layer_spec(transformer) if case.has_te else None,
-        layer_spec=get_gpt_layer_local_spec(normalization="RMSNorm"),
+        layer_spec=_layer_spec(transformer),
         vocab_size=VOCABULARY,
         padded_vocab_size=VOCABULARY,
         max_sequence_length=max(case.lengths),
@@ -265,10 +296,11 @@ def _plain(case: Case) -> Callable[[], object]:
     replaced: dict[Any, Any] = {WrappedTorchNorm: PackedNorm}
     if case.same_attention:
         replaced[DotProductAttention] = VarlenAttention
-    spec = TransformerBlockSubmodules(
-        layer_specs=[get_gpt_layer_local_spec(normalization="RMSNorm")] * case.layers,
-        layer_norm=WrappedTorchNorm,
-    )
+    spec = _layer_spec(config)
+    if not isinstance(spec, TransformerBlockSubmodules):
+        spec = TransformerBlockSubmodules(
+            layer_specs=[spec] * case.layers, layer_norm=WrappedTorchNorm
+        )
     model: Any = GPTModel(
         config=config,
         transformer_layer_spec=_with_replaced(spec, replaced),

@@ -15,9 +15,11 @@ from datetime import timedelta
 from typing import Any
 from unittest.mock import patch
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
+from megatron.core.transformer.moe.token_dispatcher import MoEAlltoAllTokenDispatcher
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -142,7 +144,8 @@ def alone(rank: int, num_ranks: int) -> Iterator[None]:
     """Initialise `torch.distributed` with NCCL, with this process as one rank of a job.
 
     Weights are not initialised. Every iteration has a finite loss and norm, so that it updates, and
-    the next strategy that it was given.
+    the next strategy that it was given. The all-to-all dispatcher reads that tokens choose all
+    experts equally often.
     """
     torch.cuda.set_device(rank % NUM_DEVICES)
     store = StoreOfAll(num_ranks)  # must stay referenced here
@@ -157,6 +160,13 @@ def alone(rank: int, num_ranks: int) -> Iterator[None]:
             patch.object(ShardedAdamW, "gradient_norm", _given_norm(ShardedAdamW.gradient_norm))
         )
         stack.enter_context(patch.object(dist, "all_gather_object", _all_gather_object))
+        stack.enter_context(
+            patch.object(
+                MoEAlltoAllTokenDispatcher,
+                "_maybe_dtoh_and_synchronize",
+                _given_routing(MoEAlltoAllTokenDispatcher._maybe_dtoh_and_synchronize),
+            )
+        )
         yield
 
 
@@ -187,3 +197,25 @@ def _given_norm(real: Callable[[ShardedAdamW], float]) -> Callable[[ShardedAdamW
         return GIVEN_NORM
 
     return gradient_norm
+
+
+def _given_routing(real: Callable[..., Any]) -> Callable[..., Any]:
+    def read(dispatcher: Any, point: str, tokens_per_expert: Any = None) -> Any:
+        tokens_per_expert = real(dispatcher, point, tokens_per_expert)
+        if point == dispatcher.cuda_dtoh_point:
+            num_chosen, num_experts = dispatcher.num_out_tokens, dispatcher.num_experts
+            chosen = num_chosen // num_experts + (np.arange(num_experts) < num_chosen % num_experts)
+            local = chosen[dispatcher.local_expert_indices]
+            given = (
+                (tokens_per_expert, dispatcher.tp_size * dispatcher.ep_size * local),
+                (dispatcher.input_splits, chosen.reshape(dispatcher.ep_size, -1).sum(axis=1)),
+                (dispatcher.output_splits, local.sum()),
+                (dispatcher.output_splits_tp, dispatcher.ep_size * local.sum()),
+                (getattr(dispatcher, "num_global_tokens_per_local_expert", None), local),
+            )
+            for read_by_host, values in given:
+                if read_by_host is not None:
+                    np.asarray(read_by_host)[...] = values
+        return tokens_per_expert
+
+    return read

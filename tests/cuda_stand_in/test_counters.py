@@ -53,6 +53,38 @@ def test_a_layer_launches_no_more_than_upstream(tp: int, fused: bool, tmp_path: 
     assert of_a_layer("ours") <= MOST_LAUNCHES * of_a_layer("plain")
 
 
+@pytest.mark.parametrize(
+    ("tp", "kind"),
+    [
+        (2, "experts"),
+        pytest.param(1, "experts", marks=pytest.mark.nightly),
+        (2, "latents"),
+        pytest.param(1, "latents", marks=pytest.mark.nightly),
+    ],
+)
+def test_experts_and_latents_wait_and_launch_no_more_than_upstream(
+    tp: int, kind: str, tmp_path: Path
+) -> None:
+    """Upstream's dispatcher waits in every layer, ours too."""
+    ours, plain = (
+        count(
+            Case(
+                side,
+                layers=2,
+                tp=tp,
+                micro_batches=4,
+                same_attention=True,
+                has_experts=kind == "experts",
+                has_latents=kind == "latents",
+            ),
+            tmp_path,
+        )
+        for side in ("ours", "plain")
+    )
+    assert ours.host_waits <= plain.host_waits
+    assert ours.num_launches <= MOST_LAUNCHES * plain.num_launches
+
+
 def test_weight_gradients_are_added_by_the_layers_with_apex(tmp_path: Path) -> None:
     case = Case("ours", layers=2, micro_batches=2)
     plain = count(case, tmp_path)
