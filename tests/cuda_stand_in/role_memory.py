@@ -22,7 +22,11 @@ from megatron.hydraulis.runtime.engine import Engine
 from megatron.hydraulis.runtime.executor import make_forward_step
 from megatron.hydraulis.runtime.memory import CudaMemory
 from megatron.hydraulis.runtime.memory_trial import TrialResult, run_memory_trial
-from megatron.hydraulis.runtime.model_building import ModelDefinition, te_layer_spec
+from megatron.hydraulis.runtime.model_building import (
+    ModelDefinition,
+    expert_layer_spec,
+    te_layer_spec,
+)
 from megatron.hydraulis.strategy import Pool, Scheme, Strategy
 from tests.cuda_stand_in import device
 
@@ -59,6 +63,8 @@ class Role:
     softmax_type: str = "vanilla"
     has_wide_norms: bool = False
     """Whether norms are centred around one."""
+    has_sigmoid_router: bool = False
+    """Whether experts are chosen by sigmoid scores and biases, not by softmax scores."""
 
     def __str__(self) -> str:
         recompute = self.recompute
@@ -83,6 +89,10 @@ class Role:
             "separate gate" if self.has_separate_gate else "",
             f"softmax {self.softmax_type}" if self.softmax_type != "vanilla" else "",
             "norms around one" if self.has_wide_norms else "",
+            f"{self.shape.experts_per_token} of {self.shape.num_experts} experts"
+            if self.shape.num_experts
+            else "",
+            "sigmoid and biases" if self.has_sigmoid_router else "",
             "Transformer Engine" if self.has_te else "",
         ]
         return " ".join(" ".join(part.split()) for part in parts if part)
@@ -249,16 +259,21 @@ def definition_of(role: Role) -> ModelDefinition:
         persist_layer_norm=False,
         transformer_impl="local",
         cp_comm_type=role.cp_comm_type,
+        **_expert_settings(role),
         recompute_granularity=recompute.granularity,
         **latents,
         **{f"recompute_{name}": value for name, value in again.items()},
     )
     return ModelDefinition(
         transformer=transformer,
-        layer_spec=get_gpt_layer_local_spec(
-            normalization=normalization,
-            qk_layernorm=role.qk_norms,
-            multi_latent_attention=bool(latents),
+        layer_spec=(
+            expert_layer_spec(transformer)
+            if shape.num_experts
+            else get_gpt_layer_local_spec(
+                normalization=normalization,
+                qk_layernorm=role.qk_norms,
+                multi_latent_attention=bool(latents),
+            )
         ),
         vocab_size=shape.vocab_size,
         padded_vocab_size=shape.vocab_size,
@@ -268,6 +283,24 @@ def definition_of(role: Role) -> ModelDefinition:
         tied_embeddings=shape.tied_embeddings,
         sequence_parallel=role.sequence_parallel,
     )
+
+
+def _expert_settings(role: Role) -> dict[str, Any]:
+    shape = role.shape
+    if not shape.num_experts:
+        return {}
+    num_dense = shape.num_layers - shape.num_expert_layers
+    return {
+        "num_moe_experts": shape.num_experts,
+        "moe_layer_freq": [0] * num_dense + [1] * shape.num_expert_layers,
+        "moe_ffn_hidden_size": shape.expert_ffn_hidden_size,
+        "moe_router_topk": shape.experts_per_token,
+        "moe_shared_expert_intermediate_size": shape.shared_expert_ffn_hidden_size or None,
+        "moe_token_dispatcher_type": "alltoall",
+        "moe_router_load_balancing_type": "none",
+        "moe_router_score_function": "sigmoid" if role.has_sigmoid_router else "softmax",
+        "moe_router_enable_expert_bias": role.has_sigmoid_router,
+    }
 
 
 def core_attention_of(role: Role) -> CoreAttentionName:

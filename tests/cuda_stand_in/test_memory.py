@@ -35,6 +35,8 @@ NOT_OF_TORCH_BYTES = 0.5e9 + 3.3e9
 COPY_LIMIT_BYTES = 2**20
 """Larger copies move nothing: the models would not fit this machine."""
 
+TIMEOUT_S = 200.0
+"""Of a rank: hundreds of experts are as many modules."""
 
 DEVICE_SETTINGS: dict[str, Any] = {
     "STAND_IN_MEMORY_BYTES": int(DEVICE.memory_bytes),
@@ -74,6 +76,41 @@ LATENT = dataclasses.replace(
     v_head_dim=128,
 )
 """With DeepSeek-V3's latents and heads."""
+MIXTRAL = dataclasses.replace(
+    M8,
+    vocab_size=32000,
+    num_experts=8,
+    num_expert_layers=32,
+    experts_per_token=2,
+    expert_ffn_hidden_size=14336,
+)
+MANY_EXPERTS = dataclasses.replace(
+    llama(12, 2048, 6144, 32, 4, 151936),
+    kv_channels=128,
+    num_experts=128,
+    num_expert_layers=12,
+    experts_per_token=8,
+    expert_ffn_hidden_size=768,
+)
+"""Layers of Qwen3-30B-A3B."""
+SHARED_EXPERTS = dataclasses.replace(
+    llama(9, 2048, 11264, 16, 16, 163840),
+    num_experts=64,
+    num_expert_layers=8,
+    experts_per_token=6,
+    expert_ffn_hidden_size=1408,
+    shared_expert_ffn_hidden_size=2816,
+)
+"""Layers of Moonlight, the first without experts."""
+LATENT_EXPERTS = dataclasses.replace(
+    SHARED_EXPERTS,
+    kv_channels=192,
+    kv_lora_rank=512,
+    qk_head_dim=128,
+    qk_pos_emb_head_dim=64,
+    v_head_dim=128,
+)
+"""And with its attention."""
 EVERY_LAYER = Recompute(granularity="full", method="uniform", num_layers=1)
 CHUNKS = Recompute(granularity="full", method="uniform", num_layers=4)
 BLOCK = Recompute(granularity="full", method="block", num_layers=30)
@@ -90,6 +127,7 @@ FEW = (
     Role(shape=M70, strategy="2*tp8pp4", rank=24),
     Role(shape=GATED, strategy="32*tp2", qk_norms=True, has_wide_norms=True),
     Role(shape=LATENT, strategy="16*tp4", qk_norms=True),
+    Role(shape=MIXTRAL, strategy="8*tp4pp2"),
 )
 MORE = (
     Role(shape=M32, strategy=MIXED, rank=0),
@@ -144,6 +182,14 @@ MORE = (
     Role(shape=LATENT, strategy="4*tp4cp4", cp_comm_type="a2a"),
     Role(shape=LATENT, strategy="16*tp4", qk_norms=True, recompute=ATTENTION),
     Role(shape=dataclasses.replace(LATENT, q_lora_rank=0), strategy="16*tp4", recompute=CHUNKS),
+    Role(shape=MIXTRAL, strategy="8*tp8"),
+    Role(shape=MIXTRAL, strategy="8*tp4pp2", rank=4),
+    Role(shape=MIXTRAL, strategy="2*tp8cp4", recompute=EVERY_LAYER),
+    Role(shape=SHARED_EXPERTS, strategy="16*tp4"),
+    Role(shape=SHARED_EXPERTS, strategy="64*tp1", has_sigmoid_router=True),
+    Role(shape=MANY_EXPERTS, strategy="16*tp4", has_sigmoid_router=True),
+    Role(shape=MANY_EXPERTS, strategy="8*tp4cp2", cp_comm_type="a2a"),
+    Role(shape=LATENT_EXPERTS, strategy="16*tp4", qk_norms=True, has_sigmoid_router=True),
     Role(shape=WINDOWED, strategy="32*tp2"),
     Role(shape=WINDOWED, strategy="32*tp2", softmax_type="learnable", has_separate_gate=True),
     Role(shape=WINDOWED, strategy="4*tp4cp4"),
@@ -203,6 +249,7 @@ def check(role: Role, logs: Path | None = None) -> str:
         num_ranks=role.num_ranks,
         ranks=[role.rank],
         logs=logs,
+        timeout_s=TIMEOUT_S,
         **DEVICE_SETTINGS,
     )[0]
     predicted = model.peak_bytes(scheme, role.stage, num_tokens)

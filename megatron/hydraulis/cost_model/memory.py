@@ -24,6 +24,11 @@ only at that moment, which is in or after the backward of the last layer:
   matrix's input, and of the matrix;
 - *activation of the MLP*: besides what it frees, the backward of a gated activation has four
   tensors as wide as the MLP, that of GeLU six, that of a separate gate two (of a product);
+- *outputs of experts* (forward): their outputs, sorted by expert and by token, and inputs before
+  they were sorted; with experts cut by tp a flat copy for the reduce-scatter instead, and of inputs
+  and result what the rank's own tokens take;
+- *an expert*: as the activation of the MLP, for all tokens, which may choose the same expert, and
+  gradients of the outputs of all experts;
 - *attention*: what the kernel and the exchange with cp ranks need, less the MLP's activations,
   which are freed by then.
 
@@ -39,6 +44,10 @@ during the forward, up to the loss; full recompute keeps it for the backward.
 
 Latent attention keeps the latents of the rank's part of the row, and has heads of one size, the
 larger of those of keys and values.
+
+Experts keep a copy of a token's hidden state for each of them that it passes, and of that copy what
+an MLP keeps. Routing keeps the places of tokens sorted by expert, and scores. Which experts tokens
+choose does not matter to ranks that hold a part of each.
 
 Layers of Transformer Engine keep the same, but
 
@@ -102,8 +111,13 @@ _LOSS_BYTES_PER_TOKEN = 6 * 8 + 4 * _FP32_BYTES
 _GATED_ACTIVATION_TENSORS = 4
 _PLAIN_ACTIVATION_TENSORS = 6
 _SEPARATE_ACTIVATION_TENSORS = 2
-# As wide as the number of experts: logits, scores, weights and choices of a router.
-_ROUTING_TENSORS = 4
+# Of routing, for every expert: a place (int64), a choice (bool), a score and three tensors of the
+# balancing loss (fp32).
+_ROUTING_BYTES_PER_EXPERT = 8 + 1 + 4 * _FP32_BYTES
+# Of an expert that a token passes: its number and the token's place in int64, two weights in fp32.
+_ROUTING_BYTES_PER_CHOICE = 2 * 8 + 2 * _FP32_BYTES
+# Hidden states of all experts that a token passes, when they have run: see "outputs of experts".
+_EXPERT_COPIES = 3
 LOSS_CHUNK_BYTES = 2**30
 """Of the fp32 logits of a chunk on a rank. A chunk's products then take ten times as long as adding
 to the weight's gradient once, or longer, with up to 128K columns on a rank."""
@@ -279,7 +293,7 @@ class _Token:
     key: float
     """Of all keys; values take as much."""
     mlp: float
-    """A tensor as wide as the MLP: half of fc1's output if that is gated."""
+    """A tensor as wide as an MLP: half of fc1's output if that is gated."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -469,16 +483,27 @@ class MemoryModel:
             yield Moment("output layer", state, with_loss + token.hidden, logits, chunk_tokens)
             kept -= (2 + self._widening) * token.hidden_part  # the final norm's have been freed
         kept += self._again_per_token(scheme, num_layers) + token.hidden_part
-        kept += self._experts_at_once_per_token(scheme)
-        yield Moment(
-            "second matrix of the MLP",
-            state + (0.0 if self.has_te_layers else matrix * shape.mlp_width),
-            kept + whole + token.mlp,
-        )
         num_tensors = _GATED_ACTIVATION_TENSORS if shape.gated_mlp else _PLAIN_ACTIVATION_TENSORS
         if self.num_gate_tensors:
             num_tensors = _SEPARATE_ACTIVATION_TENSORS
-        yield Moment("activation of the MLP", state, kept + num_tensors * token.mlp)
+        if shape.num_experts:
+            copies = self._copies_per_token(scheme)
+            at_once = _EXPERT_COPIES + (2 / scheme.tp if scheme.tp > 1 and scheme.ep == 1 else 0.0)
+            yield Moment("outputs of experts", state, kept + at_once * copies)
+            # Every token may choose the same expert.
+            num_chosen = 1 if scheme.ep == 1 else self._num_copies(scheme)
+            share = 1 / scheme.tp if scheme.ep == 1 else 1
+            expert = shape.expert_ffn_hidden_size * share * self.parameter_bytes
+            gradient = shape.hidden_size * expert
+            inside = num_tensors * num_chosen * expert
+            yield Moment("an expert", state + gradient, kept + copies + inside)
+        if shape.num_expert_layers < shape.num_layers:
+            yield Moment(
+                "second matrix of the MLP",
+                state + (0.0 if self.has_te_layers else matrix * shape.ffn_hidden_size),
+                kept + whole + token.mlp,
+            )
+            yield Moment("activation of the MLP", state, kept + num_tensors * token.mlp)
         if self.has_te_layers:
             # The gradient of its output is all that is left of the inside.
             gradients = (2 if shape.gated_mlp else 1) * token.mlp + 2 * whole + token.hidden_part
@@ -486,7 +511,7 @@ class MemoryModel:
             yield Moment("first matrix of the MLP", state, kept - inside + gradients)
         if self.has_te_attention:
             state += self._rounding_bytes(scheme)
-        freed = self._mlp_per_token(scheme) + 2 * token.hidden_part
+        freed = self._mlps_per_token(scheme, 1) + 2 * token.hidden_part
         yield Moment("attention", state, kept - freed + self._attention_per_token(scheme))
 
     def _token(self, scheme: Scheme) -> _Token:
@@ -497,7 +522,7 @@ class MemoryModel:
             hidden_part=hidden / (tp if self._spreads(scheme) else 1),
             query=shape.num_attention_heads * shape.padded_channels * self.parameter_bytes / tp,
             key=shape.num_query_groups * shape.padded_channels * self.parameter_bytes / tp,
-            mlp=shape.mlp_width * self.parameter_bytes / tp,
+            mlp=shape.ffn_hidden_size * self.parameter_bytes / tp,
         )
 
     def _spreads(self, scheme: Scheme) -> bool:
@@ -516,7 +541,7 @@ class MemoryModel:
         recompute, token = self.recompute, self._token(scheme)
         num_again = recompute.num_layers_again(num_layers)
         layers = recompute.num_inputs_kept(num_layers) * token.hidden_part
-        layers += (num_layers - num_again) * self._layer_per_token(scheme)
+        layers += self._layers_per_token(scheme, num_layers - num_again)
         # In fp32, norms keep a copy of the stage's first input and of the last stage's output.
         outputs = (2 if is_last else 1) * (1 + self._widening) * token.hidden_part
         rotation: float = 2 * self.shape.rotary_channels * self.parameter_bytes
@@ -530,9 +555,9 @@ class MemoryModel:
         """Angles of all positions of the row, which all of its cp ranks hold."""
         return float(scheme.cp * self.shape.rotary_channels * _FP32_BYTES)
 
-    def _layer_per_token(self, scheme: Scheme) -> float:
-        """What a layer keeps that is not fully recomputed."""
-        kept, token = self._whole_layer_per_token(scheme), self._token(scheme)
+    def _layers_per_token(self, scheme: Scheme, num_layers: int) -> float:
+        """What so many layers keep that are not fully recomputed."""
+        kept, token = 0.0, self._token(scheme)  # of a layer, besides all that it has
         if self.recompute.drops_mlp:
             kept -= self._mlp_per_token(scheme)
             if self.has_te_layers:  # the norm before it is a part of its first matrix
@@ -550,9 +575,9 @@ class MemoryModel:
                 kept += self._normed_per_token(scheme)
                 kept -= token.query if token.key < token.query else 0.0
             kept -= self._kept_by_attention_per_token(scheme)
-        return kept
+        return self._whole_layers_per_token(scheme, num_layers) + num_layers * kept
 
-    def _whole_layer_per_token(self, scheme: Scheme) -> float:
+    def _whole_layers_per_token(self, scheme: Scheme, num_layers: int) -> float:
         shape, token = self.shape, self._token(scheme)
         shares = scheme.tp if self._spreads(scheme) else 1
         inputs = 2 * (1 + self._widening)
@@ -562,12 +587,12 @@ class MemoryModel:
             norms += self.kept.attention_states * (token.query + token.key) / 2
             norms += shape.gated_mlp * self.kept.mlp_tensors * token.mlp
             norms += self.kept.score_bytes * self._scores_per_token(scheme)
-        kept = norms + self._kept_by_attention_per_token(scheme) + self._mlp_per_token(scheme)
+        kept = norms + self._kept_by_attention_per_token(scheme)
         if shape.kv_lora_rank:
             kept += self._latents_per_token(scheme)
         if shape.output_gate:  # its sigmoid, in fp32, and the product with attention's output
             kept += token.query * (_FP32_BYTES / self.parameter_bytes + 1)
-        return kept
+        return num_layers * kept + self._mlps_per_token(scheme, num_layers)
 
     def _latents_per_token(self, scheme: Scheme) -> float:
         """What latent attention keeps besides: latents, before and after their norms, and its
@@ -599,31 +624,52 @@ class MemoryModel:
         """Of a layer."""
         return self.sequence_tokens * self.shape.num_attention_heads / scheme.tp
 
-    def _mlp_per_token(self, scheme: Scheme) -> float:
-        """The output of fc1 and the input of fc2; with experts also what routing keeps."""
-        num_tensors = self.num_gate_tensors or (3 if self.shape.gated_mlp else 2)
-        token = self._token(scheme)
-        if not self.shape.num_experts:
-            return num_tensors * token.mlp
-        # The activation is kept apart from its product with the expert's weight.
-        copies = self._copies_per_token(scheme)
-        routing = _ROUTING_TENSORS * _FP32_BYTES * self.shape.num_experts
-        load = rank_load(self.shape, scheme, self.expert_load)
-        return (num_tensors + 1) * load * token.mlp + copies + routing
+    @property
+    def _num_inside_tensors(self) -> int:
+        """As wide as an MLP, that it keeps: the output of fc1 and the input of fc2."""
+        return self.num_gate_tensors or (3 if self.shape.gated_mlp else 2)
 
-    def _experts_at_once_per_token(self, scheme: Scheme) -> float:
-        """Besides what is kept: outputs of the experts apart and joined, and their sum."""
-        if not self.shape.num_experts:
-            return 0.0
-        return 2 * self._copies_per_token(scheme) + self._token(scheme).hidden
+    def _mlp_per_token(self, scheme: Scheme) -> float:
+        """What an MLP keeps."""
+        return self._num_inside_tensors * self._token(scheme).mlp
+
+    def _experts_per_token(self, scheme: Scheme) -> float:
+        """What the experts of a layer keep, and the router."""
+        shape = self.shape
+        routed = self._num_copies(scheme) * shape.expert_ffn_hidden_size
+        if scheme.ep == 1:
+            routed /= scheme.tp
+        width = routed + shape.shared_expert_ffn_hidden_size / scheme.tp
+        routing: float = _ROUTING_BYTES_PER_EXPERT * shape.num_experts
+        routing += _ROUTING_BYTES_PER_CHOICE * shape.experts_per_token
+        routing /= scheme.tp if self._spreads(scheme) else 1
+        inside = self._num_inside_tensors * width * self.parameter_bytes
+        return inside + self._copies_per_token(scheme) + routing
+
+    def _mlps_per_token(self, scheme: Scheme, num_layers: int) -> float:
+        """What the MLPs and experts of so many layers keep, with as many of the larger kind among
+        them as the model has."""
+        num_with_experts = self.shape.num_expert_layers
+        kinds = [(self._mlp_per_token(scheme), self.shape.num_layers - num_with_experts)]
+        if num_with_experts:
+            kinds.append((self._experts_per_token(scheme), num_with_experts))
+        kept = 0.0
+        for of_layer, number in sorted(kinds, reverse=True):
+            kept += min(num_layers, number) * of_layer
+            num_layers -= min(num_layers, number)
+        return kept
+
+    def _num_copies(self, scheme: Scheme) -> float:
+        """Experts that a token passes on this rank. Every tp rank works for all tokens of the tp
+        ranks on its parts of experts, or on whole ones for those that choose them."""
+        if scheme.ep == 1:
+            return self.shape.experts_per_token
+        load = rank_load(self.shape, scheme, self.expert_load)
+        return load * self.shape.experts_per_token / scheme.tp
 
     def _copies_per_token(self, scheme: Scheme) -> float:
-        """A hidden state for each expert that a token passes. Every tp rank works for all tokens of
-        the tp ranks on its parts of experts, or on whole ones for those that choose them."""
-        copies = self.shape.experts_per_token * self._token(scheme).hidden
-        if scheme.ep == 1:
-            return copies
-        return rank_load(self.shape, scheme, self.expert_load) * copies / scheme.tp
+        """A hidden state for each of them."""
+        return self._num_copies(scheme) * self._token(scheme).hidden
 
     def _kept_by_attention_per_token(self, scheme: Scheme) -> float:
         token = self._token(scheme)
@@ -678,7 +724,7 @@ class MemoryModel:
         recompute, token = self.recompute, self._token(scheme)
         if recompute.num_layers_again(num_layers) == num_layers:
             # The chunk's input was kept, its output is recomputed.
-            return recompute.num_layers_at_once(num_layers) * self._whole_layer_per_token(scheme)
+            return self._whole_layers_per_token(scheme, recompute.num_layers_at_once(num_layers))
         if not recompute.drops_mlp:
             return 0.0
         num_outputs = 2 if self.has_te_layers else 1  # of the MLP, and of the norm in it
