@@ -8,6 +8,8 @@ from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
 
+from torch.utils._python_dispatch import TorchDispatchMode
+
 
 @cache
 def driver() -> ctypes.CDLL:
@@ -63,3 +65,12 @@ def events_never_ready() -> Iterator[None]:
         yield
     finally:
         driver().stand_in_never_ready(0)
+
+
+class PlainDispatchMode(TorchDispatchMode):
+    """Does not import torch's compiler, which takes seconds in every fork."""
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """False, for torch (2.15): skipping the compiler would import it, and none is running."""
+        return False

@@ -21,14 +21,13 @@ import torch.distributed as dist
 from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 from megatron.core.transformer.moe.token_dispatcher import MoEAlltoAllTokenDispatcher
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from megatron.hydraulis.optimizer.sharded_adamw import ShardedAdamW
 from megatron.hydraulis.runtime import engine
 from megatron.hydraulis.runtime.engine import Engine, StepVote
 from megatron.hydraulis.runtime.outcome import LossTotal
-from tests.cuda_stand_in.device import mark
+from tests.cuda_stand_in.device import PlainDispatchMode, mark
 from tests.cuda_stand_in.order import COMMUNICATOR_MARK
 
 NUM_DEVICES = 8
@@ -120,7 +119,7 @@ def _name_communicator(identity: bytes, key: str) -> None:
     mark(COMMUNICATOR_MARK.format(id=text, name=key.replace(" ", "_")))
 
 
-class ZerosFromDevice(TorchDispatchMode):
+class ZerosFromDevice(PlainDispatchMode):
     """Makes everything that the host reads from the device zero."""
 
     def __torch_dispatch__(

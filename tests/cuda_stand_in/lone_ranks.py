@@ -80,8 +80,11 @@ def log_of(logs: Path, rank: int) -> Path:
 
 def _run_all(request: _Request) -> list[Any]:
     """Run in the host."""
+    # Every fork has them. Torch's kernel of attention imports its compiler, which takes seconds.
+    import torch.nn.attention.varlen  # noqa: F401
+
     import tests.cuda_stand_in.lone_rank
-    import tests.support.models  # noqa: F401 - every fork has them
+    import tests.support.models  # noqa: F401
 
     context = multiprocessing.get_context("fork")
     waiting = deque(request.ranks)

@@ -21,10 +21,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
+from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 from torch.utils._pytree import tree_leaves
 
-from tests.cuda_stand_in.device import mark
+from tests.cuda_stand_in.device import PlainDispatchMode, mark
 
 MAX_RUNS = 4096
 """A view of more separate runs of bytes counts as all bytes between its first and last."""
@@ -45,7 +45,7 @@ Span = tuple[int, int]
 """First byte and the one after the last."""
 
 
-class AccessMarks(TorchDispatchMode):
+class AccessMarks(PlainDispatchMode):
     """Marks every operation on device tensors in the log: what it reads and writes, on which
     stream, and from which line of Megatron or of ours."""
 
@@ -127,7 +127,7 @@ def spans_of(tensor: Tensor) -> list[Span]:
 
 def _caller() -> str:
     """The nearest line of Megatron, of Transformer Engine or of ours; a backward may have none."""
-    frame: Any = sys._getframe(2)
+    frame: Any = sys._getframe(1).f_back  # a backward has none
     while frame is not None:
         path = frame.f_code.co_filename
         for package in ("/megatron/", "/transformer_engine/"):

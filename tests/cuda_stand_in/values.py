@@ -18,10 +18,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.cuda_stand_in.attention import ATTENTIONS
-from tests.cuda_stand_in.device import driver
+from tests.cuda_stand_in.device import PlainDispatchMode, driver
 
 _WITHOUT_KERNELS = frozenset(
     [
@@ -56,7 +55,7 @@ class NotComputed(RuntimeError):
     """An operation on the device that the CPU cannot compute."""
 
 
-class Values(TorchDispatchMode):
+class Values(PlainDispatchMode):
     """Computes the operations of a thread, and of backward passes that it starts."""
 
     def __enter__(self) -> Values:
