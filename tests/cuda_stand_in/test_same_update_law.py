@@ -88,6 +88,7 @@ def test_experts_and_latents_in_fp32(name: str, tmp_path: Path) -> None:
 
 
 WHOLE_EXPERTS: dict[str, tuple[int, Callable[[SmallModel], Job]]] = {
+    "columns in two groups, gathered": (4, lambda model: law_job(4, "cp4ep2", model)),
     "columns in one group, by turns": (
         4,
         lambda model: changing(("tp2cp2ep4", "cp2ep2pp2", "tp2ep2+cp2"), model),
@@ -96,7 +97,6 @@ WHOLE_EXPERTS: dict[str, tuple[int, Callable[[SmallModel], Job]]] = {
         8,
         lambda model: waves([[(0, 4), (4, 2), (6, 1), (7, 1)]], model, ep=8),
     ),
-    "columns in two groups, gathered": (4, lambda model: law_job(4, "cp4ep2", model)),
 }
 """Ranks, and the job of a model."""
 
