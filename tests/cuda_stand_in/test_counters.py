@@ -72,7 +72,7 @@ def test_experts_and_latents_wait_and_launch_no_more_than_upstream(
                 side,
                 layers=2,
                 tp=tp,
-                micro_batches=4,
+                micro_batches=2,
                 same_attention=True,
                 has_experts=kind == "experts",
                 has_latents=kind == "latents",

@@ -189,6 +189,7 @@ MORE = (
     Role(shape=SHARED_EXPERTS, strategy="64*tp1", has_sigmoid_router=True),
     Role(shape=MANY_EXPERTS, strategy="16*tp4", has_sigmoid_router=True),
     Role(shape=MANY_EXPERTS, strategy="8*tp4cp2", cp_comm_type="a2a"),
+    Role(shape=MIXTRAL, strategy="8*tp8ep8"),
     Role(shape=LATENT_EXPERTS, strategy="16*tp4", qk_norms=True, has_sigmoid_router=True),
     Role(shape=WINDOWED, strategy="32*tp2"),
     Role(shape=WINDOWED, strategy="32*tp2", softmax_type="learnable", has_separate_gate=True),
@@ -221,7 +222,8 @@ def model_of(role: Role) -> MemoryModel:
         fuses_rope=role.has_te,
         has_te_attention=core_attention_of(role) == "te",
         ranks_per_node=role.ranks_per_node,
-        pool=PoolFootprint.of(role.pool, gradient_bytes=role.gradient_bytes),
+        pool=PoolFootprint.of(role.pool, role.shape, gradient_bytes=role.gradient_bytes),
+        expert_load=1.0,  # as lone ranks read
     )
 
 
