@@ -287,6 +287,12 @@ _BAD_INPUT = [
         (),
         ["tp2ep3 has tp·cp = 2 ranks a stage and ep 3", "use an ep that divides 2"],
     ),
+    (
+        "--num-experts 6 --disable-bias-linear --expert-model-parallel-size 6 "
+        "--tensor-model-parallel-size 2",
+        (),
+        ["ep 6 with tp·cp = 2", "tp times a power of two", "6 is 2 times 3", "that divides 2"],
+    ),
     ("--spec one", (), ["1 values: one", "write --spec package.module name"]),
     ("--spec no.such name", (), ["cannot be imported", "PYTHONPATH"]),
     ("--spec math no_such", (), ["the module has no no_such", "name a layer spec"]),

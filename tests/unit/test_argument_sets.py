@@ -1,6 +1,8 @@
 """Public argument sets of others start as they are, or are refused for features not built."""
 
 import dataclasses
+import json
+import re
 from pathlib import Path
 
 import pytest
@@ -13,6 +15,8 @@ from megatron.hydraulis.flags.config import HydraulisConfig
 from megatron.hydraulis.flags.describe import batch_text
 from megatron.hydraulis.flags.options import HONOURED
 from megatron.hydraulis.flags.ranges import RANGES
+from megatron.hydraulis.loop.job import Job, UserHooks
+from tests.support import tiny_corpus
 from tests.support.launch_arguments import SETS, header_of, options_of
 from tests.unit.argument_command import base_command, flag_parser, parse, write_corpus
 
@@ -39,7 +43,7 @@ def _parse_set(name: str, corpus: str) -> Resolved:
     if any("model arguments only" in line for line in header):
         argv += MODEL_ONLY.split()
     data = f"--data-path {corpus} --tokenizer-type NullTokenizer --vocab-size 32000"
-    argv += [*data.split(), "--ignore-unknown-options"]
+    argv += [*data.split(), "--ignore-unknown-options", "--dry-run"]
     return parse_arguments(argv, num_ranks=num_ranks, rank=0, flag_parser=flag_parser())
 
 
@@ -54,17 +58,41 @@ STARTING = {
 }
 
 
+def _dry_run(resolved: Resolved) -> None:
+    Job(resolved, UserHooks(), has_cuda=False).print_description()
+
+
 def test_argument_sets_of_others_start_or_are_refused_for_named_features(tmp_path: Path) -> None:
-    corpus = write_corpus(tmp_path)
-    starting = {}
+    """Large models too, whose dry run needs no machine that could train them."""
+    largest_batch = 2048
+    corpus = tiny_corpus.write_corpus(tmp_path / "corpus", [4] * (largest_batch + 100))
+    starting = set()
     for name in SETS:
         try:
-            starting[name] = _parse_set(name, corpus)
+            _dry_run(_parse_set(name, corpus))
+            starting.add(name)
         except ConfigurationError as error:
             lines = [line.strip() for line in str(error).splitlines()]
             assert any(line.startswith(REFUSED_FOR) for line in lines), name
     assert len(SETS) == 27
-    assert set(starting) == STARTING
+    assert starting == STARTING
+
+
+def test_a_dry_run_without_gpu_predicts_for_the_device_of_the_profile(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    row = {"tp": 1, "cp": 1, "pp": 1, "a_ms_per_token2": 1e-6, "b_ms_per_token": 1, "c_ms": 1}
+    profile = {"source": "s", "date": "2026-01-01", "schemes": [row | {"max_tokens": 512}]}
+    corpus = tiny_corpus.write_corpus(tmp_path / "real")
+    predicted_ms = []
+    for device in ("h100", "cpu"):
+        path = tmp_path / "profile.json"
+        path.write_text(json.dumps(profile | {"device": device}))
+        typed = ("--dry-run", "--cost-profile", str(path), "--data-path", corpus)
+        _dry_run(parse(tmp_path, *typed, "--hidden-size", "1024"))
+        (text,) = re.findall(r"regrouping and optimizer (\S+) ms", capsys.readouterr().out)
+        predicted_ms.append(float(text))
+    assert predicted_ms[0] < predicted_ms[1] / 10
 
 
 @pytest.mark.parametrize("name", sorted(STARTING))

@@ -284,6 +284,15 @@ def test_a_strategy_that_does_not_hold_the_model_is_skipped_with_numbers(tmp_pat
 def test_a_pool_without_a_strategy_that_holds_the_model_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigurationError, match=r"'short' \(and in none of 2 others\): a micro"):
         planning(tmp_path, device=small_device(1e4))
+    # The machine of a dry run need not be that of the job.
+    in_dry_run = planning(tmp_path, "--dry-run", device=small_device(1e4))
+    assert names(in_dry_run) == list(POOL)
+    (line,) = in_dry_run.left_out
+    assert line.startswith("training on CPUs would be refused: strategy 'short' (and in none of 2")
+    too_small = write_profile(tmp_path, tp1=0, tp4=0)
+    pool = write_pool(tmp_path, {"short": "8*tp1", "long": "2*tp4"})
+    with pytest.raises(ConfigurationError, match="on tp1 it holds 0 by the cost profile"):
+        planning(tmp_path, "--dry-run", "--cost-profile", too_small, pool=pool)
 
 
 def test_the_longest_sequence_needs_one_strategy_that_holds_it(tmp_path: Path) -> None:

@@ -107,7 +107,8 @@ class Planning:
         core_attention is the chosen one; until then it follows from the flags.
 
         Raises ConfigurationError, StrategyError among them, when no strategy holds the model and
-        when --strategy-schedule names one that does not.
+        when --strategy-schedule names one that does not. A dry run without GPU and profile only
+        warns: its machine need not be one that trains.
         """
         cost_model: CostModel
         model = analytic_cost_model(resolved, device, core_attention)
@@ -135,10 +136,13 @@ class Planning:
         if not kept:
             name, why = next((strategy.name, why) for strategy, why in reasons.items())
             others = f" (and in none of {len(reasons) - 1} others)" if len(reasons) > 1 else ""
-            raise StrategyError(
+            error = (
                 f"strategy '{name}'{others}: {why}; use more tp or pp ranks, or set "
                 "--max-tokens-per-micro-batch yourself"
             )
+            if not resolved.hydraulis.dry_run or profile is not None or device.name != "cpu":
+                raise StrategyError(error)
+            kept, left_out = list(reasons), (f"training on CPUs would be refused: {error}",)
         pool = Pool.of(*kept)
         check_schedule(resolved.hydraulis, pool, left_out)
         return cls(

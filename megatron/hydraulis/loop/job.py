@@ -16,6 +16,7 @@ import torch.distributed as dist
 
 from hydraulis_patches.training_loop import apply_training_loop
 from megatron.hydraulis.checkpoint.collective_errors import on_all_ranks, on_rank_0
+from megatron.hydraulis.cost_model.device import described_device
 from megatron.hydraulis.cost_model.profile import ProfiledModel
 from megatron.hydraulis.data.corpus import Corpus, DatasetFingerprint
 from megatron.hydraulis.data.sampler import BatchSizes, EvaluationSampler, LengthSampler
@@ -125,6 +126,8 @@ class Job:
         self._device = constants_of_this_rank(
             has_cuda=has_cuda, speaks=rank == 0 and self._profile is None
         )
+        if resolved.hydraulis.dry_run and self._profile is not None and not has_cuda:
+            self._device = described_device(self._profile.device) or self._device
         self._planning = self._plan()
 
     def _plan(self) -> Planning:

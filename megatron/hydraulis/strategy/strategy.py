@@ -120,9 +120,16 @@ class Strategy:
         In Megatron replicas may share experts. A multiple ep of tp·cp therefore makes replicas of
         ep ranks a stage whose cp ranks may each have sequences of their own: ``cp8~ep8``.
 
-        Raises StrategyError unless the ranks are a multiple of those of a replica.
+        Raises StrategyError unless the ranks are a multiple of those of a replica, and for such an
+        ep that is not tp times a power of two.
         """
         width = cp if ep % (tp * cp) else ep // tp
+        if width != cp and width & (width - 1):
+            raise StrategyError(
+                f"strategy of ep {ep} with tp·cp = {tp * cp}: an ep above tp·cp is tp times a "
+                f"power of two, as its ranks form one replica, but {ep} is {tp} times {width}; use "
+                f"such an ep, or one that divides {tp * cp}"
+            )
         scheme = Scheme(tp=tp, cp=width, pp=pp, splits_cp=width != cp, ep=ep)
         if num_ranks < 1 or num_ranks % scheme.num_ranks:
             num_fitting = max(num_ranks // scheme.num_ranks, 1) * scheme.num_ranks
