@@ -21,7 +21,6 @@ import torch.distributed as dist
 from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 from megatron.core.transformer.moe.token_dispatcher import MoEAlltoAllTokenDispatcher
 from torch import Tensor
-from torch.utils._pytree import tree_leaves
 
 from megatron.hydraulis.optimizer.sharded_adamw import ShardedAdamW
 from megatron.hydraulis.runtime import engine
@@ -129,10 +128,13 @@ class ZerosFromDevice(PlainDispatchMode):
         result = func(*args, **(kwargs or {}))
         if func is torch.ops.aten._local_scalar_dense.default:
             return type(result)(0) if args[0].is_cuda else result
-        from_device = any(isinstance(x, Tensor) and x.is_cuda for x in tree_leaves(args))
-        if func in _COPIES and from_device and result.device.type == "cpu":
+        if func in _COPIES and result.device.type == "cpu" and any(_is_on_device(x) for x in args):
             result.zero_()
         return result
+
+
+def _is_on_device(argument: Any) -> bool:
+    return isinstance(argument, Tensor) and argument.is_cuda
 
 
 _COPIES = (torch.ops.aten._to_copy.default, torch.ops.aten.copy_.default)
