@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import itertools
+import sys
+import types
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import pytest
 import torch
 from megatron.core.transformer.enums import AttnMaskType
 from torch import Tensor
-from torch.nn.attention import varlen
 
 from megatron.hydraulis.runtime.attention import ContextAttention
 from megatron.hydraulis.runtime.attention_gpu import VarlenAttention
@@ -84,11 +86,15 @@ class SharedVarlen(SharedAttention):
         return VarlenAttention(config, 1, AttnMaskType.causal, "self")
 
 
+def replace_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Put the stand-in in place of the kernel's module, which imports torch's compiler."""
+    module = types.ModuleType("torch.nn.attention.varlen")
+    vars(module)["varlen_attn"] = varlen_attn
+    monkeypatch.setitem(sys.modules, module.__name__, module)
+
+
 def varlen_against_whole(case: SharedVarlen) -> list[float]:
     """`shared_against_whole` with the stand-in in the kernel's place."""
-    before = varlen.varlen_attn
-    varlen.varlen_attn = varlen_attn  # type: ignore[assignment]
-    try:
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        replace_kernel(monkeypatch)
         return shared_against_whole(case)
-    finally:
-        varlen.varlen_attn = before

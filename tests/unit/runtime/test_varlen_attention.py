@@ -5,20 +5,21 @@ import torch
 from megatron.core.transformer.enums import AttnMaskType
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
-from torch.nn.attention import varlen
 
 from megatron.hydraulis.runtime.attention import SegmentAttention, attend_and_forget
 from megatron.hydraulis.runtime.attention_gpu import VarlenAttention
-from tests.support import varlen_stand_in
 from tests.support.context_probes import packed, run_attention
 from tests.support.models import SmallModel
+from tests.support.varlen_stand_in import replace_kernel, varlen_attn
 
 MODEL = SmallModel(hidden_size=32, num_heads=4, num_groups=2)
 
 
 def test_the_stand_in_has_the_signature_of_the_real_one() -> None:
+    from torch.nn.attention import varlen  # loads torch's compiler
+
     real = inspect.signature(varlen.varlen_attn).parameters
-    for name, parameter in inspect.signature(varlen_stand_in.varlen_attn).parameters.items():
+    for name, parameter in inspect.signature(varlen_attn).parameters.items():
         assert real[name].kind == parameter.kind, name
         assert real[name].default == parameter.default, name
 
@@ -28,7 +29,7 @@ def test_the_stand_in_has_the_signature_of_the_real_one() -> None:
 def test_attends_as_segments_do(
     lengths: list[int], window: tuple[int, int] | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(varlen, "varlen_attn", varlen_stand_in.varlen_attn)
+    replace_kernel(monkeypatch)
     generator = torch.Generator().manual_seed(1)
     shapes: list[tuple[int, ...]] = [(17, heads, 8) for heads in (4, 2, 2)]
     shapes.append((17, 32))
