@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 
+from benchmarks.emulated_cluster import main
+from tests.support.forked_job import run_job
+
 pytestmark = pytest.mark.distributed
 
-ROOT = Path(__file__).parents[2]
-TIMEOUT_S = 100
+TIMEOUT_S = 100.0
+
+
+def program(argv: Sequence[str]) -> None:
+    raise SystemExit(main(argv))
 
 
 def test_the_benchmark_runs_every_side_and_no_iteration_is_faster_than_modelled(
@@ -27,17 +32,11 @@ def test_the_benchmark_runs_every_side_and_no_iteration_is_faster_than_modelled(
     profile.write_text(json.dumps(head | {"schemes": [row(1, 3000), row(2, 5000)]}))
     strategies = [{"name": "long", "replicas": "tp2"}, {"name": "short", "replicas": "2*tp1"}]
     pool.write_text(json.dumps({"num_ranks": 2, "ranks_per_node": 2, "strategies": strategies}))
-    command = [sys.executable, "-m", "benchmarks.emulated_cluster", "--iterations", "2"]
-    command += ["--pool", str(pool), "--emulate-device", str(profile), "--emulate-scale", "0.5"]
-    done = subprocess.run(
-        [*command, "--json", str(figures)],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        timeout=TIMEOUT_S,
-        check=False,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
+    argv = ["--iterations", "2", "--emulate-device", str(profile), "--emulate-scale", "0.5"]
+    argv += ["--pool", str(pool), "--json", str(figures)]
+    # It forks its ranks from one process.
+    done = run_job(argv, 1, tmp_path / "output", program=program, timeout_s=TIMEOUT_S)
+    done.assert_succeeded()
     printed = " ".join(done.stdout.split())
     assert "documents cut at 5,000 tokens" in printed
     assert "Time of a static side over that of the dynamic strategies" in printed
