@@ -18,6 +18,10 @@ import torch
 import torch.distributed as dist
 from megatron.core import dist_checkpointing, parallel_state
 from megatron.core import num_microbatches_calculator as batches
+from megatron.core.distributed.finalize_model_grads import (
+    _update_router_expert_bias,
+    reset_model_temporary_tensors,
+)
 from megatron.core.optimizer import _get_param_groups
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.training.argument_utils import gpt_config_from_args
@@ -32,7 +36,7 @@ from megatron.training.training import (
 
 from hydraulis_patches.cpu_backend import apply_cpu_backend
 from tests.support.plain_checkpoints import put_writer_on_cpu
-from tests.support.reference import sequence_loss
+from tests.support.reference import give_missing_groups, local_latent_attention, sequence_loss
 
 ITERATION = 1
 """That the checkpoint of the initial weights claims."""
@@ -80,7 +84,9 @@ def train_plainly(argv: Sequence[str], sequences: Sequence[np.ndarray], folder: 
     )
     torch.manual_seed(args.seed)
     groups = ProcessGroupCollection.use_mpu_process_groups()
-    model = GPTModelBuilder(gpt_config_from_args(args)).build_model(groups, True, True)
+    with local_latent_attention():
+        model = GPTModelBuilder(gpt_config_from_args(args)).build_model(groups, True, True)
+    give_missing_groups(model, groups.tp)
     _save(model, args, folder)
 
     optimizer_config, overrides = get_megatron_optimizer_config(args)
@@ -109,6 +115,9 @@ def train_plainly(argv: Sequence[str], sequences: Sequence[np.ndarray], folder: 
         norm = torch.nn.utils.clip_grad_norm_(model.parameters(), args.clip_grad)
         found["gradient_norms"].append(norm.item())
         adamw.step()
+        if model.config.moe_router_enable_expert_bias:
+            _update_router_expert_bias([model], model.config)
+            reset_model_temporary_tensors(model.config, [model])
         scheduler.step(increment=size)
         found["learning_rates"].append(
             next(group["lr"] for group in adamw.param_groups if group["default_config"])

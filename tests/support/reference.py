@@ -6,13 +6,15 @@ after sequence, unpadded and unpacked, torch's plain AdamW and clipping.
 
 from __future__ import annotations
 
-from contextlib import ExitStack
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 from unittest.mock import patch
 
 import numpy as np
 import torch
+import torch.distributed as dist
 from megatron.core.distributed.finalize_model_grads import (
     _update_router_expert_bias,
     reset_model_temporary_tensors,
@@ -70,10 +72,7 @@ def build_upstream_model(
     # Upstream's norms on a CPU have no such switch, so the reference has weights that are 1 more.
     config.layernorm_zero_centered_gamma = False
     collection = single_rank_collection(worker_groups().of_self)
-    with (
-        patch.object(DotProductAttention, "__init__", _without_head_sizes),
-        patch.object(QKNormConfigResolver, "resolve", _given_modules),
-    ):
+    with local_latent_attention():
         reference = GPTModel(
             config=config,
             transformer_layer_spec=model.layer_spec(config),
@@ -83,15 +82,30 @@ def build_upstream_model(
             share_embeddings_and_output_weights=model.tied,
             pg_collection=collection,
         ).to(dtype)
-    linear: Any
-    for linear in reference.modules():
-        if isinstance(linear, ColumnParallelLinear) and linear.tp_group is None:
-            linear.tp_group = collection.tp  # upstream hands no group to `linear_q_proj`
+    give_missing_groups(reference, collection.tp)
     values = initial_parameters(model, seed)
     with torch.no_grad():
         for name, parameter in reference.named_parameters():
             parameter.copy_(values[name] + _shift(model, name))
     return reference
+
+
+@contextmanager
+def local_latent_attention() -> Iterator[None]:
+    """While upstream builds latent attention of its local layers, which it refuses or cannot."""
+    with (
+        patch.object(DotProductAttention, "__init__", _without_head_sizes),
+        patch.object(QKNormConfigResolver, "resolve", _given_modules),
+    ):
+        yield
+
+
+def give_missing_groups(model: torch.nn.Module, tp_group: dist.ProcessGroup | None) -> None:
+    """Upstream hands no group to `linear_q_proj` of latent attention."""
+    linear: Any
+    for linear in model.modules():
+        if isinstance(linear, ColumnParallelLinear) and linear.tp_group is None:
+            linear.tp_group = tp_group
 
 
 _INITIALISE = DotProductAttention.__init__

@@ -20,13 +20,17 @@ from tests.support.training_run import SEED, SPLIT, Run
 pytestmark = pytest.mark.distributed
 
 STRATEGY, NUM_RANKS = "tp2+2*tp1", 4
+WITH_EP = {"slime_qwen3-30B-A3B": "tp2ep2+2*tp1"}
+"""Strategies of sets whose experts are whole on a rank."""
 SAME_LOSS, SAME_NORM = 1e-6, 1e-4
 BATCH, ITERS = 8, 6
 SETS = (
     "llmjp_v3_1.8b",
     "llmjp_v4_8b_decay",
-    "modelopt_Qwen3-8B",
+    pytest.param("pai_deepseek_v2", marks=pytest.mark.nightly),
+    "pai_moonlight",
     "pai_qwen2_7b",
+    "slime_qwen3-30B-A3B",
     "swiss_llama3_70b",
 )
 TOY = {
@@ -36,6 +40,16 @@ TOY = {
     "--num-attention-heads": "4",
     "--num-query-groups": "2",
     "--kv-channels": "24",
+    "--num-experts": "16",
+    "--moe-layer-freq": "[0,1]",
+    "--moe-ffn-hidden-size": "32",
+    "--moe-shared-expert-intermediate-size": "48",
+    "--kv-lora-rank": "16",
+    "--qk-head-dim": "16",
+    "--qk-pos-emb-head-dim": "8",
+    "--v-head-dim": "24",
+    # Upstream's balancing loss depends on packing.
+    "--moe-aux-loss-coeff": "0",
     "--seq-length": str(SEQ_LENGTH),
     "--max-position-embeddings": str(SEQ_LENGTH),
     "--global-batch-size": str(BATCH),
@@ -67,7 +81,8 @@ ELSEWHERE = ("--save", "--load", "--tensorboard-dir", "--wandb-project", "--spli
 NOT_PLAIN = re.compile(
     r"--(.*parallel.*|.*-comm-.*|.*overlap.*|.*wgrad.*|.*precision-aware.*|main-grads.*|recompute.*"
     r"|use-distributed-optimizer|transformer-impl|async-save|cross-entropy.*|.*virtual.*|exit-.*"
-    r"|attention-backend|use-flash-attn|distributed-.*|.*interval|.*-opt_param-scheduler)"
+    r"|attention-backend|use-flash-attn|distributed-.*|.*interval|.*-opt_param-scheduler"
+    r"|moe-grouped-gemm|moe-permute-fusion)"
 )
 """Options of layout, kernels and the loop: one process with upstream's local layers has none."""
 ON_PLAIN = (
@@ -79,8 +94,8 @@ ON_PLAIN = (
 
 
 def toy_options(name: str) -> list[list[str]]:
-    """The options of a set at toy size, in fp32."""
-    given = options_of(name)
+    """The options of a set at toy size, in fp32, and a strategy."""
+    given = [*options_of(name), ["--strategy", WITH_EP.get(name, STRATEGY)]]
     lacking = [[option] for option in NEEDED if [option] not in [each[:1] for each in given]]
     return [
         [option, TOY[option]] if option in TOY else [option, *values]
@@ -162,7 +177,7 @@ def our_run(options: list[list[str]], corpus_prefix: str, folder: Path) -> Run:
         *(word for each in options for word in each),
         *ON_BOTH,
         *("--data-path", corpus_prefix, "--split", SPLIT, "--run-dir", str(run_dir)),
-        *("--strategy", STRATEGY, "--max-tokens-per-micro-batch", "128"),
+        *("--max-tokens-per-micro-batch", "128"),
         *("--load", str(folder), "--finetune", "--ignore-unknown-options"),
         *("--distributed-timeout-minutes", "1"),
     ]
