@@ -242,7 +242,10 @@ _BAD_INPUT = [
     (
         f"{_EXPERTS} --moe-router-num-groups 3",
         (),
-        ["--num-experts 4 is not a multiple of --moe-router-num-groups 3", "use 1 groups"],
+        [
+            "--num-experts 4 is not a multiple of --moe-router-num-groups 3",
+            "use a number that divides 4",
+        ],
     ),
     (
         f"{_EXPERTS} --moe-router-num-groups 2 --moe-router-group-topk 2 --moe-router-topk 3",
@@ -291,7 +294,13 @@ _BAD_INPUT = [
         "--num-experts 6 --disable-bias-linear --expert-model-parallel-size 6 "
         "--tensor-model-parallel-size 2",
         (),
-        ["ep 6 with tp·cp = 2", "tp times a power of two", "6 is 2 times 3", "that divides 2"],
+        ["ep 6 with tp·cp = 2", "tp times a power of two", "tp is 2; use ep 4 or 8"],
+    ),
+    (
+        "--num-experts 6 --disable-bias-linear --expert-model-parallel-size 6 "
+        "--context-parallel-size 3",
+        (),
+        ["ep 6 with tp·cp = 3", "use an ep that divides 3, or a cp that is a power of two"],
     ),
     ("--spec one", (), ["1 values: one", "write --spec package.module name"]),
     ("--spec no.such name", (), ["cannot be imported", "PYTHONPATH"]),

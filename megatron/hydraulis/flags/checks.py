@@ -201,7 +201,7 @@ def check_experts(args: argparse.Namespace) -> None:
     if groups is not None and num_experts % groups:
         raise ConfigurationError(
             f"groups share the experts evenly but --num-experts {num_experts} is not a multiple of "
-            f"--moe-router-num-groups {groups}; use {math.gcd(num_experts, groups)} groups"
+            f"--moe-router-num-groups {groups}; use a number that divides {num_experts}"
         )
     if chosen is not None and (
         chosen > groups or topk % chosen or topk > chosen * (num_experts // groups)

@@ -125,10 +125,13 @@ class Strategy:
         """
         width = cp if ep % (tp * cp) else ep // tp
         if width != cp and width & (width - 1):
+            lower = tp << (width.bit_length() - 1)
+            fix = f"ep {lower} or {2 * lower}"
+            if cp & (cp - 1):
+                fix = f"an ep that divides {tp * cp}, or a cp that is a power of two"
             raise StrategyError(
                 f"strategy of ep {ep} with tp·cp = {tp * cp}: an ep above tp·cp is tp times a "
-                f"power of two, as its ranks form one replica, but {ep} is {tp} times {width}; use "
-                f"such an ep, or one that divides {tp * cp}"
+                f"power of two, as its ranks form one replica, but tp is {tp}; use {fix}"
             )
         scheme = Scheme(tp=tp, cp=width, pp=pp, splits_cp=width != cp, ep=ep)
         if num_ranks < 1 or num_ranks % scheme.num_ranks:
