@@ -112,7 +112,7 @@ class AnalyticCostModel:
     """Bytes of a parameter and of an activation: 2 for bf16, 4 for fp32."""
     sequence_parallel: bool = True
     recompute: Recompute = NO_RECOMPUTE
-    """Which activations the backward recomputes."""
+    """Which activations the backward recomputes; a model with experts keeps `KEPT_WITH_EXPERTS`."""
     cp_comm_type: str = "p2p"
     """How cp ranks exchange keys and values, one of `context.CP_COMM_TYPES`."""
     qk_norms: bool = False
@@ -146,6 +146,8 @@ class AnalyticCostModel:
                 f"cost model: parameters have 2 or 4 bytes but {self.parameter_bytes} are given; "
                 f"give 2 for bf16 or 4 for fp32"
             )
+        if self.shape.num_experts:
+            object.__setattr__(self, "recompute", self.recompute.with_experts)
 
     def max_tokens(self, scheme: Scheme) -> int:
         """Most tokens of a micro-batch that fit in memory; see MemoryModel.

@@ -3,6 +3,7 @@
 import argparse
 import datetime
 import itertools
+import sys
 from collections.abc import Iterable, Sequence
 
 from rich.table import Table
@@ -20,7 +21,7 @@ from megatron.hydraulis.cost_model.profile import (
     ProfiledModel,
     ProfiledScheme,
 )
-from megatron.hydraulis.cost_model.recompute import SELECTIVE_MODULES, Recompute
+from megatron.hydraulis.cost_model.recompute import KEPT_TEXT, SELECTIVE_MODULES, Recompute
 from megatron.hydraulis.cost_model.shape_arguments import (
     add_device_argument,
     add_shape_arguments,
@@ -168,6 +169,8 @@ def run(namespace: argparse.Namespace) -> int:
         has_te_attention=has_te and namespace.softmax_type == "vanilla",
         pool=pool,
     )
+    for module in set(recompute.modules) - set(model.recompute.modules):
+        print(f"--recompute-modules {module}: {KEPT_TEXT}", file=sys.stderr, flush=True)
     is_given = namespace.pool is not None or namespace.schemes is not None
     profile = estimated_profile(model, schemes, keeps_all=is_given)
     if namespace.out is not None:

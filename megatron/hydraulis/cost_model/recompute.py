@@ -12,13 +12,18 @@ The settings and their meaning are upstream's (megatron-core 0.19.2, ``recompute
 """
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from megatron.hydraulis.errors import ConfigurationError
 
 SELECTIVE_MODULES = ("core_attn", "mlp")
 """Modules that selective recompute can name."""
+KEPT_WITH_EXPERTS = ("mlp",)
+"""Of them those that keep their activations in models with experts. Upstream recomputes the MLPs of
+layers without experts; here all layers keep the same modules."""
+KEPT_TEXT = "its activations are kept, which takes more memory"
+"""What happens instead to a module that selective recompute names in vain."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -55,6 +60,14 @@ class Recompute:
     def __str__(self) -> str:
         parts = (self.granularity, self.method, self.num_layers or None, *self.modules)
         return " ".join(str(part) for part in parts if part is not None) or "none"
+
+    @property
+    def with_experts(self) -> "Recompute":
+        """The same, without what models with experts keep."""
+        if self.granularity != "selective":
+            return self
+        modules = tuple(module for module in self.modules if module not in KEPT_WITH_EXPERTS)
+        return replace(self, modules=modules) if modules else NO_RECOMPUTE
 
     def num_layers_again(self, num_layers: int) -> int:
         """Layers of a stage of num_layers that are fully recomputed."""

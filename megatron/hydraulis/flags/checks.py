@@ -11,7 +11,12 @@ from pathlib import Path
 from megatron.core.datasets.utils import get_blend_from_list
 
 from megatron.hydraulis.cost_model.context import CP_COMM_TYPES, all_to_all_refusal
-from megatron.hydraulis.cost_model.recompute import SELECTIVE_MODULES, Recompute
+from megatron.hydraulis.cost_model.recompute import (
+    KEPT_TEXT,
+    KEPT_WITH_EXPERTS,
+    SELECTIVE_MODULES,
+    Recompute,
+)
 from megatron.hydraulis.cost_model.regrouping import BF16_BYTES, FP32_BYTES
 from megatron.hydraulis.data.documents import JSON_LINES_SUFFIXES
 from megatron.hydraulis.errors import ConfigurationError, StrategyError
@@ -502,18 +507,13 @@ def drop_kept_modules(args: argparse.Namespace) -> tuple[tuple[str, str], ...]:
     The update is the same. Returns (option with the module, what happens instead) for each.
     """
     modules = args.recompute_modules or []
-    # Upstream recomputes the MLPs of layers without experts. Here all layers keep the same
-    # modules, as estimates of memory assume.
-    not_recomputed = (*_KEPT_MODULES, "mlp") if args.num_experts else _KEPT_MODULES
+    not_recomputed = (*_KEPT_MODULES, *(KEPT_WITH_EXPERTS if args.num_experts else ()))
     kept = [module for module in modules if module in not_recomputed]
     if kept:
         args.recompute_modules = [module for module in modules if module not in kept] or None
         if args.recompute_modules is None and args.recompute_granularity == "selective":
             args.recompute_granularity = None
-    return tuple(
-        (f"--recompute-modules {module}", "its activations are kept, which takes more memory")
-        for module in kept
-    )
+    return tuple((f"--recompute-modules {module}", KEPT_TEXT) for module in kept)
 
 
 def _check_full(args: argparse.Namespace) -> None:

@@ -86,7 +86,8 @@ def estimate(
         num_ranks: of the job, which share the optimizer's state; a pool knows it.
         ranks_per_node: None for 8, or all; a pool knows it.
         fp32: train in fp32 instead of bf16.
-        recompute: activations that the backward computes again.
+        recompute: activations that the backward computes again; as in training, the MLPs of a
+            model with experts keep theirs.
 
     Raises ConfigurationError for an unknown device, a job without ranks, and if nothing fits;
     StrategyError for a scheme that cannot divide the model.

@@ -95,3 +95,20 @@ def test_narrow_groups_of_a_wave_have_rows_but_no_replicas(tmp_path: Path) -> No
     whole, narrow = Scheme(4, pp=2, ep=4), Scheme(2, pp=2, ep=4)
     assert {whole, narrow} <= {row.scheme for row in profile.schemes}
     assert narrow not in Candidates.of(profile, 8, 8).schemes
+
+
+def test_recomputing_mlps_frees_nothing_of_experts(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """As in training, which says the same of the flag."""
+    flags = [*FLAGS, "--device", "h100-80g", "--num-ranks", "64", "--schemes", "tp4cp2ep8"]
+    selective = ["--recompute-granularity", "selective", "--recompute-modules"]
+    rows = {}
+    for modules in ([], ["core_attn"], ["mlp"], ["core_attn", "mlp"]):
+        path = tmp_path / "profile.json"
+        asked = [*selective, *modules] if modules else []
+        assert main(["estimate", *flags, *asked, "--out", str(path)]) == 0
+        rows[" ".join(modules)] = ProfileCostModel.read(path).schemes
+        note = "--recompute-modules mlp: its activations are kept, which takes more memory\n"
+        assert (note in capsys.readouterr().err) == ("mlp" in modules)
+    assert rows["mlp"] == rows[""] != rows["core_attn"] == rows["core_attn mlp"]
