@@ -12,7 +12,10 @@ query heads, f width of the MLP, P entries of a layer's matrices; lower-case con
                  / memory bandwidth; shares is tp with sequence parallelism and 1 without
     tp           4 collectives of latency + (tp-1)/tp · h · bytes/cp · Σ s / bandwidth: all-gather
                  and reduce-scatter around attention and MLP (arXiv 2205.05198 §4.2.2; an all-reduce
-                 without sequence parallelism moves as much as the two)
+                 without sequence parallelism moves as much as the two); latent attention gathers
+                 latents and rotated channels instead of h
+    copies       hidden states that copies of tokens for experts move (experts.py) · h · bytes/cp
+                 · Σ s / memory bandwidth
     ep           an all-to-all of tokens to whole experts and back (experts.py); the matrices of
                  experts count by the busiest rank
     cp           a ring of keys and values, or an all-to-all of heads (context.py)
@@ -20,10 +23,10 @@ query heads, f width of the MLP, P entries of a layer's matrices; lower-case con
 
 The backward takes twice the forward, as matrix products have two gradients (arXiv 2104.04473,
 appendix); attention without stored scores 2.5 times, since it recomputes scores (arXiv 2307.08691);
-messages of tp once more and those of cp as context.py has it; launches 1.5 times. It moves the
-weights weight_passes times to accumulate their gradients. Recomputation runs a forward and its
-messages once more: of a layer, its core attention (with the exchange of cp) or its MLP (with two of
-the collectives).
+copies and messages of tp once more and those of cp as context.py has it; launches 1.5 times. It
+moves the weights weight_passes times to accumulate their gradients. Recomputation runs a forward
+and its messages once more: of a layer, its core attention (with the exchange of cp) or its MLP
+(with two of the collectives).
 
 The last stage also computes logits and loss: logit_products · 2·V·h/(tp·cp) · Σ s / matmul rate for
 V padded entries, and logit_passes rows of logits through memory. Stages send activations and
@@ -45,6 +48,7 @@ from megatron.hydraulis.cost_model.experts import (
     EXPERT_LOAD,
     NUM_EXCHANGES_FORWARD,
     exchanged_bytes_per_token,
+    moved_copies,
     num_layer_parameters,
     num_local_experts,
     rank_load,
@@ -67,6 +71,8 @@ _BACKWARD_FORWARDS_OF_FLASH = 2.5
 _BACKWARD_LAUNCHES = 1.5
 # Around attention and around the MLP; the backward has as many.
 _NUM_TP_COLLECTIVES_FORWARD = 4
+# Of queries' latents, those of keys and values, and rotated channels, one after the other.
+_NUM_LATENT_GATHERS = 3
 # The activation to the next stage and its gradient back.
 _NUM_PP_MESSAGES = 2
 # Gate, up and down: ffn_passes is for three matrices.
@@ -280,6 +286,7 @@ class AnalyticCostModel:
             + Term(constant_s=weights_s / self.device.memory_bytes_per_s),
             "launch": _BACKWARD_LAUNCHES * forward["launch"],
             "tensor_parallel": forward["tensor_parallel"],
+            "expert_copies": forward.get("expert_copies", Term()),
             "expert_parallel": forward.get("expert_parallel", Term()),
             "context_parallel": self._cp_term(
                 scheme,
@@ -321,7 +328,8 @@ class AnalyticCostModel:
                 * self.device.layer_overhead_s
                 / (1 + _BACKWARD_LAUNCHES)
             ),
-            "tensor_parallel": self._tp_collectives(scheme, self._num_tp_collectives(scheme)),
+            "tensor_parallel": self._tp_messages(scheme),
+            **({"expert_copies": self._expert_copies(scheme)} if shape.num_experts else {}),
             **({} if scheme.ep == 1 else {"expert_parallel": self._expert_exchange(scheme)}),
             "context_parallel": self._cp_term(
                 scheme, exchange.forward_bytes, exchange.forward_messages
@@ -330,8 +338,7 @@ class AnalyticCostModel:
 
     def _expert_launch_share(self, scheme: Scheme) -> float:
         """Constant cost of a rank's experts, mean over the layers, over the device's of a layer."""
-        share_of_layers = self.shape.num_expert_layers / self.shape.num_layers
-        num_experts = num_local_experts(self.shape, scheme) * share_of_layers
+        num_experts = num_local_experts(self.shape, scheme) * self._share_with_experts
         return self.software.expert_launch_share * num_experts
 
     def _matrix_bytes(self, scheme: Scheme) -> float:
@@ -353,12 +360,19 @@ class AnalyticCostModel:
     def _rank_load(self, scheme: Scheme) -> float:
         return rank_load(self.shape, scheme, self.expert_load)
 
+    @property
+    def _share_with_experts(self) -> float:
+        """Of the layers."""
+        return self.shape.num_expert_layers / self.shape.num_layers
+
+    def _expert_copies(self, scheme: Scheme) -> Term:
+        """Copies of tokens for experts, mean over the layers."""
+        num_states = moved_copies(self.shape, scheme, self.expert_load) * self._share_with_experts
+        return self._moved(num_states * self.shape.hidden_size / scheme.cp)
+
     def _expert_exchange(self, scheme: Scheme) -> Term:
         """Tokens to whole experts and back; messages to all ranks of a group travel together."""
-        cluster, share_of_layers = (
-            self.cluster,
-            self.shape.num_expert_layers / self.shape.num_layers,
-        )
+        cluster, share_of_layers = self.cluster, self._share_with_experts
         num_bytes = exchanged_bytes_per_token(self.shape, scheme, self.parameter_bytes)
         num_inside = min(scheme.ep, cluster.ranks_per_node) - 1
         share_inside = num_inside / (scheme.ep - 1)
@@ -377,8 +391,21 @@ class AnalyticCostModel:
         shape = self.shape
         if scheme.ep == 1 or shape.shared_expert_ffn_hidden_size:
             return _NUM_TP_COLLECTIVES_FORWARD
-        share_of_layers = shape.num_expert_layers / shape.num_layers
-        return _NUM_TP_COLLECTIVES_FORWARD * (1.0 - share_of_layers / 2)
+        return _NUM_TP_COLLECTIVES_FORWARD * (1.0 - self._share_with_experts / 2)
+
+    def _tp_messages(self, scheme: Scheme) -> Term:
+        """In the forward of a layer. With sequence parallelism, latent attention gathers what its
+        projections from latents take: both latents and the rotated channels of keys, or a whole
+        hidden state where one matrix makes the queries (runtime/latent_attention.py)."""
+        shape, number = self.shape, self._num_tp_collectives(scheme)
+        if not (shape.kv_lora_rank and self.sequence_parallel):
+            return self._tp_collectives(scheme, number)
+        num_gathered = shape.q_lora_rank or shape.hidden_size
+        num_gathered += shape.kv_lora_rank + shape.qk_pos_emb_head_dim
+        others = self._tp_collectives(scheme, number - 1)
+        messages = self._tp_collectives(scheme, _NUM_LATENT_GATHERS)
+        share = num_gathered / shape.hidden_size / _NUM_LATENT_GATHERS
+        return others + replace(messages, per_token_s=share * messages.per_token_s)
 
     def _matmul(self, num_entries: float, scheme: Scheme) -> Term:
         """One product with matrices of num_entries entries."""

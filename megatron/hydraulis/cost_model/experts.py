@@ -14,6 +14,7 @@ EXPERT_LOAD = 1.5
 it: an assumption. The log of a run has its own."""
 NUM_EXCHANGES_FORWARD = 2
 """Tokens go to their experts and come back; their gradients likewise."""
+_TO_COPIES, _TO_JOIN, _TO_SORT, _TO_SUMS = 2, 2, 4, 3
 
 
 def rank_load(shape: ModelShape, scheme: Scheme, expert_load: float) -> float:
@@ -25,6 +26,33 @@ def rank_load(shape: ModelShape, scheme: Scheme, expert_load: float) -> float:
     if scheme.ep == 1:
         return 1.0
     return 1.0 + (expert_load - 1.0) / math.sqrt(shape.num_experts / scheme.ep)
+
+
+def num_copies(shape: ModelShape, scheme: Scheme, expert_load: float) -> float:
+    """Experts that a token passes on the busiest rank, for every token of its cp rank.
+
+    Every tp rank works for all tokens of the tp ranks on its parts of experts, or on whole ones for
+    those that choose them.
+    """
+    if scheme.ep == 1:
+        return shape.experts_per_token
+    return rank_load(shape, scheme, expert_load) * shape.experts_per_token / scheme.tp
+
+
+def moved_copies(shape: ModelShape, scheme: Scheme, expert_load: float) -> float:
+    """Hidden states that the copies of a token move through memory in the forward of a layer with
+    experts, for every token of the rank's cp rank; the backward moves as many.
+
+    Each token is read and written once per copy (2), outputs of experts are joined (2), and each
+    is read and added to its token's sum, which is read and written (3). With ep the first and the
+    last are of the tp rank's own tokens, and the copies that arrive are sorted by expert, and their
+    outputs back (2 + 2). Source: operations of megatron-core's dispatchers and ``SequentialMLP``.
+    """
+    copies = num_copies(shape, scheme, expert_load)
+    if scheme.ep == 1:
+        return (_TO_COPIES + _TO_JOIN + _TO_SUMS) * copies
+    own = shape.experts_per_token / scheme.tp
+    return (_TO_COPIES + _TO_SUMS) * own + (_TO_JOIN + _TO_SORT) * copies
 
 
 def num_local_experts(shape: ModelShape, scheme: Scheme) -> float:

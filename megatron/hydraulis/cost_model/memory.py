@@ -84,7 +84,7 @@ from megatron.hydraulis.cost_model.context import (
     te_all_to_all_refusal,
 )
 from megatron.hydraulis.cost_model.device import DeviceConstants
-from megatron.hydraulis.cost_model.experts import EXPERT_LOAD, num_layer_parameters, rank_load
+from megatron.hydraulis.cost_model.experts import EXPERT_LOAD, num_copies, num_layer_parameters
 from megatron.hydraulis.cost_model.recompute import NO_RECOMPUTE, Recompute
 from megatron.hydraulis.cost_model.software import KeptMemory
 from megatron.hydraulis.model_shape import ModelShape
@@ -660,12 +660,7 @@ class MemoryModel:
         return kept
 
     def _num_copies(self, scheme: Scheme) -> float:
-        """Experts that a token passes on this rank. Every tp rank works for all tokens of the tp
-        ranks on its parts of experts, or on whole ones for those that choose them."""
-        if scheme.ep == 1:
-            return self.shape.experts_per_token
-        load = rank_load(self.shape, scheme, self.expert_load)
-        return load * self.shape.experts_per_token / scheme.tp
+        return num_copies(self.shape, scheme, self.expert_load)
 
     def _copies_per_token(self, scheme: Scheme) -> float:
         """A hidden state for each of them."""

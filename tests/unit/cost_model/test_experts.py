@@ -16,7 +16,7 @@ from megatron.hydraulis.strategy import Scheme
 from megatron.hydraulis.strategy.notation import parse_scheme
 from tests.unit.cost_model.test_layout_commands import EXPERTS
 from tests.unit.cost_model.test_layout_commands import QWEN3_30B_A3B as FLAGS_WITHOUT_EXPERTS
-from tests.unit.test_model_shape import QWEN3_30B_A3B
+from tests.unit.test_model_shape import DEEPSEEK_V3, QWEN3_30B_A3B
 
 _DEVICE = device_constants("h100-80g")
 _MODEL = AnalyticCostModel(shape=QWEN3_30B_A3B, device=_DEVICE, cluster=_DEVICE.cluster(64, 8))
@@ -112,3 +112,32 @@ def test_recomputing_mlps_frees_nothing_of_experts(
         note = "--recompute-modules mlp: its activations are kept, which takes more memory\n"
         assert (note in capsys.readouterr().err) == ("mlp" in modules)
     assert rows["mlp"] == rows[""] != rows["core_attn"] == rows["core_attn mlp"]
+
+
+def test_copies_for_experts_move_through_memory() -> None:
+    """Copied, joined and added up: 7 hidden states for each of 8 experts. Whole experts have the
+    copies of other ranks' tokens, too, which are sorted twice."""
+    s_per_state = 2048 * 2 / _DEVICE.memory_bytes_per_s
+    for text in ("tp1", "tp8"):  # every tp rank works for all tokens
+        assert _terms(text)["expert_copies"] == pytest.approx(7 * 8 * s_per_state)
+    assert _terms("tp2cp4")["expert_copies"] == pytest.approx(7 * 8 * s_per_state / 4)
+    load = rank_load(QWEN3_30B_A3B, Scheme(4, 2, ep=8), 1.5)
+    expected = (5 + 6 * load) * 8 / 4 / 2 * s_per_state
+    assert _terms("tp4cp2ep8")["expert_copies"] == pytest.approx(expected)
+    stage = _MODEL.stage_terms(Scheme(4), 3, is_last=False)
+    assert stage["expert_copies"].per_token_s == pytest.approx(3 * 2 * 7 * 8 * s_per_state)
+    half = replace(QWEN3_30B_A3B, num_expert_layers=QWEN3_30B_A3B.num_layers // 2)
+    mixed = replace(_MODEL, shape=half).forward_terms(Scheme(8))
+    assert mixed["expert_copies"].per_token_s == pytest.approx(7 * 4 * s_per_state)
+
+
+@pytest.mark.parametrize("q_lora_rank", [1536, 0])
+def test_latent_attention_gathers_latents(q_lora_rank: int) -> None:
+    """Both latents and the rotated channels of keys; hidden states if no latent makes queries."""
+    shape = replace(DEEPSEEK_V3, q_lora_rank=q_lora_rank)
+    model = replace(_MODEL, shape=shape)
+    spread = model.forward_terms(Scheme(8))["tensor_parallel"]
+    whole = replace(model, sequence_parallel=False).forward_terms(Scheme(8))["tensor_parallel"]
+    num_states = 3 + ((q_lora_rank or 7168) + 512 + 64) / 7168
+    assert spread.per_token_s == pytest.approx(whole.per_token_s * num_states / 4)
+    assert spread.constant_s == pytest.approx(whole.constant_s * 6 / 4)
