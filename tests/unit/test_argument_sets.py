@@ -78,7 +78,7 @@ def test_argument_sets_of_others_start_or_are_refused_for_named_features(tmp_pat
     assert starting == STARTING
 
 
-def test_a_dry_run_without_gpu_predicts_for_the_device_of_the_profile(
+def test_a_dry_run_without_gpu_is_for_the_device_of_the_profile(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     row = {"tp": 1, "cp": 1, "pp": 1, "a_ms_per_token2": 1e-6, "b_ms_per_token": 1, "c_ms": 1}
@@ -93,6 +93,9 @@ def test_a_dry_run_without_gpu_predicts_for_the_device_of_the_profile(
         (text,) = re.findall(r"regrouping and optimizer (\S+) ms", capsys.readouterr().out)
         predicted_ms.append(float(text))
     assert predicted_ms[0] < predicted_ms[1] / 10
+    path.write_text(json.dumps(profile | {"device": "h100", "schemes": [row | {"max_tokens": 50}]}))
+    with pytest.raises(ConfigurationError, match=r"trains 96 tokens but no replica .* than 50 "):
+        _dry_run(parse(tmp_path, *typed))
 
 
 @pytest.mark.parametrize("name", sorted(STARTING))

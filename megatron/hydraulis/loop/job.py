@@ -152,6 +152,8 @@ class Job:
         if length:
             print(f"training     {length}")
         print(format_description(self._planning.description_of(self._resolved)))
+        if self._has_cuda or self._profile is not None:  # otherwise limits need not be the job's
+            self.check_longest(corpora)
 
     def choose_core_attention(self) -> None:
         """Choose it for this rank's device, which has to be the current one.
