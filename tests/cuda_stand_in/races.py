@@ -22,7 +22,6 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
-from torch.utils._pytree import tree_leaves
 
 from tests.cuda_stand_in.device import PlainDispatchMode, mark
 
@@ -63,7 +62,7 @@ class AccessMarks(PlainDispatchMode):
         where = f"{name}@{_caller()}"
         _mark_access(where, read, written)
         result = func(*args, **kwargs)
-        made = [x for x in tree_leaves(result) if isinstance(x, Tensor) and id(x) not in kept]
+        made = [x for x in _tensors(result) if id(x) not in kept]
         if any(x.is_cuda for x in read):  # on the host a copy writes, which the log has
             made = [x for x in made if x.is_cuda]
         if name not in ("empty_like", "new_empty", "new_empty_strided"):
@@ -85,10 +84,18 @@ def _arguments(
     written: list[Tensor] = []
     for i, argument in enumerate(func._schema.arguments):
         value = args[i] if i < len(args) else kwargs.get(argument.name)
-        tensors = [x for x in tree_leaves(value) if isinstance(x, Tensor)]
         is_written = argument.alias_info is not None and argument.alias_info.is_write
-        (written if is_written else read).extend(tensors)
+        (written if is_written else read).extend(_tensors(value))
     return read, written, {id(x) for x in (*read, *written)}
+
+
+def _tensors(value: Any) -> Iterator[Tensor]:
+    """In an argument or result of an operation; torch's trees take several times as long."""
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, list | tuple):
+        for each in value:
+            yield from _tensors(each)
 
 
 def _mark_access(where: str, read: list[Tensor], written: list[Tensor]) -> None:
