@@ -451,7 +451,7 @@ class EverythingOnMeta(TorchFunctionMode):
         if "device" in kwargs or func in _FACTORIES:
             kwargs["device"] = "meta"
         tensors = [each for each in tree_leaves((args, kwargs)) if isinstance(each, Tensor)]
-        if any(each.is_meta for each in tensors):
+        if {each.is_meta for each in tensors} == {True, False}:
             args, kwargs = tree_map_only(Tensor, _on_meta, (args, kwargs))
         return func(*args, **kwargs)
 
