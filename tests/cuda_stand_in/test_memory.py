@@ -12,8 +12,9 @@ import torch
 from megatron.core.transformer.enums import AttnMaskType
 
 from megatron.hydraulis.cost_model.device import device_constants
-from megatron.hydraulis.cost_model.memory import MemoryModel, PoolFootprint
+from megatron.hydraulis.cost_model.memory import MemoryModel
 from megatron.hydraulis.cost_model.recompute import Recompute
+from megatron.hydraulis.cost_model.staging import PoolFootprint
 from megatron.hydraulis.model_shape import ModelShape
 from megatron.hydraulis.optimizer.sharded_adamw import AdamWSettings, ShardedAdamW
 from megatron.hydraulis.runtime.attention import SegmentAttention
@@ -190,6 +191,8 @@ MORE = (
     Role(shape=MANY_EXPERTS, strategy="16*tp4", has_sigmoid_router=True),
     Role(shape=MANY_EXPERTS, strategy="8*tp4cp2", cp_comm_type="a2a"),
     Role(shape=MIXTRAL, strategy="8*tp8ep8"),
+    Role(shape=MIXTRAL, strategy="8*tp1cp8ep8"),
+    Role(shape=LATENT, strategy="8*tp8"),
     Role(shape=LATENT_EXPERTS, strategy="16*tp4", qk_norms=True, has_sigmoid_router=True),
     Role(shape=WINDOWED, strategy="32*tp2"),
     Role(shape=WINDOWED, strategy="32*tp2", softmax_type="learnable", has_separate_gate=True),

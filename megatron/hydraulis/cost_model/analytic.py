@@ -54,11 +54,12 @@ from megatron.hydraulis.cost_model.experts import (
     rank_load,
 )
 from megatron.hydraulis.cost_model.interface import Coefficients, usual_times_ms
-from megatron.hydraulis.cost_model.memory import MemoryModel, PoolFootprint
+from megatron.hydraulis.cost_model.memory import MemoryModel
 from megatron.hydraulis.cost_model.pipeline import split_layers
 from megatron.hydraulis.cost_model.recompute import NO_RECOMPUTE, Recompute
 from megatron.hydraulis.cost_model.regrouping import FP32_BYTES, RegroupCosts
 from megatron.hydraulis.cost_model.software import TRAINING, Software
+from megatron.hydraulis.cost_model.staging import PoolFootprint
 from megatron.hydraulis.errors import ConfigurationError
 from megatron.hydraulis.model_shape import ModelShape
 from megatron.hydraulis.strategy import Scheme, Strategy

@@ -15,7 +15,6 @@ from megatron.hydraulis.cost_model.device import (
     communicators_text,
     device_constants,
 )
-from megatron.hydraulis.cost_model.memory import PoolFootprint
 from megatron.hydraulis.cost_model.profile import (
     ProfileCostModel,
     ProfiledModel,
@@ -28,6 +27,7 @@ from megatron.hydraulis.cost_model.shape_arguments import (
     num_gate_tensors,
     shape_of,
 )
+from megatron.hydraulis.cost_model.staging import PoolFootprint
 from megatron.hydraulis.errors import ConfigurationError, StrategyError
 from megatron.hydraulis.json_object import write_output
 from megatron.hydraulis.model_shape import ModelShape

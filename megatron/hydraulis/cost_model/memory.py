@@ -4,11 +4,7 @@ Between iterations a tensor-parallel rank holds its *state* (`state_bytes`):
 
 - its parameters in the training precision and their gradients in fp32;
 - its canonical shard: fp32 master weights, two moments and the gradient over all ranks of the job;
-- staging: two slots, each with a send and a receive buffer for the largest bucket, which is a
-  layer. An owner sends parameters and receives gradients, one copy of its share for each holder; a
-  role receives and sends in the arena itself or, if order or dtype of travel differ, the layer
-  over tp. If transfers are relayed inside a node, a third buffer holds what passes through
-  (`PoolFootprint`);
+- staging of transfers (`PoolFootprint`);
 - workspaces of cuBLAS.
 
 While micro-batches run, memory peaks at one of a few *moments* (`moments`), each linear in the
@@ -73,10 +69,8 @@ The model was compared with what torch's allocator counts for roles of 1 to 70 b
 (docs/results/memory.md).
 """
 
-from collections import Counter, defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import lru_cache
 
 from megatron.hydraulis.cost_model.context import (
     choose_way,
@@ -86,15 +80,16 @@ from megatron.hydraulis.cost_model.context import (
 from megatron.hydraulis.cost_model.device import DeviceConstants
 from megatron.hydraulis.cost_model.experts import EXPERT_LOAD, num_copies, num_layer_parameters
 from megatron.hydraulis.cost_model.recompute import NO_RECOMPUTE, Recompute
+from megatron.hydraulis.cost_model.regrouping import FP32_BYTES
 from megatron.hydraulis.cost_model.software import KeptMemory
+from megatron.hydraulis.cost_model.staging import PoolFootprint, footprint_of_scheme
 from megatron.hydraulis.model_shape import ModelShape
-from megatron.hydraulis.strategy import Pool, Scheme, Strategy
+from megatron.hydraulis.strategy import Scheme
 
-_FP32_BYTES = 4
 # Master weight, first moment, second moment, summed gradient: all fp32.
-_CANONICAL_BYTES_PER_PARAMETER = 4 * _FP32_BYTES
+_CANONICAL_BYTES_PER_PARAMETER = 4 * FP32_BYTES
 # Without the summed gradient.
-_OPTIMIZER_BYTES_PER_PARAMETER = 3 * _FP32_BYTES
+_OPTIMIZER_BYTES_PER_PARAMETER = 3 * FP32_BYTES
 # cuBLAS takes 32 MiB on Hopper, 8 MiB before, for each of two threads: forward and backward.
 _WORKSPACE_BYTES = 2 * 2**25
 # Of Transformer Engine's products, on Hopper (cpp_extensions/gemm.py in 2.20.2).
@@ -102,20 +97,20 @@ _TE_WORKSPACE_BYTES = 2**25 + 1024
 # Its fused attention rounds larger rows up to a multiple, smaller ones to a power of two.
 _TE_ROUNDED_TOKENS = 2**15
 # Mean and inverse deviation of a norm; one of them for RMSNorm.
-_NORM_BYTES_PER_TOKEN = 2 * _FP32_BYTES
+_NORM_BYTES_PER_TOKEN = 2 * FP32_BYTES
 # Token, label and position in int64, the mask in fp32.
-_BATCH_BYTES_PER_TOKEN = 3 * 8 + _FP32_BYTES
+_BATCH_BYTES_PER_TOKEN = 3 * 8 + FP32_BYTES
 # Masks, indices and sums of the cross entropy: six int64, four fp32.
-_LOSS_BYTES_PER_TOKEN = 6 * 8 + 4 * _FP32_BYTES
+_LOSS_BYTES_PER_TOKEN = 6 * 8 + 4 * FP32_BYTES
 # As wide as the MLP, in the backward of its activation, less the input of fc2, which is freed.
 _GATED_ACTIVATION_TENSORS = 4
 _PLAIN_ACTIVATION_TENSORS = 6
 _SEPARATE_ACTIVATION_TENSORS = 2
 # Of routing, for every expert: a place (int64), a choice (bool), a score and three tensors of the
 # balancing loss (fp32).
-_ROUTING_BYTES_PER_EXPERT = 8 + 1 + 4 * _FP32_BYTES
+_ROUTING_BYTES_PER_EXPERT = 8 + 1 + 4 * FP32_BYTES
 # Of an expert that a token passes: its number and the token's place in int64, two weights in fp32.
-_ROUTING_BYTES_PER_CHOICE = 2 * 8 + 2 * _FP32_BYTES
+_ROUTING_BYTES_PER_CHOICE = 2 * 8 + 2 * FP32_BYTES
 # Hidden states of all experts that a token passes, when they have run: see "outputs of experts".
 _EXPERT_COPIES = 3
 LOSS_CHUNK_BYTES = 2**30
@@ -126,71 +121,6 @@ OFFSET_CHANNELS = 8
 QUERY_BLOCK = 512
 """Queries that attend at once where they need masks, in tokens: the height of a block's mask. On
 average a block computes half its height of keys too many per query."""
-NUM_STAGING_SLOTS = 2
-"""Of the runtime: one bucket is copied while the next one travels."""
-NUM_GROUPS_OF_ALL = 2
-"""Groups of all ranks: the job's and that of regrouping."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class PoolFootprint:
-    """Staging buffers and communicators that a job's pool needs, on the rank that needs most.
-
-    Shares are of the largest bucket, which is a layer.
-    """
-
-    share_as_owner: float
-    """What an owner or relay sends and receives: its part, once for each rank that holds it."""
-    share_as_role: float
-    """What a role receives through staging: its part of the layer, or nothing if it travels in the
-    order in which it lies in memory, as with the largest tp."""
-    share_sent_by_role: float
-    """As much, or its part in any order if gradients travel in bf16."""
-    share_relayed: float
-    """What a rank relays for the others of its node, in a separate buffer."""
-    weight_shapes: float
-    """The rank's parts of a layer's matrices, one for each tp degree that it has: 1/tp in sum."""
-    num_communicators: int
-    """NCCL communicators once every strategy has been used."""
-    gradient_bytes: int = _FP32_BYTES
-    """Bytes of a gradient on the wire."""
-
-    @classmethod
-    def of(
-        cls, pool: Pool, shape: ModelShape | None = None, *, gradient_bytes: int = _FP32_BYTES
-    ) -> "PoolFootprint":
-        """The largest needs of all strategies of a pool; shape: of a model with experts."""
-        in_fp32 = gradient_bytes == _FP32_BYTES
-        in_experts = 0.0
-        if shape is not None:
-            num_routed = shape.num_routed_parameters_of_layers(1)
-            in_experts = num_routed / shape.num_parameters_per_layer
-        shares = [
-            _shares(strategy, pool.tp_lcm, in_experts, in_fp32=in_fp32)
-            for strategy in pool.strategies
-        ]
-        as_owner, as_role, sent, relayed = (max(column) for column in zip(*shares, strict=True))
-        return cls(
-            share_as_owner=as_owner,
-            share_as_role=as_role,
-            share_sent_by_role=sent,
-            share_relayed=relayed,
-            weight_shapes=_weight_shapes(pool.strategies),
-            num_communicators=_num_communicators(pool.strategies, pool.num_ranks),
-            gradient_bytes=gradient_bytes,
-        )
-
-
-@lru_cache
-def _footprint_of_scheme(
-    scheme: Scheme, shape: ModelShape, num_ranks: int, ranks_per_node: int
-) -> PoolFootprint:
-    """The needs of a job that replicas of one scheme fill, in whole nodes."""
-    scheme = scheme.as_replica
-    num_replicas, num_idle = divmod(num_ranks, scheme.num_ranks)
-    text = f"{num_replicas}*{scheme}" + (f"+{num_idle}*idle" if num_idle else "")
-    strategy = Strategy.parse(text, num_ranks, ranks_per_node=ranks_per_node)
-    return PoolFootprint.of(Pool.of(strategy), shape)
 
 
 def loss_chunk_tokens(num_columns: int) -> int:
@@ -199,59 +129,7 @@ def loss_chunk_tokens(num_columns: int) -> int:
     Args:
         num_columns: logits of a token on a rank: the padded vocabulary over tp.
     """
-    return max(1, LOSS_CHUNK_BYTES // (_FP32_BYTES * num_columns))
-
-
-def _held_share(scheme: Scheme, in_experts: float) -> float:
-    """Of a layer, what a rank holds; in_experts: the share that ep distributes."""
-    return (1 - in_experts) / scheme.tp + in_experts / (scheme.tp if scheme.ep == 1 else scheme.ep)
-
-
-def _shares(
-    strategy: Strategy, num_atoms: int, in_experts: float, *, in_fp32: bool
-) -> tuple[float, ...]:
-    """(as owner, as role, sent by a role, relayed), by the kind of transfer
-    (`transfer.collective`); in_fp32: whether gradients travel in fp32."""
-    num_ranks, ranks_per_node = strategy.num_ranks, strategy.ranks_per_node
-    held = {scheme: _held_share(scheme, in_experts) for scheme in strategy.schemes}
-    schemes = [replica.scheme for replica in strategy.replicas]
-    num_copies = sum(scheme.tp * scheme.cp * held[scheme] for scheme in schemes)
-    if num_copies == num_ranks and in_fp32:  # an all-gather of shares, into staging and out of it
-        return 1.0, 0.0, 0.0, 0.0
-    copies_in_node: dict[int, float] = defaultdict(float)
-    for replica in strategy.replicas:
-        nodes = [rank // ranks_per_node for rank in replica.ranks]
-        of_stage = range(0, len(nodes), replica.scheme.tp * replica.scheme.cp)
-        most: Counter[int] = Counter()
-        for first in of_stage:
-            most |= Counter(nodes[first : first + of_stage.step])
-        for node, num_in_node in most.items():
-            copies_in_node[node] += num_in_node * held[replica.scheme]
-    part, most_copies = max(held.values()), max(copies_in_node.values())
-    if num_ranks > ranks_per_node and most_copies > 1:  # two steps
-        return most_copies / ranks_per_node, part, part, 1 / ranks_per_node
-    # A rank with one atom of each parameter has them in the order in which they travel.
-    num_held = (1 if scheme.ep > 1 else scheme.tp for scheme in schemes)
-    as_role = 0.0 if min(num_held) == num_atoms else part
-    return num_copies / num_ranks, as_role, as_role if in_fp32 else part, 0.0
-
-
-def _weight_shapes(strategies: Sequence[Strategy]) -> float:
-    degrees: dict[int, set[int]] = defaultdict(set)
-    for strategy in strategies:
-        for replica in strategy.replicas:
-            for rank in replica.ranks:
-                degrees[rank].add(replica.scheme.tp)
-    return max(sum(1 / tp for tp in of_rank) for of_rank in degrees.values())
-
-
-def _num_communicators(strategies: Sequence[Strategy], num_ranks: int) -> int:
-    """Communicators of a rank after every group has been used; each is created at first use."""
-    if num_ranks == 1:
-        return 0
-    groups = dict.fromkeys(ranks for strategy in strategies for ranks in strategy.rank_groups)
-    of_rank = Counter(rank for ranks in groups for rank in ranks)
-    return NUM_GROUPS_OF_ALL + max(of_rank.values(), default=0)
+    return max(1, LOSS_CHUNK_BYTES // (FP32_BYTES * num_columns))
 
 
 @dataclass(frozen=True, slots=True)
@@ -398,7 +276,7 @@ class MemoryModel:
 
     def role_bytes(self, scheme: Scheme, stage: int, num_layers: int | None = None) -> float:
         """Parameters and gradients of a rank of a stage."""
-        gradient_bytes = _FP32_BYTES if self.kept is None else self.parameter_bytes
+        gradient_bytes = FP32_BYTES if self.kept is None else self.parameter_bytes
         num_parameters = self._num_parameters(scheme, stage, num_layers)
         return num_parameters * (self.parameter_bytes + gradient_bytes)
 
@@ -433,26 +311,18 @@ class MemoryModel:
             num_parameters = self._num_parameters(scheme, stage, num_layers)
             return role + _OPTIMIZER_BYTES_PER_PARAMETER * num_parameters / dp
         canonical = _CANONICAL_BYTES_PER_PARAMETER * shape.num_parameters / self.num_ranks
+        footprint = self.footprint(scheme)
         products: float = _WORKSPACE_BYTES
         if self.has_te_layers:
             matrices = shape.num_matrix_parameters_per_layer * self.parameter_bytes
-            products += _TE_WORKSPACE_BYTES + self.footprint(scheme).weight_shapes * matrices
-        return role + canonical + self._staging_bytes(scheme) + products
+            products += _TE_WORKSPACE_BYTES + footprint.weight_shapes * matrices
+        staging = footprint.staging_bytes(shape.num_parameters_per_layer, self.parameter_bytes)
+        return role + canonical + staging + products
 
     def footprint(self, scheme: Scheme) -> PoolFootprint:
         """Of the job's pool, or of a job that the scheme fills."""
         ranks_per_node = self.ranks_per_node or self.num_ranks
-        return self.pool or _footprint_of_scheme(scheme, self.shape, self.num_ranks, ranks_per_node)
-
-    def _staging_bytes(self, scheme: Scheme) -> float:
-        """All strategies of the pool share the slots, so the largest need counts."""
-        pool = self.footprint(scheme)
-        as_owner, num_bytes = pool.share_as_owner, pool.gradient_bytes
-        sent = max(as_owner * self.parameter_bytes, pool.share_sent_by_role * num_bytes)
-        received = max(as_owner * num_bytes, pool.share_as_role * self.parameter_bytes)
-        relayed = pool.share_relayed * _FP32_BYTES
-        layer = self.shape.num_parameters_per_layer
-        return NUM_STAGING_SLOTS * (sent + received + relayed) * layer
+        return self.pool or footprint_of_scheme(scheme, self.shape, self.num_ranks, ranks_per_node)
 
     def _moments(self, scheme: Scheme, stage: int, num_layers: int) -> Iterator[Moment]:
         shape, token = self.shape, self._token(scheme)
@@ -476,9 +346,9 @@ class MemoryModel:
             with_loss = kept + whole + _LOSS_BYTES_PER_TOKEN
             num_columns = shape.vocab_size // scheme.tp
             chunk_tokens = self.loss_chunk_tokens or loss_chunk_tokens(num_columns)
-            logits = num_columns * _FP32_BYTES
+            logits = num_columns * FP32_BYTES
             yield Moment("loss", state, with_loss + table, logits, chunk_tokens)
-            if self.parameter_bytes < _FP32_BYTES:
+            if self.parameter_bytes < FP32_BYTES:
                 logits += num_columns * self.parameter_bytes
             yield Moment("output layer", state, with_loss + token.hidden, logits, chunk_tokens)
             kept -= (2 + self._widening) * token.hidden_part  # the final norm's have been freed
@@ -553,7 +423,7 @@ class MemoryModel:
 
     def _rotary_table_per_token(self, scheme: Scheme) -> float:
         """Angles of all positions of the row, which all of its cp ranks hold."""
-        return float(scheme.cp * self.shape.rotary_channels * _FP32_BYTES)
+        return float(scheme.cp * self.shape.rotary_channels * FP32_BYTES)
 
     def _layers_per_token(self, scheme: Scheme, num_layers: int) -> float:
         """What so many layers keep that are not fully recomputed."""
@@ -591,7 +461,7 @@ class MemoryModel:
         if shape.kv_lora_rank:
             kept += self._latents_per_token(scheme)
         if shape.output_gate:  # its sigmoid, in fp32, and the product with attention's output
-            kept += token.query * (_FP32_BYTES / self.parameter_bytes + 1)
+            kept += token.query * (FP32_BYTES / self.parameter_bytes + 1)
         return num_layers * kept + self._mlps_per_token(scheme, num_layers)
 
     def _latents_per_token(self, scheme: Scheme) -> float:
@@ -618,7 +488,7 @@ class MemoryModel:
     @property
     def _widening(self) -> float:
         """What norms keep of their inputs in fp32, more than in the model's precision."""
-        return _FP32_BYTES / self.parameter_bytes - 1 if self.has_wide_norms else 0.0
+        return FP32_BYTES / self.parameter_bytes - 1 if self.has_wide_norms else 0.0
 
     def _scores_per_token(self, scheme: Scheme) -> float:
         """Of a layer."""
@@ -668,11 +538,11 @@ class MemoryModel:
 
     def _kept_by_attention_per_token(self, scheme: Scheme) -> float:
         token = self._token(scheme)
-        per_head = _FP32_BYTES * self.shape.num_attention_heads / scheme.tp
+        per_head = FP32_BYTES * self.shape.num_attention_heads / scheme.tp
         kept = self._attended_per_token(scheme) + token.query + per_head
         if self.softmax_type != "vanilla":  # the kernel's queries and output have more channels
             kept += token.query * (1 + 2 * self._channels_per_channel)
-        elif self.parameter_bytes == _FP32_BYTES:  # outputs of blocks, before they are joined
+        elif self.parameter_bytes == FP32_BYTES:  # outputs of blocks, before they are joined
             kept += token.query * self.shape.num_windowed_layers / self.shape.num_layers
         if self._norms_copy:
             kept += self._normed_per_token(scheme)
@@ -690,7 +560,7 @@ class MemoryModel:
     def _normed_per_token(self, scheme: Scheme) -> float:
         """What norms of queries and keys keep if they copy."""
         token = self._token(scheme)
-        per_head = _FP32_BYTES * self.shape.num_attention_heads / scheme.tp
+        per_head = FP32_BYTES * self.shape.num_attention_heads / scheme.tp
         return (1 + self._widening) * (token.query + token.key) + 2 * per_head
 
     @property
@@ -780,7 +650,7 @@ class MemoryModel:
         """What the kernel adds up: gradients of queries in fp32 and, with grouped queries, of keys
         and values of the row per head, in fp32 by cuDNN."""
         token = self._token(scheme)
-        fp32 = token.query * _FP32_BYTES / self.parameter_bytes
+        fp32 = token.query * FP32_BYTES / self.parameter_bytes
         if token.key == token.query:
             return fp32
         per_head = fp32 if self.has_te_attention else token.query
@@ -789,7 +659,7 @@ class MemoryModel:
     def _rounding_bytes(self, scheme: Scheme) -> float:
         """At most what cuDNN's sums take for tokens that rows do not have."""
         token = self._token(scheme)
-        fp32 = token.query * _FP32_BYTES / self.parameter_bytes
+        fp32 = token.query * FP32_BYTES / self.parameter_bytes
         num_sums = 1 if token.key == token.query else 3
         share = scheme.cp if self._exchanges_heads(scheme) else 1  # of the heads
         return _TE_ROUNDED_TOKENS * num_sums * fp32 / share

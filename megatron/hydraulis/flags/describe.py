@@ -8,7 +8,7 @@ from typing import Any
 
 from megatron.hydraulis.cost_model.device import communicators_text
 from megatron.hydraulis.cost_model.limits import Limits
-from megatron.hydraulis.cost_model.memory import PoolFootprint
+from megatron.hydraulis.cost_model.staging import PoolFootprint
 from megatron.hydraulis.flags.arguments import Resolved
 from megatron.hydraulis.flags.defaults import Difference
 from megatron.hydraulis.flags.samples import num_iterations, sample_tokens

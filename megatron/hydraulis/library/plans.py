@@ -24,13 +24,13 @@ from megatron.hydraulis.cost_model.estimate_command import (
     schemes_of_job,
 )
 from megatron.hydraulis.cost_model.job_costs import JobOptions
-from megatron.hydraulis.cost_model.memory import PoolFootprint
 from megatron.hydraulis.cost_model.profile import ProfileCostModel
 from megatron.hydraulis.cost_model.recompute import NO_RECOMPUTE, Recompute
 from megatron.hydraulis.cost_model.shape_arguments import (
     VOCABULARY_MULTIPLE,
     warn_of_unknown_overheads,
 )
+from megatron.hydraulis.cost_model.staging import PoolFootprint
 from megatron.hydraulis.data.index import LongSequences
 from megatron.hydraulis.data.sampler import BatchSizes
 from megatron.hydraulis.errors import ConfigurationError, DataError, StrategyError

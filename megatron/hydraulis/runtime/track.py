@@ -22,7 +22,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron.hydraulis.cost_model.memory import NUM_STAGING_SLOTS
+from megatron.hydraulis.cost_model.staging import NUM_STAGING_SLOTS
 from megatron.hydraulis.errors import ConfigurationError, HydraulisError
 from megatron.hydraulis.runtime.spans import NO_SPANS, SpanRecorder
 
