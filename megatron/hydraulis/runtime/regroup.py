@@ -7,10 +7,12 @@ decides what goes where; everything that does not change is computed once.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
+from itertools import pairwise
 
 import torch
 import torch.distributed as dist
@@ -209,12 +211,13 @@ class Route(ABC):
         self._ends = ends
         self.bucket = ends.bucket
         self._num_received, self._num_sent = num_received, num_sent
-        self._arrivals = in_order_of(arriving, ends.held)
-        self._departures = in_order_of(departing, ends.contributed)
-        self._arrival_run = single_run(self._arrivals, num_received)
+        arrivals = in_order_of(arriving, ends.held)
+        departures = in_order_of(departing, ends.contributed)
+        self._arrivals, self._departures = stacked(arrivals), stacked(departures)
+        self._arrival_run = single_run(arrivals, num_received)
         narrows = ends.gradient_dtype != ends.gradients.dtype
-        self._departure_run = None if narrows else single_run(self._departures, num_sent)
-        self._pads = sum(copy.stop - copy.start for copy in self._departures) < num_sent
+        self._departure_run = None if narrows else single_run(departures, num_sent)
+        self._pads = sum(copy.stop - copy.start for copy in departures) < num_sent
 
     @property
     def received_in_place(self) -> bool:
@@ -272,8 +275,8 @@ class Route(ABC):
 
     def _unpack(self, received: Tensor) -> None:
         if self._arrival_run is None:
-            for copy in self._arrivals:
-                copy.view.copy_(received[copy.start : copy.stop].view(copy.view.shape))
+            for stack in self._arrivals:
+                stack.view.copy_(stack.in_buffer(received))
 
     def _packed_gradients(self, slot: StagingSlot) -> Tensor:
         """What the rank contributes, in the order in which it is sent."""
@@ -282,8 +285,8 @@ class Route(ABC):
         send = slot.take("sent", self._num_sent, self._ends.gradient_dtype)
         if self._pads:
             send.zero_()  # padding is added up as well
-        for copy in self._departures:
-            send[copy.start : copy.stop].view(copy.view.shape).copy_(copy.view)
+        for stack in self._departures:
+            stack.in_buffer(send).copy_(stack.view)
         return send
 
     def _add_to_shard(self, runs: Sequence[Run], received: Tensor, *, adds: bool) -> None:
@@ -587,6 +590,72 @@ def single_run(copies: Sequence[Copy], num_elements: int) -> Tensor | None:
     if len(copies) != 1 or copies[0].stop != num_elements or not copies[0].view.is_contiguous():
         return None
     return copies[0].view.view(-1)
+
+
+@dataclass(frozen=True)
+class Stack:
+    """Copies of one shape, equally far apart in the buffer and in the arena: a single kernel."""
+
+    start: int
+    """Of the first copy in the buffer."""
+    strides: tuple[int, ...]
+    """In the buffer."""
+    view: Tensor
+    """Of the arena."""
+
+    def in_buffer(self, buffer: Tensor) -> Tensor:
+        """The elements of a flat buffer, in the shape of the view."""
+        return buffer.as_strided(
+            self.view.shape, self.strides, buffer.storage_offset() + self.start
+        )
+
+
+def stacked(copies: Sequence[Copy]) -> tuple[Stack, ...]:
+    """All elements of the copies, in as few stacks as are found.
+
+    Those of experts are stacked twice: a row-parallel matrix has a rectangle for each atom, and a
+    layer has the same rectangles for each expert.
+    """
+    stacks = [Stack(copy.start, (*copy.view.shape[1:], 1), copy.view) for copy in copies]
+    num_before = len(stacks) + 1
+    while len(stacks) < num_before:
+        num_before = len(stacks)
+        stacks = [stack for alike in _by_shape(stacks) for stack in _progressions(alike)]
+    return tuple(stacks)
+
+
+def _by_shape(stacks: Sequence[Stack]) -> Iterable[list[Stack]]:
+    found: dict[object, list[Stack]] = defaultdict(list)
+    for stack in stacks:
+        found[stack.view.shape, stack.strides, stack.view.stride()].append(stack)
+    return found.values()
+
+
+def _progressions(stacks: Sequence[Stack]) -> Iterator[Stack]:
+    """Runs of equal steps in both places, each as one stack.
+
+    Args:
+        stacks: of one shape, in the order of the buffer.
+    """
+    steps = [_step(*pair) for pair in pairwise(stacks)]
+    at = 0
+    while at < len(stacks):
+        first, last = stacks[at], at
+        while last < len(steps) and steps[last] == steps[at] and steps[last][1] > 0:
+            last += 1
+        if last > at:
+            in_buffer, in_arena = steps[at]
+            shape = (last - at + 1, *first.view.shape)
+            view = first.view.as_strided(shape, (in_arena, *first.view.stride()))
+            first = Stack(first.start, (in_buffer, *first.strides), view)
+        yield first
+        at = last + 1
+
+
+def _step(first: Stack, second: Stack) -> tuple[int, int]:
+    """Elements between two stacks, in the buffer and in the arena."""
+    in_arena = int(second.view.storage_offset() - first.view.storage_offset())
+    return second.start - first.start, in_arena
 
 
 def _part(copy: Copy, start: int, stop: int) -> Tensor:
