@@ -154,7 +154,7 @@ def advise(
     assert costs.model is not None
     assert profile.regroup is not None
     shape, memory = costs.model.shape, costs.model.memory
-    candidates = Candidates.of(profile, num_ranks, ranks_per_node, batches=batches)
+    candidates = Candidates.of(profile, num_ranks, ranks_per_node, batches=batches, longest=longest)
     proposal = propose(
         candidates,
         profile,

@@ -229,20 +229,22 @@ def estimated_profile(
 
 
 def possible_schemes(shape: ModelShape, num_ranks: int, ranks_per_node: int) -> list[Scheme]:
-    """All schemes of powers of two that can divide the model and have room in the job.
+    """All schemes of powers of two that can divide the model and have room in the job, and the
+    groups of fewer than ep ranks that replicas with separate sequences, ``cp8~ep8``, have.
 
-    tp spans at most two nodes, pp at most `_MOST_STAGES` stages, ep at most the ranks of a stage.
+    tp spans at most two nodes, pp at most `_MOST_STAGES` stages.
     """
     found = []
     degrees_of_ep = _powers(num_ranks if shape.num_experts else 1)
     for tp, cp, pp, ep in itertools.product(*[_powers(num_ranks)] * 3, degrees_of_ep):
-        if tp * cp * pp > num_ranks or tp > 2 * ranks_per_node or pp > _MOST_STAGES:
+        if tp > 2 * ranks_per_node or pp > _MOST_STAGES:
             continue
-        if ep > tp * cp:
+        scheme = Scheme(tp, cp, pp, ep=ep)
+        replica = scheme.as_replica
+        if replica.num_ranks > num_ranks:
             continue
         try:
-            scheme = Scheme(tp, cp, pp, ep=ep)
-            Strategy.parse(str(scheme), scheme.num_ranks).check_model(shape)
+            Strategy.parse(str(replica), replica.num_ranks).check_model(shape)
         except StrategyError:
             continue
         found.append(scheme)

@@ -279,6 +279,18 @@ class ProfileCostModel:
         here = replace(calibrated, gradient_bytes=regroup.gradient_bytes)
         return replace(self, strategies=(), gradient_bytes=regroup.gradient_bytes, regroup=here)
 
+    @property
+    def splitting_schemes(self) -> tuple[Scheme, ...]:
+        """Schemes with ``~`` of which every group has a row, by cp."""
+        known = {row.scheme for row in self.schemes}
+        split = (
+            replace(scheme, splits_cp=True)
+            for scheme in known
+            if scheme.cp > 1 and scheme.cp & (scheme.cp - 1) == 0 and scheme == scheme.as_replica
+        )
+        found = (scheme for scheme in split if known.issuperset(scheme.group_schemes))
+        return tuple(sorted(found, key=lambda scheme: (scheme.cp, str(scheme))))
+
     def assumed_schemes(self, pool: Pool) -> tuple[Scheme, ...]:
         """The schemes of a pool, and of its context groups, whose rows were not measured."""
         used = {group for s in pool.strategies for one in s.schemes for group in one.group_schemes}

@@ -5,7 +5,7 @@ Times depend on nothing else, so the search works on mixes.
 """
 
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -23,6 +23,12 @@ _NUM_COMPARED, _MOST_OVER_SHORTEST = 16, 64.0
 sequences only the rank time counts."""
 
 _LEAST_CONSTANT_MS = 1e-3
+
+_NUM_SPLITTING = 3
+"""Schemes with ``~`` and ep that are bounded and planned, for each of two lengths they must hold:
+there are over a hundred on 64 ranks."""
+_NUM_WEIGHED = 64
+"""Lengths, each of an equal share of the tokens, at which these are compared."""
 
 FloatArray = npt.NDArray[np.float64]
 Mix = tuple[int, ...]
@@ -60,19 +66,20 @@ class Candidates:
         ranks_per_node: int,
         allowed: Sequence[Scheme] | None = None,
         batches: Sequence[Sequence[int]] = (),
+        longest: int = 0,
     ) -> "Candidates":
         """The schemes of a cost profile that may be in a best strategy.
 
         Excluded are schemes that are not allowed (None allows all), are too large for the job, do
         not hold the model, or are worse than another one in everything, see `_beats`; with batches
-        pipelines are compared with the time that filling them takes. If a profile
-        has cp 1, 2, … up to some width with the same tp and without pipeline, the schemes that
-        divide all or half of the job's ranks per micro-batch (``cp8~``) are included. Raises
+        pipelines are compared with the time that filling them takes. Schemes that
+        divide their width per micro-batch (``cp8~``) are included, see `_splitting`. longest:
+        tokens of a sequence that some scheme must hold, if the batches have none as long. Raises
         ConfigurationError for an allowed scheme that the profile lacks.
         """
-        rows = {row.scheme: row for row in cost_model.schemes}
+        rows = (row.scheme for row in cost_model.schemes)
         replicas = (scheme for scheme in rows if scheme.as_replica == scheme)
-        known = (*replicas, *_splitting(rows, num_ranks))
+        known = (*replicas, *_splitting(cost_model, num_ranks))
         for scheme in allowed or ():
             if scheme not in known:
                 names = ", ".join(map(str, known))
@@ -97,6 +104,8 @@ class Candidates:
                 if place != index
             )
         ]
+        if allowed is None and batches:
+            kept = _without_slow_waves(kept, num_ranks, iteration_ms, batches, longest)
         schemes, costs, overheads_ms = zip(*kept, strict=True) if kept else ((), (), ())
         return cls(num_ranks, ranks_per_node, schemes, costs, overheads_ms)
 
@@ -113,8 +122,10 @@ class Candidates:
     @cached_property
     def plain(self) -> tuple[int, ...]:
         """Indices of the schemes without ``~``. Of the others only bounds are known before they are
-        planned, which would lead the search astray: they only replace what it finds."""
-        return tuple(i for i, scheme in enumerate(self.schemes) if not scheme.splits_cp)
+        planned, which would lead the search astray: they only replace what it finds. All indices if
+        there is no other scheme."""
+        plain = tuple(i for i, scheme in enumerate(self.schemes) if not scheme.splits_cp)
+        return plain or tuple(range(len(self.schemes)))
 
     def wave_mixes(self, mix: Mix) -> Iterator[Mix]:
         """Mixes with a scheme with ``~``: alone, and in the place of a mix's largest replicas."""
@@ -133,6 +144,13 @@ class Candidates:
     def num_idle(self, mix: Mix) -> int:
         """Ranks that a mix leaves idle."""
         return self.num_ranks - sum(n * size for n, size in zip(mix, self.sizes, strict=True))
+
+    def is_static(self, mix: Mix) -> bool:
+        """Whether a mix is one scheme on all ranks that Megatron has too: ``~`` only with ep."""
+        used = [scheme for num, scheme in zip(mix, self.schemes, strict=True) if num]
+        return (
+            len(used) == 1 and not self.num_idle(mix) and (used[0].ep > 1 or not used[0].splits_cp)
+        )
 
     def limit(self, mix: Mix) -> int:
         """Most tokens of a sequence that a mix holds; 0 without replicas."""
@@ -171,22 +189,17 @@ class Candidates:
         return tuple(counts)
 
 
-def _splitting(schemes: Iterable[Scheme], num_ranks: int) -> tuple[Scheme, ...]:
+def _splitting(cost_model: ProfileCostModel, num_ranks: int) -> tuple[Scheme, ...]:
     """Schemes with ``~`` for which all widths of groups are among the schemes.
 
-    Narrower ones than half of the job hardly differ from groups of fixed widths.
+    With ep they are Megatron's usual layout, expert parallelism over data-parallel ranks. Without,
+    narrower ones than half of the job hardly differ from groups of fixed widths.
     """
-    known = set(schemes)
-    split = (
-        replace(s, splits_cp=True)
-        for s in known
-        if s.pp == 1
-        and s.cp > 1
-        and s.cp & (s.cp - 1) == 0
-        and 2 * s.num_ranks >= num_ranks
-        and s == s.as_replica
+    return tuple(
+        scheme
+        for scheme in cost_model.splitting_schemes
+        if scheme.ep > 1 or (scheme.pp == 1 and 2 * scheme.num_ranks >= num_ranks)
     )
-    return tuple(sorted((s for s in split if known.issuperset(s.group_schemes)), key=str))
 
 
 def _cost(scheme: Scheme, cost_model: ProfileCostModel) -> SchemeCost:
@@ -262,6 +275,53 @@ def _pace(
     filling = 1.0 + (num_stages - 1) / num
     paced_ms = per_token_ms * filling * (1.0 + num * times.c_ms / iteration_ms)
     return alone_ms, scheme.num_ranks * paced_ms
+
+
+def _without_slow_waves(
+    rated: Sequence[_Rated],
+    num_ranks: int,
+    iteration_ms: float,
+    batches: Sequence[Sequence[int]],
+    longest: int,
+) -> list[_Rated]:
+    """All but the slower schemes with ``~`` and ep.
+
+    The fastest `_NUM_SPLITTING` that hold the longest sequence of all remain, and as many that hold
+    that of half of the batches. Of schemes that differ in cp only the narrowest counts:
+    it costs the same, and its replicas do not wait for each other.
+    """
+    lengths = np.sort(np.concatenate([np.asarray(batch, dtype=np.float64) for batch in batches]))
+    share = np.cumsum(lengths) / lengths.sum()
+    weighed = lengths[np.searchsorted(share, (np.arange(_NUM_WEIGHED) + 0.5) / _NUM_WEIGHED)]
+    split = [one for one in rated if one[0].splits_cp and one[0].ep > 1]
+    of_batches = [max(batch) for batch in batches]
+    kept: list[_Rated] = [one for one in rated if one not in split]
+    for limit in (max(longest, *of_batches), int(np.median(of_batches))):
+        narrowest: dict[tuple[int, int, int], _Rated] = {}
+        for one in split:  # narrow ones first
+            if one[1].longest >= limit:
+                narrowest.setdefault((one[0].tp, one[0].ep, one[0].pp), one)
+        paces_ms = {
+            one: _wave_pace_ms(one[0], one[1], weighed[weighed <= limit], iteration_ms)
+            + one[2] * num_ranks / (lengths.sum() / len(batches))
+            for one in narrowest.values()
+        }
+        fastest = sorted(paces_ms, key=lambda one: paces_ms[one])[:_NUM_SPLITTING]
+        kept += [one for one in fastest if one not in kept]
+    return kept
+
+
+def _wave_pace_ms(
+    scheme: Scheme, cost: SchemeCost, lengths: FloatArray, iteration_ms: float
+) -> float:
+    """Mean rank time per token if every sequence is in its best group, see `_pace`."""
+    assert cost.waves is not None
+    paces_ms = []
+    for group in cost.waves.usable:
+        alone = SchemeCost(group.coefficients, group.room_tokens, cost.num_stages)
+        _, pace_ms = _pace(scheme.of_context_group(group.size), alone, lengths, iteration_ms)
+        paces_ms.append(np.where(lengths <= group.room_tokens, pace_ms, np.inf))
+    return float(np.min(paces_ms, axis=0).mean())
 
 
 def neighbours(candidates: Candidates, mix: Mix) -> tuple[Mix, ...]:

@@ -207,7 +207,7 @@ def propose_for_corpus(
     check_seed(seed)
     batches = draw_batches(counts, sizes, num_batches, seed)
     return propose(
-        Candidates.of(cost_model, num_ranks, ranks_per_node, schemes, batches),
+        Candidates.of(cost_model, num_ranks, ranks_per_node, schemes, batches, counts.longest),
         cost_model,
         batches,
         max_strategies=max_strategies,
@@ -373,12 +373,14 @@ class _PoolSearch:
     def best_static(self) -> int | None:
         """The fastest strategy of one scheme, by full plans of all batches; None if none holds the
         longest sequence."""
+        plain = single_scheme_mixes(self.candidates)
+        means_ms = {mix: float(self.explorer.estimates_ms(mix).mean()) for mix in plain}
+        known_ms = zip(self.mixes, self.times_ms.mean(axis=1), strict=True)
+        means_ms = {mix: float(mean_ms) for mix, mean_ms in known_ms} | means_ms
         means_ms = {
-            mix: float(self.explorer.estimates_ms(mix).mean())
-            for mix in single_scheme_mixes(self.candidates)
-            if sum(num > 0 for num in mix) == 1
-            and not self.candidates.num_idle(mix)
-            and self.candidates.limit(mix) >= self._longest
+            mix: mean_ms
+            for mix, mean_ms in means_ms.items()
+            if self.candidates.is_static(mix) and self.candidates.limit(mix) >= self._longest
         }
         rows = []
         for mix in sorted(means_ms, key=lambda mix: means_ms[mix])[:_NUM_STATIC]:

@@ -25,10 +25,11 @@ pool                any of the pool, per batch                    certified plan
 
 The best static strategy is the fastest simulated one over all batches; per batch the planner
 chooses. Homogeneous strategies are those of the cost profile's schemes whose replicas fill the job,
-and the pool's own. For "best per batch" and "cp only" greedy plans select two strategies per batch
-for the certified planner; the tp of "cp only" is that of the fastest greedy plans over all batches,
-that of the other ways with cp the fastest simulated one. If no scheme with cp was measured, these
-ways need model and links to estimate the cost of cp.
+and the pool's own. With experts, ways with the planner also have ``cp8~ep8``, see
+`Ways.homogeneous`; "megatron, cp" has ep 1 and pp 1 only. For "best per batch" and "cp only" greedy
+plans select two strategies per batch for the certified planner; the tp of "cp only" is that of the
+fastest greedy plans over all batches, that of the other ways with cp the fastest simulated one. If
+no scheme with cp was measured, these ways need model and links to estimate the cost of cp.
 
 "equal groups" are the groups of equal width that FlexSP is compared with (arXiv 2412.01523, section
 6.1: the best width for each batch). The ceiling computes tokens at the rate of the scheme that
@@ -159,6 +160,8 @@ class Ways:
             return [(self.simulated, self.planned(pool, self.profile)) for pool in pools]
         found: list[tuple[CostModel, Works]] = []
         for strategy in self.static():
+            if strategy.schemes[0].splits_cp:
+                continue  # only the planner forms groups
             for shares_of in self._variants(way, strategy):
                 works = []
                 for batch in self.batches:
@@ -184,20 +187,36 @@ class Ways:
         ]
 
     def homogeneous(self) -> list[Strategy]:
-        """Strategies of one scheme, without ``~``, that fill the job, each once."""
+        """Strategies of one scheme that fill the job, each once.
+
+        ``~`` only with ep, where it is Megatron's expert parallelism over data-parallel ranks, and
+        of several widths only the narrowest that holds the longest sequence.
+        """
         num_ranks, per_node = self.pool.num_ranks, self.pool.ranks_per_node
         found: dict[str, Strategy] = {}
         for strategy in self.pool.strategies:
-            is_plain = not any(scheme.splits_cp for scheme in strategy.schemes)
-            if is_plain and len(strategy.schemes) == 1 and not strategy.idle_ranks:
+            is_usual = all(scheme.ep > 1 or not scheme.splits_cp for scheme in strategy.schemes)
+            if is_usual and len(strategy.schemes) == 1 and not strategy.idle_ranks:
                 found[str(strategy)] = strategy
-        for row in self.profile.schemes:
-            num_each, is_replica = row.scheme.num_ranks, row.scheme == row.scheme.as_replica
-            if row.max_tokens and is_replica and num_ranks % num_each == 0:
-                text = f"{num_ranks // num_each}*{row.scheme}"
+        for scheme in (*self._plain_schemes(), *self._splitting_schemes()):
+            if num_ranks % scheme.num_ranks == 0:
+                text = f"{num_ranks // scheme.num_ranks}*{scheme}"
                 strategy = Strategy.parse(text, num_ranks, ranks_per_node=per_node)
                 found.setdefault(str(strategy), strategy)
         return [strategy for strategy in found.values() if self._fits_model(strategy)]
+
+    def _plain_schemes(self) -> Iterator[Scheme]:
+        for row in self.profile.schemes:
+            if row.max_tokens and row.scheme == row.scheme.as_replica:
+                yield row.scheme
+
+    def _splitting_schemes(self) -> Iterable[Scheme]:
+        """By tp, ep and pp the narrowest that holds the longest sequence."""
+        narrowest: dict[tuple[int, int, int], Scheme] = {}
+        for scheme in self.profile.splitting_schemes:
+            if scheme.ep > 1 and self.profile.max_tokens(scheme) >= self.limit:
+                narrowest.setdefault((scheme.tp, scheme.ep, scheme.pp), scheme)
+        return narrowest.values()
 
     def static(self) -> list[Strategy]:
         """Homogeneous strategies that hold the longest sequence."""

@@ -9,10 +9,12 @@ from megatron.hydraulis.__main__ import main
 from megatron.hydraulis.cost_model import ProfileCostModel
 from megatron.hydraulis.cost_model.analytic import AnalyticCostModel
 from megatron.hydraulis.cost_model.device import device_constants
-from megatron.hydraulis.cost_model.estimate_command import possible_schemes
+from megatron.hydraulis.cost_model.estimate_command import estimated_profile, possible_schemes
 from megatron.hydraulis.cost_model.experts import num_layer_parameters, rank_load
+from megatron.hydraulis.cost_model.job_costs import JobCosts
 from megatron.hydraulis.proposal.candidates import Candidates
-from megatron.hydraulis.strategy import Scheme
+from megatron.hydraulis.simulator.ways import PACKING, Ways
+from megatron.hydraulis.strategy import Pool, Scheme, Strategy
 from megatron.hydraulis.strategy.notation import parse_scheme
 from tests.unit.cost_model.test_layout_commands import EXPERTS
 from tests.unit.cost_model.test_layout_commands import QWEN3_30B_A3B as FLAGS_WITHOUT_EXPERTS
@@ -83,7 +85,29 @@ def test_whole_experts_leave_room_for_more_tokens() -> None:
 def test_schemes_of_a_model_with_experts_have_every_ep() -> None:
     found = {str(scheme) for scheme in possible_schemes(QWEN3_30B_A3B, 16, 8)}
     assert {"tp4", "tp4ep2", "tp4ep4", "tp2cp4ep8", "cp16ep16"} <= found
-    assert not {"tp4ep8", "ep2"} & found
+    assert {"tp4ep8", "ep2"} <= found  # groups of tp4cp2~ep8 and cp2~ep2
+    assert not {"ep32", "tp4ep16pp2"} & found
+
+
+def test_expert_parallelism_over_data_parallel_ranks_is_offered_and_compared() -> None:
+    schemes = possible_schemes(QWEN3_30B_A3B, 16, 8)
+    profile = estimated_profile(replace(_MODEL, cluster=_DEVICE.cluster(16, 8)), schemes)
+    batches = [[2048, *[500] * 60], [1024, *[300] * 100]]
+    every = {str(scheme) for scheme in Candidates.of(profile, 16, 8).schemes}
+    assert {"cp8~ep8", "cp8~ep8pp2", "tp2cp4~ep8"} <= every
+    offered = Candidates.of(profile, 16, 8, batches=batches)
+    found = [scheme for scheme in offered.schemes if scheme.splits_cp and scheme.ep > 1]
+    assert 1 <= len(found) <= 6
+    mix = offered.filled((0,) * len(offered.schemes), (offered.schemes.index(found[0]),))
+    assert offered.is_static(mix)
+    pool = Pool.of(Strategy.parse("tp2cp4ep8pp2", 16, ranks_per_node=8))
+    ways = Ways(batches=batches, pool=pool, costs=JobCosts(profile=profile, model=None))
+    static = set(map(str, ways.static()))
+    assert {"2*cp8~ep8", "cp8~ep8pp2"} <= static
+    assert "cp16~ep8" not in static  # wider than the longest sequence needs
+    works = [work.strategy for _, works in ways.candidates(PACKING) for work in works]
+    assert works
+    assert not any(strategy.schemes[0].splits_cp for strategy in works)
 
 
 def test_narrow_groups_of_a_wave_have_rows_but_no_replicas(tmp_path: Path) -> None:
