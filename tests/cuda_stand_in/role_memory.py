@@ -63,6 +63,8 @@ class Role:
     softmax_type: str = "vanilla"
     has_wide_norms: bool = False
     """Whether norms are centred around one."""
+    has_wide_router: bool = False
+    """Whether tokens are routed in fp32."""
     has_sigmoid_router: bool = False
     """Whether experts are chosen by sigmoid scores and biases, not by softmax scores."""
 
@@ -93,6 +95,7 @@ class Role:
             if self.shape.num_experts
             else "",
             "sigmoid and biases" if self.has_sigmoid_router else "",
+            "routed in fp32" if self.has_wide_router else "",
             "Transformer Engine" if self.has_te else "",
         ]
         return " ".join(" ".join(part.split()) for part in parts if part)
@@ -300,6 +303,7 @@ def _expert_settings(role: Role) -> dict[str, Any]:
         "moe_router_load_balancing_type": "none",
         "moe_router_score_function": "sigmoid" if role.has_sigmoid_router else "softmax",
         "moe_router_enable_expert_bias": role.has_sigmoid_router,
+        "moe_router_dtype": "fp32" if role.has_wide_router else None,
     }
 
 

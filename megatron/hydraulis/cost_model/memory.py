@@ -215,6 +215,8 @@ class MemoryModel:
     """Of a replica in an iteration; None for many."""
     loss_chunk_tokens: int | None = None
     """Tokens whose logits exist at the same time; None for the default."""
+    has_wide_router: bool = False
+    """Whether tokens are routed in fp32, in which tp ranks then add up the outputs of experts."""
     expert_load: float = EXPERT_LOAD
     """Tokens of a layer's busiest expert over the mean of its experts."""
 
@@ -358,7 +360,13 @@ class MemoryModel:
             num_tensors = _SEPARATE_ACTIVATION_TENSORS
         if shape.num_experts:
             copies = self._copies_per_token(scheme)
-            at_once = _EXPERT_COPIES + (2 / scheme.tp if scheme.tp > 1 and scheme.ep == 1 else 0.0)
+            at_once: float = _EXPERT_COPIES
+            if scheme.tp > 1 and scheme.ep == 1:
+                at_once += 2 / scheme.tp
+                if self.has_wide_router and self.parameter_bytes < FP32_BYTES:
+                    # The outputs again, and their flat copy and its sum, in fp32.
+                    width = FP32_BYTES / self.parameter_bytes
+                    at_once += width + (1 + 1 / scheme.tp) * (width - 1)
             yield Moment("outputs of experts", state, kept + at_once * copies)
             # Every token may choose the same expert.
             num_chosen = 1 if scheme.ep == 1 else self._num_copies(scheme)

@@ -388,6 +388,18 @@ def test_staging_of_parts_with_unequal_numbers_of_holders(shape: ModelShape, tex
     assert found.share_as_owner == pytest.approx(sent, rel=1e-2)
 
 
+def test_tp_ranks_that_route_in_fp32_add_up_outputs_of_experts_in_fp32() -> None:
+    model = memory(WITH_EXPERTS)
+    wide = replace(model, has_wide_router=True)
+    for scheme, number in ((Scheme(tp=4), 2 + 1 + 1 / 4), (Scheme(tp=4, cp=2, ep=8), 0.0)):
+        extra = (
+            next(m for m in of.moments(scheme, 0) if m.name == "outputs of experts").bytes_per_token
+            for of in (wide, model)
+        )
+        copies = WITH_EXPERTS.experts_per_token * WITH_EXPERTS.hidden_size * 2
+        assert next(extra) - next(extra) == pytest.approx(number * copies)
+
+
 def test_staging_of_a_role_with_whole_experts() -> None:
     routed = WITH_EXPERTS.num_routed_entries / WITH_EXPERTS.num_parameters_per_layer
     found = PoolFootprint.of(Pool.of(Strategy.parse("tp2cp2ep4", 4)), WITH_EXPERTS)
