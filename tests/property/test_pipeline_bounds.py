@@ -35,6 +35,8 @@ from megatron.hydraulis.planner.solver import (
 )
 
 ROUNDING = 1e-9
+# By the program of shapes, which leaves out stages: its module's docstring.
+LOST = 0.009
 WORKS = st.lists(st.integers(0, 60), min_size=1, max_size=9).filter(any)
 STAGES = st.integers(1, 5)
 SHARES = st.sampled_from([1 / 3, 0.25, 0.5, 0.6])
@@ -66,7 +68,7 @@ def test_no_shape_of_many_micro_batches_is_below_the_fill_bound(
     assert sum(works) <= bound_ms <= pipeline.time_ms(works) * (1 + ROUNDING)
 
 
-@pytest.mark.parametrize("num_stages", [2, 3])
+@pytest.mark.parametrize("num_stages", [2, 4])
 def test_a_range_of_numbers_has_the_bound_of_its_largest(num_stages: int) -> None:
     ranges = list(itertools.takewhile(lambda each: each[1] <= MAX_SHAPED, ranges_of_numbers()))
     assert [num for first, last in ranges for num in range(first, last + 1)] == list(
@@ -82,7 +84,9 @@ def test_a_range_of_numbers_has_the_bound_of_its_largest(num_stages: int) -> Non
         works = best_works_ms(Pipeline(num_stages), [0.0] * num, 1.0, 1.0, Solver(Deadline(None)))
         assert works is not None
         times.append(pipeline_time_ms([max(0.0, work) for work in works], num_stages))
-    assert bounds.pop() == pytest.approx(times[1], abs=1e-4)
+    bound = bounds.pop()
+    tolerance = 1e-4 if num_stages <= 3 else LOST
+    assert times[1] * (1 - tolerance) <= bound <= times[1] * (1 + 1e-6)
     assert times[1] <= times[0]
 
 
@@ -99,19 +103,22 @@ def test_the_best_shapes_reach_their_bound(num_stages: int, num: int) -> None:
 
 
 @pytest.mark.parametrize("num_stages", [4, 8])
-@pytest.mark.parametrize("num", [5, 13])
+@pytest.mark.parametrize("num", [1, 2, 5, 13, 20])
 def test_stages_left_out_hardly_change_shapes_and_bounds(num_stages: int, num: int) -> None:
-    for shape in shapes(Pipeline(num_stages), num):
+    for shape in shapes(Pipeline(num_stages), num)[: -1 if num > 1 else None]:
         time_ms = pipeline_time_ms(shape.shares, num_stages)
-        assert shape.bound_ms(1.0, shape.largest) <= time_ms
-    best, tighter, *_ = shapes(Pipeline(num_stages), num)
-    for shape in (best, tighter):
-        time_ms = pipeline_time_ms(shape.shares, num_stages)
-        assert shape.bound_ms(1.0, shape.largest) >= 0.97 * time_ms
+        works = best_works_ms(
+            Pipeline(num_stages), [0.0] * num, 1.0, shape.largest, Solver(Deadline(None))
+        )
+        assert works is not None
+        best_ms = pipeline_time_ms([max(0.0, work) for work in works], num_stages)
+        assert best_ms * (1 - 1e-6) <= time_ms <= best_ms * (1 + LOST)
+        bound_ms = shape.bound_ms(1.0, shape.largest)
+        assert best_ms * (1 - LOST) <= bound_ms <= best_ms * (1 + 1e-6)
 
 
 @settings(max_examples=30)
-@given(st.lists(st.integers(0, 20), min_size=1, max_size=6), st.integers(2, 3), st.integers(1, 90))
+@given(st.lists(st.integers(0, 20), min_size=1, max_size=6), st.integers(2, 4), st.integers(1, 90))
 def test_best_works_respect_their_limits_and_beat_others(
     least: list[int], num_stages: int, more: int
 ) -> None:
