@@ -37,6 +37,7 @@ KEEP_ALIVE_S = 1
 NUM_KEEP_ALIVES = 15
 """An agent is lost after so many signs of life that did not come. With 3 an agent that a loaded
 machine delayed while the agents met was dropped, and the others waited 60 s for it."""
+_START_LIMIT_S = 60.0
 
 
 @dataclass(frozen=True)
@@ -113,7 +114,11 @@ class ElasticJob:
             agent.start()
             self._agents.append(agent)
             # The first agent to open the port has the rendezvous.
+            deadline_s = time.monotonic() + _START_LIMIT_S
             while number == 0 and agent.is_alive() and not _is_open(port):
+                if time.monotonic() > deadline_s:
+                    self.close()
+                    raise TimeoutError(f"no rendezvous within {_START_LIMIT_S:g} s")
                 time.sleep(0.02)
 
     def outcomes(self, timeout_s: float) -> list[ElasticOutcome]:

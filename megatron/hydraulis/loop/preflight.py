@@ -33,7 +33,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from megatron.hydraulis.errors import ConfigurationError, listed
+from megatron.hydraulis.errors import ConfigurationError, HydraulisError, listed
 from megatron.hydraulis.library.devices import constants_of_this_rank
 from megatron.hydraulis.loop.startup import (
     MAX_NAMED,
@@ -215,10 +215,19 @@ def compare_ranks(own: RankFacts, store: dist.Store, num_ranks: int) -> list[str
     store.set(f"{_KEY}/{own.rank}", json.dumps(dataclasses.asdict(own)))
 
     def hosts() -> str:
-        ranks = [
-            RankFacts(**json.loads(facts))
-            for facts in store.multi_get([f"{_KEY}/{rank}" for rank in range(num_ranks)])
-        ]
+        keys = [f"{_KEY}/{rank}" for rank in range(num_ranks)]
+        try:
+            texts = store.multi_get(keys)
+        except dist.DistStoreError as error:
+            silent = listed(
+                [str(rank) for rank, key in enumerate(keys) if not store.check([key])],
+                most=MAX_NAMED,
+            )
+            raise HydraulisError(
+                f"preflight: all {num_ranks} ranks say what they run on but these did not: "
+                f"{silent}; see their logs, or raise --timeout"
+            ) from error
+        ranks = [RankFacts(**json.loads(text)) for text in texts]
         _check_equal(ranks)
         return json.dumps([facts.host for facts in ranks])
 

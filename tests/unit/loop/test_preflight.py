@@ -1,6 +1,7 @@
 """Findings of the pre-flight about drivers, speeds and nodes."""
 
 import dataclasses
+import json
 import resource
 import threading
 from datetime import timedelta
@@ -122,3 +123,13 @@ def test_a_rank_does_not_wait_for_rank_0_without_a_limit() -> None:
     store.set_timeout(timedelta(seconds=0.1))
     with pytest.raises(HydraulisError, match=r"rank 1 waited 0 s for the comparison of ranks"):
         compare_ranks(dataclasses.replace(FACTS, rank=1), store, 2)
+
+
+def test_rank_0_names_ranks_that_do_not_say_what_they_run_on() -> None:
+    store = dist.TCPStore("127.0.0.1", 0, 3, is_master=True, wait_for_workers=False)
+    store.set_timeout(timedelta(seconds=0.1))
+    store.set("hydraulis/preflight/1", json.dumps(dataclasses.asdict(FACTS)))
+    with pytest.raises(HydraulisError, match=r"all 3 ranks .* these did not: 2; see their logs"):
+        compare_ranks(FACTS, store, 3)
+    with pytest.raises(HydraulisError, match=r"these did not: 2"):
+        compare_ranks(dataclasses.replace(FACTS, rank=1), store, 3)
