@@ -278,25 +278,23 @@ class GreedyPlanner:
         costs = self.costs.replica_costs(strategy)
         order = longest_first(batch)
         shares = dispatch(order, batch, costs)
+        classes = set(costs)
         # A wave's estimate is a bound: how far off shows in a quick packing.
         times_ms = {
             replica: pack_waves(share, batch, cost, is_thorough=False).time_ms
             for replica, (share, cost) in enumerate(zip(shares, costs, strict=True))
-            if cost.waves and len(costs) > 1
+            if cost.waves and len(classes) > 1
         }
+        first = shares
         if times_ms:
-            slowness = slowness_of(costs, shares, batch, times_ms)
+            slowness = slowness_of(costs, first, batch, times_ms)
             shares = dispatch(order, batch, costs, slowness=slowness)
         packing_start_s = time.perf_counter()
-        packings = [Packing((), 0.0)] * len(costs)
-        # Waves last: they need not be faster than the slowest of the others.
-        for replica in sorted(range(len(costs)), key=lambda index: costs[index].waves is not None):
-            share, cost = shares[replica], costs[replica]
-            if cost.waves is None:
-                packings[replica] = pack(share, batch, cost)
-            else:
-                slowest_ms = max(packing.time_ms for packing in packings)
-                packings[replica] = pack_waves(share, batch, cost, target_ms=slowest_ms)
+        packings = _packings(shares, batch, costs)
+        if times_ms and max(times_ms.values()) < _makespan_ms(packings):
+            uncorrected = _packings(first, batch, costs)
+            if _makespan_ms(uncorrected) < _makespan_ms(packings):
+                shares, packings = first, uncorrected
         packing_bounds_ms = [
             packing_bound_ms([batch[sequence] for sequence in share], cost)
             for share, cost in zip(shares, costs, strict=True)
@@ -304,7 +302,7 @@ class GreedyPlanner:
         end_s = time.perf_counter()
         report = partial(
             StageReport,
-            objective_s=max(packing.time_ms for packing in packings) / MS_PER_S,
+            objective_s=_makespan_ms(packings) / MS_PER_S,
             status=_GREEDY,
         )
         candidate = Candidate(
@@ -319,6 +317,25 @@ class GreedyPlanner:
             ),
         )
         return self.costs.with_rows(candidate, batch)
+
+
+def _packings(
+    shares: Sequence[Sequence[int]], batch: Sequence[int], costs: Sequence[SchemeCost]
+) -> list[Packing]:
+    packings = [Packing((), 0.0)] * len(costs)
+    # Waves last: they need not be faster than the slowest of the others.
+    for replica in sorted(range(len(costs)), key=lambda index: costs[index].waves is not None):
+        share, cost = shares[replica], costs[replica]
+        if cost.waves is None:
+            packings[replica] = pack(share, batch, cost)
+        else:
+            target_ms = _makespan_ms(packings)
+            packings[replica] = pack_waves(share, batch, cost, target_ms=target_ms)
+    return packings
+
+
+def _makespan_ms(packings: Sequence[Packing]) -> float:
+    return max(packing.time_ms for packing in packings)
 
 
 class ScheduledPlanner:

@@ -118,7 +118,7 @@ class StrategySearch:
         self._take(Assignment(self._packers, shares, self._effort))
         # A wave's estimate is a bound: how far off shows in the first packing.
         times_ms = {r: self.best.times_ms[r] for r, cost in enumerate(costs) if cost.waves}
-        if times_ms and len(costs) > 1:
+        if times_ms and len(set(costs)) > 1:
             slowness = slowness_of(costs, shares, self._batch, times_ms)
             shares = dispatch(self._order, self._batch, costs, slowness=slowness)
             self._take(Assignment(self._packers, shares, self._effort))

@@ -8,7 +8,9 @@ import pickle
 import random
 import subprocess
 import sys
+from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from types import SimpleNamespace
 
 import numpy as np
@@ -18,6 +20,7 @@ from megatron.hydraulis.cost_model import Coefficients, ProfileCostModel, pipeli
 from megatron.hydraulis.cost_model.limits import Limits
 from megatron.hydraulis.errors import PlanError, StrategyError
 from megatron.hydraulis.planner import planners, search
+from megatron.hydraulis.planner.costs import SchemeCost
 from megatron.hydraulis.planner.plan import (
     IterationPlan,
     Planner,
@@ -491,3 +494,27 @@ def test_on_one_stage_the_largest_micro_batch_runs_last(
     sums = [sum(micro_batch.lengths) for micro_batch in plan.replicas[0].micro_batches]
     assert sums == sorted(sums)
     assert len(set(sums)) > 1
+
+
+@pytest.mark.parametrize(("text", "num_corrected"), [("cp4~+4*cp1", 1), ("2*cp4~", 0)])
+def test_a_correction_of_waves_is_used_only_where_it_gains(
+    text: str, num_corrected: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    costs = TableCostModel(
+        limits={(1, 1, 1): 1000, (1, 2, 1): 2000, (1, 4, 1): 4000},
+        times=lambda scheme: Coefficients(2e-5 / scheme.num_ranks, 0.2 / scheme.num_ranks, 3.0),
+    )
+    pool = pool_of(text, num_ranks=8)
+    factors: list[float] = []
+
+    def slowness(factor: float, costs: Sequence[SchemeCost], *_: object) -> dict[SchemeCost, float]:
+        factors.append(factor)
+        return {cost: factor for cost in costs if cost.waves}
+
+    times_s = []
+    for factor in (1.0, 1e3):
+        monkeypatch.setattr(planners, "slowness_of", partial(slowness, factor))
+        plan = GreedyPlanner(pool, costs).plan([900, 800, 700, *[300] * 40])
+        times_s.append(plan.predicted_time_s)
+    assert factors == [1.0, 1e3] * num_corrected
+    assert times_s[0] == times_s[1]
