@@ -222,7 +222,7 @@ def model_of(role: Role) -> MemoryModel:
         num_gate_tensors=6 if role.has_separate_gate else 0,
         softmax_type=role.softmax_type,
         has_wide_norms=role.has_wide_norms,
-        has_wide_router=role.has_wide_router,
+        router_bytes=4 if role.has_wide_router else 0,
         has_te_layers=role.has_te,
         fuses_rope=role.has_te,
         has_te_attention=core_attention_of(role) == "te",

@@ -142,8 +142,8 @@ class AnalyticCostModel:
     """Kernels and their efficiencies."""
     pool: PoolFootprint | None = None
     """Of the job; affects memory only."""
-    has_wide_router: bool = False
-    """Whether tokens are routed in fp32; affects memory only."""
+    router_bytes: int = 0
+    """Bytes of a router's score, 0 for those of a parameter; affects memory only."""
     expert_load: float = EXPERT_LOAD
     """Tokens of a layer's busiest expert over the mean of its experts."""
     regroup: RegroupCosts | None = None
@@ -186,7 +186,7 @@ class AnalyticCostModel:
             num_gate_tensors=self.num_gate_tensors,
             softmax_type=self.softmax_type,
             has_wide_norms=self.has_wide_norms,
-            has_wide_router=self.has_wide_router,
+            router_bytes=self.router_bytes,
             has_te_layers=self.has_te_layers,
             fuses_rope=self.fuses_rope,
             has_te_attention=self.has_te_attention,

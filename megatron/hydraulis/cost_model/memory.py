@@ -215,8 +215,9 @@ class MemoryModel:
     """Of a replica in an iteration; None for many."""
     loss_chunk_tokens: int | None = None
     """Tokens whose logits exist at the same time; None for the default."""
-    has_wide_router: bool = False
-    """Whether tokens are routed in fp32, in which tp ranks then add up the outputs of experts."""
+    router_bytes: int = 0
+    """Bytes of a router's score, in whose precision tp ranks add up the outputs of experts; 0 for
+    that of parameters."""
     expert_load: float = EXPERT_LOAD
     """Tokens of a layer's busiest expert over the mean of its experts."""
 
@@ -363,9 +364,9 @@ class MemoryModel:
             at_once: float = _EXPERT_COPIES
             if scheme.tp > 1 and scheme.ep == 1:
                 at_once += 2 / scheme.tp
-                if self.has_wide_router and self.parameter_bytes < FP32_BYTES:
-                    # The outputs again, and their flat copy and its sum, in fp32.
-                    width = FP32_BYTES / self.parameter_bytes
+                if self.router_bytes > self.parameter_bytes:
+                    # The outputs again, and their flat copy and its sum, in the router's precision.
+                    width = self.router_bytes / self.parameter_bytes
                     at_once += width + (1 + 1 / scheme.tp) * (width - 1)
             yield Moment("outputs of experts", state, kept + at_once * copies)
             # Every token may choose the same expert.

@@ -280,7 +280,7 @@ def analytic_cost_model(
             resolved.args.layernorm_zero_centered_gamma
             and resolved.args.transformer_impl == "local"
         ),
-        has_wide_router=resolved.args.moe_router_dtype == "fp32",
+        router_bytes={"fp32": 4, "fp64": 8}.get(resolved.args.moe_router_dtype, 0),
         has_te_layers=has_te_layers,
         fuses_rope=resolved.args.apply_rope_fusion,
         has_te_attention=attention == "te" or (attention == "auto" and takes_te),

@@ -390,7 +390,7 @@ def test_staging_of_parts_with_unequal_numbers_of_holders(shape: ModelShape, tex
 
 def test_tp_ranks_that_route_in_fp32_add_up_outputs_of_experts_in_fp32() -> None:
     model = memory(WITH_EXPERTS)
-    wide = replace(model, has_wide_router=True)
+    wide = replace(model, router_bytes=4)
     for scheme, number in ((Scheme(tp=4), 2 + 1 + 1 / 4), (Scheme(tp=4, cp=2, ep=8), 0.0)):
         extra = (
             next(m for m in of.moments(scheme, 0) if m.name == "outputs of experts").bytes_per_token
