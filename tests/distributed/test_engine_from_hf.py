@@ -16,6 +16,7 @@ import transformers
 
 from megatron.hydraulis.checkpoint.folder import CheckpointFolder
 from megatron.hydraulis.checkpoint.hugging_face.export_hf import export_checkpoint
+from megatron.hydraulis.cost_model.analytic import AnalyticCostModel
 from megatron.hydraulis.errors import HydraulisError
 from megatron.hydraulis.library.engine import Engine
 from megatron.hydraulis.library.plans import estimate
@@ -97,6 +98,10 @@ def check_reference(reference: Engine, engine: Engine, saved: Path) -> None:
     """An engine without optimizer has parameters alone, which are those of the checkpoint."""
     shards = reference.runtime.shards
     assert shards.parameters.numel() > shards.gradients.numel() == 0
+    assert reference._built is not None
+    cost_model = reference._built.planning.cost_model
+    assert isinstance(cost_model, AnalyticCostModel)
+    assert not cost_model.has_optimizer
     reference.load(saved)
     reference.offload()
     assert not shards.parameters.untyped_storage().nbytes()

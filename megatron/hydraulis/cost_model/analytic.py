@@ -146,6 +146,8 @@ class AnalyticCostModel:
     """Bytes of a router's score, 0 for those of a parameter; affects memory only."""
     expert_load: float = EXPERT_LOAD
     """Tokens of a layer's busiest expert over the mean of its experts."""
+    has_optimizer: bool = True
+    """Whether the job trains; affects memory only."""
     regroup: RegroupCosts | None = None
     """Affects the overhead of strategies only."""
 
@@ -194,6 +196,7 @@ class AnalyticCostModel:
             ranks_per_node=self.cluster.ranks_per_node,
             pool=self.pool,
             expert_load=self.expert_load,
+            has_optimizer=self.has_optimizer,
             kept=None if self.software.other is None else self.software.other.kept,
         )
 

@@ -220,6 +220,8 @@ class MemoryModel:
     that of parameters."""
     expert_load: float = EXPERT_LOAD
     """Tokens of a layer's busiest expert over the mean of its experts."""
+    has_optimizer: bool = True
+    """Whether the job trains; otherwise there are no gradients and moments."""
 
     @property
     def reserve_bytes(self) -> float:
@@ -280,6 +282,8 @@ class MemoryModel:
     def role_bytes(self, scheme: Scheme, stage: int, num_layers: int | None = None) -> float:
         """Parameters and gradients of a rank of a stage."""
         gradient_bytes = FP32_BYTES if self.kept is None else self.parameter_bytes
+        if not self.has_optimizer:
+            gradient_bytes = 0
         num_parameters = self._num_parameters(scheme, stage, num_layers)
         return num_parameters * (self.parameter_bytes + gradient_bytes)
 
@@ -313,7 +317,8 @@ class MemoryModel:
             dp = self.num_ranks / scheme.num_ranks
             num_parameters = self._num_parameters(scheme, stage, num_layers)
             return role + _OPTIMIZER_BYTES_PER_PARAMETER * num_parameters / dp
-        canonical = _CANONICAL_BYTES_PER_PARAMETER * shape.num_parameters / self.num_ranks
+        per_parameter = _CANONICAL_BYTES_PER_PARAMETER if self.has_optimizer else FP32_BYTES
+        canonical = per_parameter * shape.num_parameters / self.num_ranks
         footprint = self.footprint(scheme)
         products: float = _WORKSPACE_BYTES
         if self.has_te_layers:

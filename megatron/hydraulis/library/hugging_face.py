@@ -140,7 +140,9 @@ def build_from_folder(
     attention = choose_core_attention(resolved, resolved.pool).name
     profile = cost_profile if isinstance(cost_profile, ProfileCostModel) else None
     profile = read_cost_profile(resolved, profile, attention)
-    planning = Planning.of(resolved, device, profile, attention)
+    planning = Planning.of(
+        resolved, device, profile, attention, has_optimizer=optimizer is not None
+    )
     definition = definition_of(resolved, attention)
     engine = build_engine(resolved, planning.pool, definition, optimizer)
     on_all_ranks(lambda: _fill(engine, folder), what)

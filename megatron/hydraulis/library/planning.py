@@ -101,10 +101,13 @@ class Planning:
         device: DeviceConstants,
         profile: ProfileCostModel | None,
         core_attention: str | None = None,
+        *,
+        has_optimizer: bool = True,
     ) -> Planning:
         """Plan with the profile if there is one, else with what is known of the device.
 
-        core_attention is the chosen one; until then it follows from the flags.
+        core_attention is the chosen one; until then it follows from the flags. Without an optimizer
+        the run needs no memory for training, which a profile cannot know.
 
         Raises ConfigurationError, StrategyError among them, when no strategy holds the model and
         when --strategy-schedule names one that does not. A dry run without GPU and profile only
@@ -112,6 +115,7 @@ class Planning:
         """
         cost_model: CostModel
         model = analytic_cost_model(resolved, device, core_attention)
+        model = replace(model, has_optimizer=has_optimizer)
         regroup = model.regroup_costs([resolved.pool.tp_lcm], **regroup_settings(resolved))
         if profile is not None:
             cost_model = profile.with_regrouping(regroup, resolved.pool.strategies)

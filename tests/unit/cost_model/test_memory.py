@@ -52,6 +52,7 @@ def test_what_raises_the_limit() -> None:
     assert memory().max_tokens(Scheme(tp=4)) > base
     assert memory(num_ranks=512).max_tokens(Scheme(tp=2)) > base
     assert replace(memory(), recompute=EVERY_LAYER).max_tokens(Scheme(tp=2)) > base
+    assert replace(memory(), has_optimizer=False).max_tokens(Scheme(tp=2)) > base
     assert replace(memory(), sequence_parallel=False).max_tokens(Scheme(tp=2)) < base
     # Tokens are spread over the cp ranks; weights and the table of rotary angles are not, and one
     # layer's keys and values meet.
@@ -206,6 +207,9 @@ def test_state_of_one_rank_counts_every_parameter() -> None:
     # two in fp32.
     expected = 22 * LLAMA_7B.num_parameters + 12 * LLAMA_7B.num_parameters_per_layer + WORKSPACES
     assert one.state_bytes(Scheme(), 0) - expected == pytest.approx(0, abs=1e-6 * expected)
+    # Without an optimizer the canonical shard has the fp32 parameter alone.
+    saved = expected - replace(one, has_optimizer=False).state_bytes(Scheme(), 0)
+    assert saved == pytest.approx(16 * LLAMA_7B.num_parameters, rel=1e-5)
 
 
 @pytest.mark.parametrize(
