@@ -83,6 +83,7 @@ class LatentAttention(MLASelfAttention):
             )
 
         def norm(module: Any, size: int) -> Any:
+            # A builder for upstream, too; `build_module` would return a function as it is.
             return module(hidden_size=size, config=config, eps=config.layernorm_epsilon)
 
         hidden, q_rank, kv_rank = config.hidden_size, config.q_lora_rank, config.kv_lora_rank
