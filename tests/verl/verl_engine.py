@@ -451,6 +451,8 @@ def test_workers_of_ray_train_as_one_process(folder: Path, workers: RayWorkerGro
             "router_replay.mode=R2",
         ),
         ({"param_offload": True}, "optimizer_offload False"),
+        ({"options": ["--moe-aux-loss-coeff", "0.1"]}, "options has --moe-aux-loss-coeff;"),
+        ({"options": ["--moe-z-loss-coeff=0.1"]}, "options has --moe-z-loss-coeff;"),
     ],
 )
 def test_an_engine_refuses_what_it_cannot_do(changes: dict[str, Any], text: str) -> None:

@@ -60,6 +60,8 @@ _ONLY_FSDP = {
     "ulysses_sequence_parallel_size": 1,
 }
 """Fields of FSDP's configuration that would be ignored, with the values that ask for nothing."""
+_BALANCES_EXPERTS = ("--moe-aux-loss-coeff", "--moe-z-loss-coeff")
+"""Options whose losses are divided by the sum of weights, while verl's loss has its own divisor."""
 _NOT_IN_BATCHES = (
     "calculate_sum_pi_squared",
     "distillation_only",
@@ -110,6 +112,14 @@ class HydraulisEngineConfig(FSDPEngineConfig):
             raise ConfigurationError(
                 f"verl's engine '{BACKEND}' cannot do all that FSDP's can, but has "
                 f"{', '.join(ignored)}; leave that out"
+            )
+        given = {option.partition("=")[0] for option in self.options}
+        balancing = [name for name in _BALANCES_EXPERTS if name in given]
+        if balancing:
+            raise ConfigurationError(
+                "losses that balance experts are divided by the sum of the weights, but verl "
+                f"divides its loss itself and options has {', '.join(balancing)}; leave that "
+                "out, and balance by --moe-router-enable-expert-bias"
             )
         if self.param_offload != self.optimizer_offload:
             raise ConfigurationError(
