@@ -21,6 +21,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
 from megatron.hydraulis.data.packed_batch import part_places
+from megatron.hydraulis.errors import ConfigurationError
 from megatron.hydraulis.runtime.attention import PackedRow, once_a_row
 from megatron.hydraulis.runtime.outcome import RoutingFigures
 from megatron.hydraulis.runtime.process_groups import to_device
@@ -88,12 +89,21 @@ class RouterState:
             self.biases = torch.zeros(shape, dtype=torch.float32, device=device)
 
     def attach(self, model: torch.nn.Module) -> None:
-        """Let the routers of a model use the biases, and add to the sums."""
-        for router in model.modules():
+        """Let the routers of a model use the biases, and add to the sums.
+
+        Raises ConfigurationError for a router whose losses and biases would depend on packing.
+        """
+        for name, router in model.named_modules():
             if isinstance(router, SequenceRouter):
                 router.state = self
                 if self.biases is not None:
                     router.expert_bias = self.biases[router.layer]
+            elif isinstance(router, upstream.TopKRouter):
+                raise ConfigurationError(
+                    "routers balance experts independently of packing, as SequenceRouter does, "
+                    f"but {name} is a {type(router).__name__}; use "
+                    f"{SequenceRouter.__module__}.SequenceRouter or a subclass"
+                )
 
     def forget(self) -> None:
         """Begin the sums of the next update."""
@@ -111,7 +121,7 @@ class RouterState:
         return self._figures()
 
     def _figures(self) -> RoutingFigures | None:
-        """Of the sums; waits for the device once. None where no router of ours has run."""
+        """Of the sums; waits for the device once. None where no token has trained."""
         config, biases = self._config, self.biases
         of_biases = () if biases is None else biases.aminmax()
         host = torch.cat([self._sums, *(each.double().view(1) for each in of_biases)]).cpu()

@@ -1,12 +1,14 @@
-"""Options that are refused in every model, and norms whose weights begin at 0."""
+"""What is refused in every model, and norms whose weights begin at 0."""
 
 from dataclasses import replace
 
 import pytest
 import torch
 import torch.nn.functional as F
+from megatron.core.transformer.moe.router import TopKRouter
 
 from megatron.hydraulis.errors import ConfigurationError
+from megatron.hydraulis.runtime.experts import RouterState
 from megatron.hydraulis.runtime.model_building import PackedNorm
 from tests.support.models import SmallModel
 
@@ -19,6 +21,15 @@ def test_dropout_is_refused_whoever_builds_the_model(name: str) -> None:
         ConfigurationError, match=r"dropout is 0\.1, but dropout masks depend on the"
     ):
         replace(definition, transformer=transformer)
+
+
+def test_a_router_whose_losses_depend_on_packing_is_refused() -> None:
+    router = TopKRouter.__new__(TopKRouter)
+    torch.nn.Module.__init__(router)
+    model = SmallModel(variant=(("num_moe_experts", 4),))
+    state = RouterState(model.transformer(), torch.device("cpu"))
+    with pytest.raises(ConfigurationError, match=r"but mlp is a TopKRouter; use .*SequenceRouter"):
+        state.attach(torch.nn.ModuleDict({"mlp": router}))
 
 
 @pytest.mark.parametrize("normalization", ["RMSNorm", "LayerNorm"])
