@@ -234,13 +234,14 @@ _BAD_INPUT = [
     ),
     (f"{_EXPERTS} --moe-router-topk 1", (), ["the softmax over", "add --moe-router-pre-softmax"]),
     (f"{_EXPERTS} --moe-router-group-topk 1", (), ["--moe-router-num-groups is missing"]),
+    (f"{_EXPERTS} --moe-router-num-groups 4", (), ["--moe-router-group-topk is missing"]),
     (
         f"{_EXPERTS} --moe-router-enable-expert-bias",
         (),
         ["adds to sigmoid scores but --moe-router-score-function is softmax", "give sigmoid"],
     ),
     (
-        f"{_EXPERTS} --moe-router-num-groups 3",
+        f"{_EXPERTS} --moe-router-num-groups 3 --moe-router-group-topk 1",
         (),
         [
             "--num-experts 4 is not a multiple of --moe-router-num-groups 3",

@@ -11,6 +11,7 @@ from megatron.core.activations import squared_relu
 from megatron.core.fusions.fused_bias_geglu import quick_gelu
 from megatron.core.transformer.spec_utils import ModuleSpec
 
+from megatron.hydraulis.errors import ConfigurationError
 from megatron.hydraulis.flags.arguments import Resolved, gpt_model_config
 from megatron.hydraulis.flags.options import HONOURED
 from megatron.hydraulis.flags.problems import Problems
@@ -155,7 +156,9 @@ ROWS: dict[str, Row] = {
     "--moe-router-topk": _experts("3", "moe_router_topk", 3),
     "--moe-router-score-function": _experts("sigmoid", "moe_router_score_function", "sigmoid"),
     "--moe-router-pre-softmax": _experts("", "moe_router_pre_softmax", True),
-    "--moe-router-num-groups": _experts("4", "moe_router_num_groups", 4),
+    "--moe-router-num-groups": _experts(
+        "4", "moe_router_num_groups", 4, "--moe-router-group-topk 2"
+    ),
     "--moe-router-group-topk": _experts(
         "2", "moe_router_group_topk", 2, "--moe-router-num-groups 4"
     ),
@@ -423,6 +426,10 @@ def test_honoured(option: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
 
     if option == "--train-data-path":
         assert with_option.args.data_path is None
+        return
+    if option in ("--moe-router-num-groups", "--moe-router-group-topk"):
+        with pytest.raises(ConfigurationError, match=f"{option} is missing"):
+            parse(tmp_path, *also)
         return
     without_option = parse(tmp_path, *also, without=row.without)
     assert (_read(without_option, row.where) == value) is row.always

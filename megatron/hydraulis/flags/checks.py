@@ -198,10 +198,11 @@ def check_experts(args: argparse.Namespace) -> None:
                 "give one"
             )
     groups, chosen = args.moe_router_num_groups, args.moe_router_group_topk
-    if chosen is not None and groups is None:
+    if (chosen is None) != (groups is None):
+        missing = "--moe-router-num-groups" if groups is None else "--moe-router-group-topk"
         raise ConfigurationError(
-            f"--moe-router-group-topk {chosen} chooses among groups but --moe-router-num-groups is "
-            "missing; give both or neither"
+            "tokens choose --moe-router-group-topk of --moe-router-num-groups groups but "
+            f"{missing} is missing; give both or neither"
         )
     if groups is not None and num_experts % groups:
         raise ConfigurationError(
