@@ -434,7 +434,6 @@ def test_arguments_without_counterpart(changes: dict[str, Any], words: list[str]
         ("deepseek_v2", {"first_k_dense_replace": 3}, ["first_k_dense_replace", "have experts"]),
         ("deepseek_v3", {"topk_group": 3}, ["4 experts in 3 groups are not 2 each"]),
         ("deepseek_v3", {"rope_interleave": False}, ["rope_interleave", "True"]),
-        ("deepseek_v3", {"num_nextn_predict_layers": 1}, ["num_nextn_predict_layers", "only be 0"]),
         (
             "deepseek_v3",
             {"rope_parameters": {"rope_type": "yarn", "original_max_position_embeddings": 8192}},

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import save_file
 
 from megatron.hydraulis.__main__ import main
 from megatron.hydraulis.checkpoint.folder import CheckpointFolder
@@ -160,6 +161,25 @@ def test_commands_print_a_summary(tmp_path: Path, capsys: pytest.CaptureFixture[
     assert "qwen2, 3 layers, 61 tokens" in capsys.readouterr().out
     assert len(list(back.glob("*.safetensors"))) > 1
     assert not [path for path in tmp_path.iterdir() if path.name.startswith(".")]
+
+
+def test_layers_of_multi_token_prediction_are_left_out(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = make_folder(tmp_path / "hf", "deepseek_v3")
+    stored = tensors_of(folder)
+    num_layers = json.loads((folder / "config.json").read_text())["num_hidden_layers"]
+    further = {f"model.layers.{num_layers}.{name}": torch.ones(2) for name in ("a", "mlp.b")}
+    save_file(stored | further, folder / "model.safetensors", {"format": "pt"})
+    change_config(folder, num_nextn_predict_layers=1)
+    assert main(["import-hf", str(folder), str(tmp_path / "checkpoints")]) == 0
+    assert "left out: layers of multi-token prediction (1)" in capsys.readouterr().out
+    export_checkpoint(tmp_path / "checkpoints", tmp_path / "again", max_file_bytes=10**9)
+    assert_same_tensors(stored, tensors_of(tmp_path / "again"))
+    assert json.loads((tmp_path / "again/config.json").read_text())["num_nextn_predict_layers"] == 0
+    change_config(folder, num_nextn_predict_layers=0)
+    with pytest.raises(ConfigurationError, match=f"layers.{num_layers}.a.*no counterpart"):
+        import_folder(folder, tmp_path / "others")
 
 
 def test_the_tokenizer_of_another_folder(folder_with_tokenizer: Path, tmp_path: Path) -> None:

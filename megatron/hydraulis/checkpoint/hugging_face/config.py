@@ -40,6 +40,7 @@ _INTERVAL_OF_SMOLLM3 = 4
 """Default of transformers (5.23)."""
 _NUMBER = "num_local_experts"
 """What transformers (5.23) writes for the number of experts of some families."""
+_NUM_PREDICTING = "num_nextn_predict_layers"
 _PARTIAL = "partial_rotary_factor"
 _FULL_ATTENTION = "full_attention"
 
@@ -150,7 +151,8 @@ def model_from_config(content: Any, what: str) -> HuggingFaceModel:
     _only(config, "architectures", [family.architecture])
     _only(config, "quantization_config", None)
     for key, value in ({"hidden_act": "silu"} | dict(family.settings)).items():
-        _only(config, key, value)
+        if key != _NUM_PREDICTING:
+            _only(config, key, value)
     num_layers = config.integer("num_hidden_layers")
     types = config.array("layer_types") if config.has("layer_types") else []
     if name == "qwen3_next":
@@ -211,6 +213,11 @@ def model_from_config(content: Any, what: str) -> HuggingFaceModel:
         experts=_experts(config, family, num_layers),
         latents=latents,
     )
+
+
+def num_predicting_layers(content: Any, what: str) -> int:
+    """Layers of multi-token prediction after the others, which Megatron's model goes without."""
+    return without_nulls(content, what).integer(_NUM_PREDICTING, default=0)
 
 
 def _latents(config: JsonObject) -> Latents:

@@ -83,6 +83,11 @@ class SafetensorsFolder:
         """Names of all tensors."""
         return frozenset(self._sources)
 
+    def leave_out(self, names: Iterable[str]) -> None:
+        """Go without these tensors."""
+        for name in names:
+            del self._sources[name]
+
     def split_experts(self, names: ExpertNames) -> None:
         """Name the experts' tensors as published folders do, which have three for each expert;
         transformers (5.23) can write two for all experts of a layer."""

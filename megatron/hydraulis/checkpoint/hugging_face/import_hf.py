@@ -13,7 +13,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from megatron.hydraulis.checkpoint.folder import LATEST_FILE_NAME, RELEASE, CheckpointFolder
-from megatron.hydraulis.checkpoint.hugging_face.config import CONFIG_NAME, model_from_config
+from megatron.hydraulis.checkpoint.hugging_face.config import (
+    CONFIG_NAME,
+    model_from_config,
+    num_predicting_layers,
+)
 from megatron.hydraulis.checkpoint.hugging_face.model import HuggingFaceModel, model_flags
 from megatron.hydraulis.checkpoint.hugging_face.tensors import (
     FINAL_NORM,
@@ -88,6 +92,10 @@ def run(namespace: argparse.Namespace) -> int:
             f"the norms of latents have the epsilon of all others, {done.model.norm_epsilon:g}, "
             f"which is {EPSILON_OF_LATENTS:g} in transformers"
         )
+    config = namespace.folder / CONFIG_NAME
+    num_left_out = num_predicting_layers(read_json(config, "config", CheckpointError), str(config))
+    if num_left_out:
+        print(f"left out: layers of multi-token prediction ({num_left_out})")
     flags = model_flags(done.model)
     flags += {"bfloat16": ["--bf16"], "float16": ["--fp16"]}.get(done.dtype_name, [])
     print("flags of such a run:")
@@ -178,8 +186,12 @@ def open_folder(source: Path) -> tuple[HuggingFaceModel, SafetensorsFolder, torc
     if not source.is_dir():
         raise CheckpointError(f"{source}: there is no such folder; correct the path")
     config = source / CONFIG_NAME
-    model = model_from_config(read_json(config, "config", CheckpointError), str(config))
+    content = read_json(config, "config", CheckpointError)
+    model = model_from_config(content, str(config))
     files = SafetensorsFolder(source)
+    last = model.num_layers + num_predicting_layers(content, str(config))
+    layers = tuple(f"model.layers.{layer}." for layer in range(model.num_layers, last))
+    files.leave_out([name for name in files.names if name.startswith(layers)])
     if (names := model.of_family.experts) is not None:
         files.split_experts(names)
     return model, files, _check_tensors(source, files, model)
