@@ -154,6 +154,12 @@ def test_whole_experts_give_the_same_update_in_waves(name: str, ep: int) -> None
     check_law(waves(list(SPLITS.values()), MODELS[name], ep=ep), 4)
 
 
+def test_whole_experts_give_the_same_update_in_waves_of_pipelines() -> None:
+    """Proposed pools have such strategies."""
+    splits = [[(0, 1), (1, 1)], [(0, 2)]]
+    check_law(waves(splits, MODELS["balanced, with z-loss"], ep=2, pp=2), 4)
+
+
 @pytest.mark.nightly
 @pytest.mark.parametrize("ep", [2, 4, 8])
 def test_whole_experts_give_the_same_update_in_a_wave_of_eight(ep: int) -> None:

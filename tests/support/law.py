@@ -134,7 +134,11 @@ SPLITS = {
 
 
 def waves(
-    splits: list[list[tuple[int, int]]], model: SmallModel = SHORT_MODEL, *, ep: int = 1
+    splits: list[list[tuple[int, int]]],
+    model: SmallModel = SHORT_MODEL,
+    *,
+    ep: int = 1,
+    pp: int = 1,
 ) -> Job:
     """The law's job on one replica, its micro-batches in groups of the given splits, in turn.
 
@@ -158,8 +162,8 @@ def waves(
             turn += 1
         assignments.append(Assignment((tuple(shares),), (tuple(groups),)))
     return replace(
-        law_job(width, f"cp{width}", model),
-        strategies=(f"cp{width}~ep{ep}",),
+        law_job(width * pp, f"cp{width}pp{pp}", model),
+        strategies=(f"cp{width}~ep{ep}pp{pp}",),
         assignments=tuple(assignments),
     )
 
