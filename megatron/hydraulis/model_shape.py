@@ -294,12 +294,13 @@ class ModelShape:
         return round((total + self.num_expert_layers * num_experts_passed) / self.num_layers)
 
     @property
-    def mlp_width(self) -> int:
-        """Width inside an MLP, or inside all experts that a token passes, whichever is larger."""
+    def mlp_width(self) -> float:
+        """Width inside an MLP, or inside all experts that a token passes, mean over the layers."""
         experts = self.experts_per_token * self.expert_ffn_hidden_size
         experts += self.shared_expert_ffn_hidden_size
-        has_mlp = self.num_expert_layers < self.num_layers
-        return max(experts, self.ffn_hidden_size if has_mlp else 0)
+        num_dense = self.num_layers - self.num_expert_layers
+        total = num_dense * self.ffn_hidden_size + self.num_expert_layers * experts
+        return total / self.num_layers
 
     @property
     def num_parameters_per_layer(self) -> int:
@@ -321,10 +322,23 @@ class ModelShape:
 
     def num_routed_parameters_of_layers(self, num_layers: int) -> int:
         """Those of them in the matrices of experts that only some tokens pass."""
-        num_with_experts = min(num_layers, self.num_expert_layers)
+        return self._num_with_experts(num_layers) * self.num_routed_entries
+
+    def num_whole_parameters_of_layers(self, num_layers: int) -> int:
+        """Those of them in matrices that every tp rank holds: routers, projections to latents."""
+        num_router = self._num_with_experts(num_layers) * self.num_router_entries
+        return num_layers * self.num_whole_attention_entries + num_router
+
+    def _num_with_experts(self, num_layers: int) -> int:
+        """Of so many layers, as `num_parameters_of_layers` chooses them."""
         if self.num_expert_entries < self.num_mlp_entries:  # layers with an MLP come first
-            num_with_experts = max(0, num_layers - (self.num_layers - self.num_expert_layers))
-        return num_with_experts * self.num_routed_entries
+            return max(0, num_layers - (self.num_layers - self.num_expert_layers))
+        return min(num_layers, self.num_expert_layers)
+
+    @property
+    def num_router_entries(self) -> int:
+        """Entries of the matrix of a layer's router."""
+        return self.hidden_size * self.num_experts
 
     @property
     def num_routed_entries(self) -> int:
@@ -369,9 +383,8 @@ class ModelShape:
 
     def _num_entries_of_experts(self, number: int) -> int:
         """Of so many experts of a layer, those that all tokens pass, and the router."""
-        router = self.hidden_size * self.num_experts
         width = number * self.expert_ffn_hidden_size + self.shared_expert_ffn_hidden_size
-        return router + self._num_entries_of_mlp(width)
+        return self.num_router_entries + self._num_entries_of_mlp(width)
 
     @property
     def num_embedding_parameters(self) -> int:

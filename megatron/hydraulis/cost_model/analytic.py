@@ -47,6 +47,7 @@ from megatron.hydraulis.cost_model.device import DeviceConstants
 from megatron.hydraulis.cost_model.experts import (
     EXPERT_LOAD,
     NUM_EXCHANGES_FORWARD,
+    SAFE_EXPERT_LOAD,
     exchanged_bytes_per_token,
     moved_copies,
     num_layer_parameters,
@@ -145,7 +146,8 @@ class AnalyticCostModel:
     router_bytes: int = 0
     """Bytes of a router's score, 0 for those of a parameter; affects memory only."""
     expert_load: float = EXPERT_LOAD
-    """Tokens of a layer's busiest expert over the mean of its experts."""
+    """Tokens of a layer's busiest expert over the mean of its experts. Limits of memory allow for
+    `SAFE_EXPERT_LOAD` at least."""
     has_optimizer: bool = True
     """Whether the job trains; affects memory only."""
     regroup: RegroupCosts | None = None
@@ -195,7 +197,7 @@ class AnalyticCostModel:
             loss_chunk_tokens=self.loss_chunk_tokens,
             ranks_per_node=self.cluster.ranks_per_node,
             pool=self.pool,
-            expert_load=self.expert_load,
+            expert_load=max(self.expert_load, SAFE_EXPERT_LOAD),
             has_optimizer=self.has_optimizer,
             kept=None if self.software.other is None else self.software.other.kept,
         )

@@ -78,7 +78,7 @@ from megatron.hydraulis.cost_model.context import (
     te_all_to_all_refusal,
 )
 from megatron.hydraulis.cost_model.device import DeviceConstants
-from megatron.hydraulis.cost_model.experts import EXPERT_LOAD, num_copies, num_layer_parameters
+from megatron.hydraulis.cost_model.experts import SAFE_EXPERT_LOAD, num_copies, num_layer_parameters
 from megatron.hydraulis.cost_model.recompute import NO_RECOMPUTE, Recompute
 from megatron.hydraulis.cost_model.regrouping import FP32_BYTES
 from megatron.hydraulis.cost_model.software import KeptMemory
@@ -218,7 +218,7 @@ class MemoryModel:
     router_bytes: int = 0
     """Bytes of a router's score, in whose precision tp ranks add up the outputs of experts; 0 for
     that of parameters."""
-    expert_load: float = EXPERT_LOAD
+    expert_load: float = SAFE_EXPERT_LOAD
     """Tokens of a layer's busiest expert over the mean of its experts."""
     has_optimizer: bool = True
     """Whether the job trains; otherwise there are no gradients and moments."""

@@ -41,6 +41,8 @@ _LATENTS = {
     "--qk-pos-emb-head-dim": 64,
     "--v-head-dim": 128,
 }
+LATENT_SIZES_TEXT = "without effect: --qk-head-dim and --qk-pos-emb-head-dim size heads of latents"
+"""Of --kv-channels with latent attention."""
 _EXPERTS = (
     "--moe-layer-freq",
     "--moe-ffn-hidden-size",
@@ -325,6 +327,9 @@ def shape_of(namespace: argparse.Namespace) -> ModelShape:
                 f"{given[0]} describes {what} but {needed} is missing; give it, or leave out "
                 f"{', '.join(given)}"
             )
+    check_latent_heads(namespace)
+    if is_latent and namespace.kv_channels is not None:
+        print(f"--kv-channels: {LATENT_SIZES_TEXT}", file=sys.stderr, flush=True)
     window_tokens, num_windowed = _window_of(namespace)
     vocabulary = namespace.padded_vocab_size
     if vocabulary is None:
@@ -347,6 +352,19 @@ def shape_of(namespace: argparse.Namespace) -> ModelShape:
         **head_sizes(namespace),
         **expert_sizes(namespace, ffn_hidden_size),
     )
+
+
+def check_latent_heads(namespace: argparse.Namespace) -> None:
+    """Raise ConfigurationError for query groups with latent attention.
+
+    namespace: flags of training, or of `add_shape_arguments`.
+    """
+    if namespace.group_query_attention and namespace.multi_latent_attention:
+        raise ConfigurationError(
+            f"--multi-latent-attention makes keys for each of --num-attention-heads "
+            f"{namespace.num_attention_heads} heads but --group-query-attention shares them; "
+            f"remove one of the two"
+        )
 
 
 def head_sizes(namespace: argparse.Namespace) -> dict[str, int]:

@@ -114,8 +114,9 @@ def _part_sizes(shape: ModelShape | None, num_groups: int, num_layers: int) -> _
     if shape is None:
         return np.array([1.0, *[0.0] * (num_groups + 2)])
     routed = shape.num_routed_parameters_of_layers(num_layers)
-    whole = num_layers * shape.num_whole_attention_entries
-    before = num_layers * shape.num_attention_entries - whole
+    whole = shape.num_whole_parameters_of_layers(num_layers)
+    num_cut = shape.num_attention_entries - shape.num_whole_attention_entries
+    before = num_layers * num_cut
     after = shape.num_parameters_of_layers(num_layers) - before - routed - whole
     return np.array([before, *[routed / num_groups] * num_groups, after, whole])
 

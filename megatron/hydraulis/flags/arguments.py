@@ -25,7 +25,11 @@ from megatron.training.arguments import validate_args
 from megatron.training.global_vars import set_global_variables
 from megatron.training.models import GPTModelConfig
 
-from megatron.hydraulis.cost_model.shape_arguments import expert_sizes, head_sizes
+from megatron.hydraulis.cost_model.shape_arguments import (
+    LATENT_SIZES_TEXT,
+    expert_sizes,
+    head_sizes,
+)
 from megatron.hydraulis.data.sampler import BatchSizes
 from megatron.hydraulis.errors import ConfigurationError
 from megatron.hydraulis.flags import checks
@@ -117,6 +121,7 @@ def parse_arguments(
         *_core_attention_taken(flags),
         *_exchange_taken(flags),
         *_dispatcher_taken(flags),
+        *_head_size_taken(flags),
         *_missing_here(flags, has_cuda=has_cuda),
     )
     problems.hide(args, {*flags.wrong, *missing})
@@ -265,6 +270,12 @@ def _dispatcher_taken(flags: ParsedFlags) -> tuple[tuple[str, str], ...]:
         return ()
     args.moe_token_dispatcher_type = "alltoall"
     return (("--moe-token-dispatcher-type flex", "run as alltoall, with the same result"),)
+
+
+def _head_size_taken(flags: ParsedFlags) -> tuple[tuple[str, str], ...]:
+    if not (flags.args.multi_latent_attention and flags.was_given("kv_channels")):
+        return ()
+    return (("--kv-channels", LATENT_SIZES_TEXT),)
 
 
 def _missing_here(flags: ParsedFlags, *, has_cuda: bool) -> tuple[tuple[str, str], ...]:

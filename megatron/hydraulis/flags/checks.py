@@ -18,6 +18,7 @@ from megatron.hydraulis.cost_model.recompute import (
     Recompute,
 )
 from megatron.hydraulis.cost_model.regrouping import BF16_BYTES, FP32_BYTES
+from megatron.hydraulis.cost_model.shape_arguments import check_latent_heads
 from megatron.hydraulis.data.documents import JSON_LINES_SUFFIXES
 from megatron.hydraulis.errors import ConfigurationError, StrategyError
 from megatron.hydraulis.flags.config import HydraulisConfig, option_of
@@ -109,11 +110,7 @@ def check_model(args: argparse.Namespace) -> None:
 def check_query_groups(args: argparse.Namespace) -> None:
     """Raise ConfigurationError unless the query groups share the attention heads evenly."""
     heads, groups = args.num_attention_heads, args.num_query_groups
-    if args.group_query_attention and args.multi_latent_attention:
-        raise ConfigurationError(
-            f"--multi-latent-attention makes keys for each of --num-attention-heads {heads} heads "
-            "but --group-query-attention shares them; remove one of the two"
-        )
+    check_latent_heads(args)
     if args.group_query_attention and groups is not None and heads % groups:
         raise ConfigurationError(
             f"query groups share the heads evenly but --num-attention-heads {heads} is not a "

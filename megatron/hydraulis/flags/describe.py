@@ -78,7 +78,7 @@ def _num_layer_parameters(
 
 def _num_expert_parameters(args: argparse.Namespace, shape: ModelShape, scheme: Scheme) -> int:
     """Experts of a layer and their router, all of which is on every tp rank."""
-    num_router = shape.num_experts * shape.hidden_size
+    num_router = shape.num_router_entries
     num_gate = shape.hidden_size if args.moe_shared_expert_gate else 0
     num_routed = shape.num_routed_entries
     num_shared = shape.num_expert_entries - num_router - num_routed

@@ -51,7 +51,7 @@ _NEED_EXPERTS = [
 NEEDS = {_EXPERTS: " ".join(_NEED_EXPERTS), **_OF_OTHERS}
 
 TAKEN_FOR = {
-    "experts run one after the other by plain kernels, with the same result": """
+    "separate matrix products, with the same result; on GPUs, launches bound many small ones": """
         --moe-grouped-gemm --moe-permute-fusion --moe-router-fusion --moe-single-grouped-weight
         --moe-single-grouped-bias --use-grouped-gemm-for-shared-expert
         --moe-shared-expert-overlap""",

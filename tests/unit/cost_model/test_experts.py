@@ -10,7 +10,7 @@ from megatron.hydraulis.cost_model import ProfileCostModel
 from megatron.hydraulis.cost_model.analytic import AnalyticCostModel
 from megatron.hydraulis.cost_model.device import device_constants
 from megatron.hydraulis.cost_model.estimate_command import estimated_profile, possible_schemes
-from megatron.hydraulis.cost_model.experts import num_layer_parameters, rank_load
+from megatron.hydraulis.cost_model.experts import SAFE_EXPERT_LOAD, num_layer_parameters, rank_load
 from megatron.hydraulis.cost_model.job_costs import JobCosts
 from megatron.hydraulis.proposal.candidates import Candidates
 from megatron.hydraulis.simulator.ways import PACKING, Ways
@@ -35,7 +35,8 @@ def _terms(text: str) -> dict[str, float]:
 
 
 def test_ranks_hold_whole_experts_or_a_part_of_each() -> None:
-    others = QWEN3_30B_A3B.num_parameters_of_layers(1) - _ROUTED
+    router = 2048 * 128  # whole on every rank
+    others = QWEN3_30B_A3B.num_parameters_of_layers(1) - _ROUTED - router
     for text, expected in (
         ("tp4", (others + _ROUTED) / 4),
         ("tp4ep4", (others + _ROUTED) / 4),
@@ -43,7 +44,7 @@ def test_ranks_hold_whole_experts_or_a_part_of_each() -> None:
         ("tp2cp4ep8", others / 2 + _ROUTED / 8),
     ):
         scheme = parse_scheme(text, label="test")
-        assert num_layer_parameters(QWEN3_30B_A3B, scheme, 1) == pytest.approx(expected)
+        assert num_layer_parameters(QWEN3_30B_A3B, scheme, 1) == pytest.approx(router + expected)
 
 
 def test_the_exchange_moves_a_copy_for_each_expert_of_another_rank() -> None:
@@ -136,6 +137,14 @@ def test_recomputing_mlps_frees_nothing_of_experts(
         note = "--recompute-modules mlp: its activations are kept, which takes more memory\n"
         assert (note in capsys.readouterr().err) == ("mlp" in modules)
     assert rows["mlp"] == rows[""] != rows["core_attn"] == rows["core_attn mlp"]
+
+
+def test_limits_allow_for_loads_that_random_tokens_do_not_have() -> None:
+    limits = {
+        load: replace(_MODEL, expert_load=load).max_tokens(Scheme(cp=8, ep=8))
+        for load in (1.0, SAFE_EXPERT_LOAD, 4.0)
+    }
+    assert limits[1.0] == limits[SAFE_EXPERT_LOAD] > limits[4.0] > 0
 
 
 def test_copies_for_experts_move_through_memory() -> None:

@@ -14,7 +14,11 @@ from megatron.hydraulis.__main__ import main
 from megatron.hydraulis.cost_model import ProfileCostModel
 from megatron.hydraulis.cost_model.analytic import AnalyticCostModel
 from megatron.hydraulis.cost_model.device import device_constants
-from megatron.hydraulis.cost_model.shape_arguments import add_shape_arguments, shape_of
+from megatron.hydraulis.cost_model.shape_arguments import (
+    LATENT_SIZES_TEXT,
+    add_shape_arguments,
+    shape_of,
+)
 from megatron.hydraulis.errors import ConfigurationError
 from megatron.hydraulis.library.planning import Planning
 from megatron.hydraulis.strategy import Scheme
@@ -75,7 +79,9 @@ def test_commands_and_training_describe_experts_by_the_same_flags(tmp_path: Path
     assert (of_defaults.experts_per_token, of_defaults.expert_ffn_hidden_size) == (2, 6144)
 
 
-def test_commands_and_training_describe_latents_by_the_same_flags(tmp_path: Path) -> None:
+def test_commands_and_training_describe_latents_by_the_same_flags(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     parser = argparse.ArgumentParser()
     add_shape_arguments(parser)
     sizes = [
@@ -86,11 +92,21 @@ def test_commands_and_training_describe_latents_by_the_same_flags(tmp_path: Path
         shape = shape_of(parser.parse_args([*sizes, *latents]))
         assert shape == parse(tmp_path, *sizes, *latents, num_ranks=4).shape
     assert (shape.kv_channels, shape.value_channels, shape.q_lora_rank) == (128 + 64, 48, 24)
+    sizes += ["--kv-channels", "8"]
+    assert shape_of(parser.parse_args([*sizes, *latents])) == shape
+    assert f"--kv-channels: {LATENT_SIZES_TEXT}" in capsys.readouterr().err
+    resolved = parse(tmp_path, *sizes, *latents, num_ranks=4)
+    assert resolved.shape == shape
+    assert ("--kv-channels", LATENT_SIZES_TEXT) in resolved.taken
 
 
 @pytest.mark.parametrize(
     ("typed", "problem"),
     [
+        (
+            ["--multi-latent-attention"],  # with the query groups of this model
+            "heads 32 heads but --group-query-attention shares them; remove one of the two",
+        ),
         (["--v-head-dim", "8"], "describes latent attention but --multi-latent-attention is"),
         (EXPERTS[2:4], "--moe-ffn-hidden-size describes experts but --num-experts is missing"),
         (

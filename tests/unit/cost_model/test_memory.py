@@ -407,7 +407,8 @@ def test_tp_ranks_that_route_in_fp32_add_up_outputs_of_experts_in_fp32() -> None
 def test_staging_of_a_role_with_whole_experts() -> None:
     routed = WITH_EXPERTS.num_routed_entries / WITH_EXPERTS.num_parameters_per_layer
     found = PoolFootprint.of(Pool.of(Strategy.parse("tp2cp2ep4", 4)), WITH_EXPERTS)
-    part = (1 - routed) / 2 + routed / 4
+    router = WITH_EXPERTS.num_router_entries / WITH_EXPERTS.num_parameters_per_layer
+    part = router + (1 - router - routed) / 2 + routed / 4
     # A whole expert has two atoms, which travel one after the other and lie side by side.
     assert found.share_as_role == found.share_sent_by_role == pytest.approx(part)
 
