@@ -210,10 +210,22 @@ def test_ranks_that_a_layout_does_not_divide_have_no_strategy(
     script.write_text(f"{call} --pipeline-model-parallel-size 3")
     assert main(["convert", str(script), "--num-ranks", "16"]) == 1
     shown = capsys.readouterr().out
-    assert "  equal replicas share all 16 ranks but one of tp8pp3 takes 24; change the" in shown
+    assert "  strategy of tp8pp3 alone: replicas of 24 ranks do not fill" in shown
     assert "\nstrategy" not in shown
     assert main(["convert", str(script)]) == 1
     assert "give --num-ranks N" in capsys.readouterr().out
+
+
+def test_experts_of_a_script_are_shared_as_in_training(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    script = tmp_path / "train.sh"
+    script.write_text(
+        "srun python pretrain_gpt.py --num-experts 8 --tensor-model-parallel-size 2 "
+        "--expert-model-parallel-size 4"
+    )
+    main(["convert", str(script), "--num-ranks", "8"])
+    assert "--strategy '2*tp2cp2~ep4' on 8 ranks" in capsys.readouterr().out
 
 
 def _converted(

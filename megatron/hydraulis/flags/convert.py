@@ -1,7 +1,6 @@
 """``hydraulis convert``: from a launch script of Megatron to the command to run here."""
 
 import argparse
-import math
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -10,6 +9,7 @@ from pathlib import Path, PurePath
 from megatron.hydraulis.errors import ConfigurationError
 from megatron.hydraulis.flags.shell_script import Script
 from megatron.hydraulis.flags.shell_words import Call, Unknown, endings
+from megatron.hydraulis.strategy import Strategy
 
 _GIVEN_LATER = ("tokenizer_type", "data_path")
 """Attributes that a file of options may leave to the command line."""
@@ -213,6 +213,8 @@ def run(namespace: argparse.Namespace) -> int:
     with problems.collected():
         checks.check_required(checks.missing_flags(flags.args, attempted=attempted))
     sizes = {name: getattr(flags.args, dest) for name, dest in _LAYOUT.items()}
+    if flags.args.num_experts:
+        sizes["ep"] = flags.args.expert_model_parallel_size
     num_ranks, strategy = namespace.num_ranks or launch.num_ranks, ""
     if not flags.wrong & set(_LAYOUT.values()):
         with problems.collected():
@@ -302,22 +304,15 @@ def _variables(assignments: Sequence[str]) -> dict[str, str]:
 
 
 def _strategy_text(sizes: Mapping[str, int], num_ranks: int | None) -> str:
-    """The strategy that equals the layout; raises ConfigurationError if there is none."""
-    scheme = "".join(f"{name}{size}" for name, size in sizes.items() if size > 1) or "tp1"
-    num_of_replica = math.prod(sizes.values())
+    """The strategy that equals the layout; raises StrategyError if there is none."""
     if num_ranks is None:
+        scheme = "".join(f"{name}{size}" for name, size in sizes.items() if size > 1) or "tp1"
         return (
-            f"replicas of {scheme}, {num_of_replica} ranks each; how many ranks the script starts "
-            "is not clear: give --num-ranks N"
+            f"replicas of {scheme}; how many ranks the script starts is not clear: give "
+            "--num-ranks N"
         )
-    if num_ranks % num_of_replica:
-        raise ConfigurationError(
-            f"equal replicas share all {num_ranks} ranks but one of {scheme} takes "
-            f"{num_of_replica}; change the sizes or give --num-ranks"
-        )
-    num_replicas = num_ranks // num_of_replica
-    same = f"{num_replicas}*{scheme}" if num_replicas > 1 else scheme
+    same = Strategy.homogeneous(num_ranks, **sizes)
     return (
-        f"--strategy '{same}' on {num_ranks} ranks equals its sizes of tp, cp and pp, with equal "
-        "stages"
+        f"--strategy '{same}' on {num_ranks} ranks equals its sizes of {', '.join(sizes)}, with "
+        "equal stages"
     )

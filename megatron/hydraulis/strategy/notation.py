@@ -233,6 +233,10 @@ def _check_num_ranks(terms: Iterable[Term], num_ranks: int, label: str) -> None:
         if term.scheme is None:
             num_idle += term.num_copies
         else:
+            try:
+                term.scheme.check_replica()
+            except StrategyError as error:
+                raise StrategyError(f"strategy {label!r}: {error}") from None
             num_replicas += term.num_copies
             num_used += term.num_copies * term.scheme.num_ranks
     num_named = num_used + num_idle

@@ -80,6 +80,16 @@ class Scheme:
         of_stage = math.lcm(self.tp * self.cp, self.ep)
         return self if of_stage == self.tp * self.cp else replace(self, cp=of_stage // self.tp)
 
+    def check_replica(self) -> None:
+        """Raise StrategyError unless ep divides the ranks of a stage, as in every replica."""
+        if self.as_replica != self:
+            of_stage = self.tp * self.cp
+            raise StrategyError(
+                f"the ranks of a stage form groups of ep ranks but {self} has tp·cp = {of_stage} "
+                f"ranks a stage and ep {self.ep}; use an ep that divides {of_stage}, or "
+                f"{self.as_replica}"
+            )
+
     @property
     def token_quantum(self) -> int:
         """Rows are padded to a multiple of this number of tokens: with sequence parallelism tp
@@ -208,13 +218,7 @@ class Replica:
     """By stage, then cp, then tp."""
 
     def __post_init__(self) -> None:
-        of_stage = self.scheme.tp * self.scheme.cp
-        if of_stage % self.scheme.ep:
-            raise StrategyError(
-                f"the ranks of a stage form groups of ep ranks but {self.scheme} has tp·cp = "
-                f"{of_stage} ranks a stage and ep {self.scheme.ep}; use an ep that divides "
-                f"{of_stage}, or a larger tp or cp"
-            )
+        self.scheme.check_replica()
         if len(self.ranks) != self.scheme.num_ranks:
             raise StrategyError(
                 f"scheme {self.scheme} needs {self.scheme.num_ranks} ranks but "
