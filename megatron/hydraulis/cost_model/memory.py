@@ -282,10 +282,8 @@ class MemoryModel:
     def role_bytes(self, scheme: Scheme, stage: int, num_layers: int | None = None) -> float:
         """Parameters and gradients of a rank of a stage."""
         gradient_bytes = FP32_BYTES if self.kept is None else self.parameter_bytes
-        if not self.has_optimizer:
-            gradient_bytes = 0
         num_parameters = self._num_parameters(scheme, stage, num_layers)
-        return num_parameters * (self.parameter_bytes + gradient_bytes)
+        return num_parameters * (self.parameter_bytes + self.has_optimizer * gradient_bytes)
 
     def activation_bytes(self, scheme: Scheme, stage: int, num_tokens: int) -> float:
         """What micro-batches in flight keep for their backward, of num_tokens over all cp ranks."""
