@@ -120,7 +120,7 @@ WHOLE_EXPERTS = (
 WHOLE_BY_DEFAULT = {
     "balanced, with z-loss": WHOLE_EXPERTS[0],
     "top 2, gathered": WHOLE_EXPERTS[1],
-    "recomputed": WHOLE_EXPERTS[2],
+    "sigmoid scores in groups": WHOLE_EXPERTS[2],
 }
 CASES = [
     pytest.param(
