@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from megatron.hydraulis.checkpoint.hugging_face.model import HuggingFaceModel
+from megatron.hydraulis.checkpoint.names import StoredModel
 from megatron.hydraulis.library.engine import Engine
 from megatron.hydraulis.library.hugging_face import hf_tensors
 from tests.cuda_stand_in.device import events_never_ready
@@ -110,7 +111,8 @@ def _peak_bytes_of_tensors(engine: Engine) -> int:
         return 0
     torch.cuda.reset_peak_memory_stats()
     before = torch.cuda.memory_allocated()
-    for _ in hf_tensors(engine.runtime, HUGGING_FACE_MODEL):
+    places = StoredModel.of(engine.runtime.definition, separate_layers=True).parameters
+    for _ in hf_tensors(engine.runtime, HUGGING_FACE_MODEL, places):
         pass
     return torch.cuda.max_memory_allocated() - before
 

@@ -12,7 +12,7 @@ from megatron.core.transformer.spec_utils import ModuleSpec
 
 from megatron.hydraulis.checkpoint.inspect import inspect_folder
 from megatron.hydraulis.checkpoint.manifest import Manifest
-from megatron.hydraulis.checkpoint.names import stored_objects, stored_parameters
+from megatron.hydraulis.checkpoint.names import StoredModel
 from tests.support.checkpoints import (
     NUM_STEPS,
     differing_keys,
@@ -178,7 +178,8 @@ def compare_names() -> None:
     """On a rank: names of local layers, and the extra states of Transformer Engine's."""
     definition = MODELS["fp32"].definition()
     others = replace(definition, built_layer_spec=ModuleSpec(module=torch.nn.Identity))
-    assert stored_parameters(others) == stored_parameters(definition)
+    stored = StoredModel.of(others)
+    assert stored == StoredModel.of(definition)
     num_layers = definition.transformer.num_layers
     modules = ["linear_qkv", "linear_proj", "q_layernorm", "k_layernorm"]
     asked = {
@@ -186,6 +187,6 @@ def compare_names() -> None:
         for place in (*(f"self_attention.{m}" for m in modules), "mlp.linear_fc1", "mlp.linear_fc2")
         for layer in range(num_layers)
     }
-    found = stored_objects(others)
+    found = stored.objects
     assert asked | {"decoder.final_layernorm._extra_state/shard_0_1"} <= set(found)
     assert len(found) == len(set(found))

@@ -20,7 +20,7 @@ from megatron.hydraulis.checkpoint.hugging_face.import_hf import import_folder
 from megatron.hydraulis.checkpoint.hugging_face.model import model_flags
 from megatron.hydraulis.checkpoint.loading import load_checkpoint
 from megatron.hydraulis.checkpoint.manifest import model_of
-from megatron.hydraulis.checkpoint.names import stored_objects
+from megatron.hydraulis.checkpoint.names import StoredModel
 from megatron.hydraulis.checkpoint.saving import CheckpointSaver, SavedState, upstream_entries
 from megatron.hydraulis.checkpoint.torch_dist import LAYERS, StoredCheckpoint
 from megatron.hydraulis.data.packed_batch import pack
@@ -95,7 +95,9 @@ def load_train_save(
     loaded = load_checkpoint(Path(root) / "release", engine, model)
     assert not loaded.with_optimizer
     stored = StoredCheckpoint(loaded.path)._metadata.state_dict_metadata
-    assert set(stored_objects(engine.definition)) <= stored.keys()  # so that Megatron can load it
+    assert (
+        set(StoredModel.of(engine.definition).objects) <= stored.keys()
+    )  # so that Megatron can load it
     losses = []
     for _ in range(2):
         outcome = engine.train_step(strategy, [pack(batch, 2)], make_forward_step())

@@ -31,11 +31,9 @@ from megatron.hydraulis.checkpoint.manifest import (
 )
 from megatron.hydraulis.checkpoint.names import (
     WRITTEN_HERE,
-    StoredParameter,
+    StoredModel,
     bias_pieces,
     shard_pieces,
-    stored_biases,
-    stored_parameters,
     training_state,
 )
 from megatron.hydraulis.checkpoint.torch_dist import MODEL, StoredCheckpoint
@@ -203,7 +201,7 @@ def load_checkpoint(
             raise CheckpointError(f"{path}: {listed(problems)}; load another checkpoint")
     with_optimizer = with_optimizer and path.name != RELEASE
 
-    def check() -> tuple[StoredCheckpoint, UpstreamState, dict[str, Any], Any, Any]:
+    def check() -> tuple[StoredCheckpoint, UpstreamState, dict[str, Any], StoredModel]:
         if manifest is not None:
             _check_same_model(path, model_differences(manifest.model, model))
         checkpoint = StoredCheckpoint(path)
@@ -220,22 +218,23 @@ def load_checkpoint(
         if with_optimizer:
             _check_optimizer(checkpoint, upstream)
             states = training_state(engine)
-        definition, separate = engine.definition, checkpoint.has_separate_layers
-        stored = stored_parameters(definition, separate_layers=separate)
-        biases = stored_biases(definition, separate_layers=separate)
-        differences = _tensor_differences(checkpoint, stored, biases, states, definition.vocab_size)
+        definition = engine.definition
+        stored = StoredModel.of(definition, separate_layers=checkpoint.has_separate_layers)
+        differences = _tensor_differences(checkpoint, stored, states, definition.vocab_size)
         _check_same_model(path, differences)
-        return checkpoint, upstream, states, stored, biases
+        return checkpoint, upstream, states, stored
 
-    checkpoint, upstream, states, stored, biases = on_all_ranks(check, what)
+    checkpoint, upstream, states, stored = on_all_ranks(check, what)
     engine.finish_regrouping()
     shapes = {key: tensor.shape for key, tensor in checkpoint.tensors.items()}
     pieces = [
         piece
         for prefix, flat in states.items()
-        for piece in shard_pieces(engine.shards, flat, stored, prefix, saved_shapes=shapes)
+        for piece in shard_pieces(
+            engine.shards, flat, stored.parameters, prefix, saved_shapes=shapes
+        )
     ]
-    pieces += bias_pieces(engine, biases)
+    pieces += bias_pieces(engine, stored.biases)
     on_all_ranks(lambda: checkpoint.fill(pieces), what)
     if with_optimizer:
         engine.optimizer.num_steps.fill_(upstream.num_steps)
@@ -349,22 +348,22 @@ def _check_optimizer(checkpoint: StoredCheckpoint, upstream: UpstreamState) -> N
 
 def _tensor_differences(
     checkpoint: StoredCheckpoint,
-    stored: Mapping[str, StoredParameter],
-    biases: Mapping[str, StoredParameter],
+    stored: StoredModel,
     prefixes: Mapping[str, Any],
     num_tokens: int,
 ) -> list[str]:
     """Tensors that are missing, have another shape, or are not in this model."""
     tensors = checkpoint.tensors
     differences = []
-    wanted = [(p + place.key, place) for p in prefixes for place in stored.values()]
-    for key, place in (*wanted, *((MODEL + place.key, place) for place in biases.values())):
+    parameters, biases = stored.parameters.values(), stored.biases.values()
+    wanted = [(p + place.key, place) for p in prefixes for place in parameters]
+    for key, place in (*wanted, *((MODEL + place.key, place) for place in biases)):
         if key not in tensors:
             differences.append(f"there is no {key}")
         elif not place.fits(tensors[key].shape, num_tokens):
             differences.append(f"{key} is {tensors[key].shape} there and {place.shape} here")
     if MODEL not in prefixes:
-        known = {place.key for place in (*stored.values(), *biases.values())}
+        known = {place.key for place in (*parameters, *biases)}
         more = sorted(checkpoint.parameters.keys() - known)
         differences += [f"{key} is not in this model" for key in more]
     return differences

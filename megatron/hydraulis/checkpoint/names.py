@@ -95,7 +95,7 @@ def shard_pieces(
     Args:
         shards: which rectangles are where.
         flat: the state, laid out as the shards' parameters.
-        stored: from `stored_parameters`.
+        stored: `StoredModel.parameters`.
         prefix: of the keys, such as `EXP_AVG`.
         dtype: in the file; that of ``flat`` if None.
         saved_shapes: shapes in a checkpoint that is read, by key. If its vocabulary has another
@@ -122,7 +122,7 @@ def shard_pieces(
 
 
 def bias_pieces(engine: Engine, stored: Mapping[str, StoredParameter]) -> Iterator[Piece]:
-    """The biases of all routers; ``stored`` as `stored_biases` returns it."""
+    """The biases of all routers; ``stored`` is `StoredModel.biases`."""
     biases = engine.routers.biases if engine.routers is not None else None
     for name, place in stored.items():
         assert biases is not None
@@ -154,31 +154,37 @@ def sharding_metadata() -> dict[str, Any]:
     }
 
 
-def stored_parameters(
-    definition: ModelDefinition, *, separate_layers: bool = False
-) -> Mapping[str, StoredParameter]:
-    """Places of all parameters, by their names in the whole model.
+@dataclass(frozen=True)
+class StoredModel:
+    """Where a checkpoint stores a model."""
 
-    Args:
-        definition: the model.
-        separate_layers: as in a checkpoint of Megatron that has a tensor for every layer, instead
-            of one with an axis for the layers.
-
-    Raises ConfigurationError for a model that does not say where a parameter goes.
-    """
-    model, state = _whole_model(definition, separate_layers=separate_layers)
-    return _places(model.named_parameters(), state)
-
-
-def stored_biases(
-    definition: ModelDefinition, *, separate_layers: bool = False
-) -> Mapping[str, StoredParameter]:
+    parameters: Mapping[str, StoredParameter]
+    """Places by the names in the whole model."""
+    biases: Mapping[str, StoredParameter]
     """Likewise of the biases of routers, which are no parameters; none in a model without them."""
-    if not definition.transformer.moe_router_enable_expert_bias:
-        return {}
-    model, state = _whole_model(definition, separate_layers=separate_layers)
-    named = [(name, each) for name, each in model.named_buffers() if name.endswith(_BIAS)]
-    return _places(named, state)
+    objects: tuple[str, ...]
+    """Keys of the objects that Megatron stores, and asks for, besides: extra states.
+
+    Those of norms are included, which only Transformer Engine's have, so that a model with its
+    layers finds all that it asks for. Ours are None, which its modules ignore.
+    """
+
+    @classmethod
+    def of(cls, definition: ModelDefinition, *, separate_layers: bool = False) -> StoredModel:
+        """Build the whole model once.
+
+        Args:
+            definition: the model.
+            separate_layers: as in a checkpoint of Megatron that has a tensor for every layer,
+                instead of one with an axis for the layers.
+
+        Raises ConfigurationError for a model that does not say where a parameter goes.
+        """
+        model, state = _whole_model(definition, separate_layers=separate_layers)
+        biases = [(name, each) for name, each in model.named_buffers() if name.endswith(_BIAS)]
+        return cls(
+            _places(model.named_parameters(), state), _places(biases, state), _object_keys(state)
+        )
 
 
 def _places(named: Iterable[tuple[str, Any]], state: Any) -> dict[str, StoredParameter]:
@@ -198,13 +204,8 @@ def _places(named: Iterable[tuple[str, Any]], state: Any) -> dict[str, StoredPar
     return stored
 
 
-def stored_objects(definition: ModelDefinition) -> list[str]:
-    """Keys of the objects that Megatron stores, and asks for, besides parameters: extra states.
-
-    Those of norms are included, which only Transformer Engine's have, so that a model with its
-    layers finds all that it asks for. Ours are None, which its modules ignore.
-    """
-    _, state = _whole_model(definition)
+def _object_keys(state: Any) -> tuple[str, ...]:
+    """See `StoredModel.objects`."""
     keys = {
         leaf.unique_key
         for leaf in _leaves(state, ShardedObject)
@@ -222,7 +223,7 @@ def stored_objects(definition: ModelDefinition) -> list[str]:
                     tuple(leaf.global_offset[:axes]) or (0,),
                 ).unique_key
             )
-    return sorted(keys)
+    return tuple(sorted(keys))
 
 
 def _whole_model(

@@ -33,12 +33,10 @@ from megatron.hydraulis.checkpoint.collective_errors import failure_of, on_all_r
 from megatron.hydraulis.checkpoint.folder import CheckpointFolder
 from megatron.hydraulis.checkpoint.manifest import Manifest, records_of
 from megatron.hydraulis.checkpoint.names import (
+    StoredModel,
     bias_pieces,
     shard_pieces,
     sharding_metadata,
-    stored_biases,
-    stored_objects,
-    stored_parameters,
     training_state,
 )
 from megatron.hydraulis.checkpoint.torch_dist import (
@@ -189,10 +187,7 @@ class CheckpointSaver:
     ) -> None:
         self._folder = folder
         self._engine = engine
-        self._stored = stored_parameters(engine.definition)
-        # Every rank has all biases, and rank 0 writes them.
-        self._biases = stored_biases(engine.definition) if dist.get_rank() == 0 else {}
-        self._object_keys = stored_objects(engine.definition)
+        self._stored = StoredModel.of(engine.definition)
         self._asynchronous = asynchronous
         self._keep_last = keep_last
         self._check_lock = check_lock
@@ -213,7 +208,8 @@ class CheckpointSaver:
         start_s = time.perf_counter()
         engine = self._engine
         states = training_state(engine)
-        biases = list(bias_pieces(engine, self._biases))
+        # Every rank has all biases, and rank 0 writes them.
+        biases = list(bias_pieces(engine, self._stored.biases)) if engine.rank == 0 else []
         if self._asynchronous:  # a fork cannot read devices; on the host this copies nothing
             states = {prefix: flat.cpu() for prefix, flat in states.items()}
             biases = [replace(piece, data=piece.data.cpu()) for piece in biases]
@@ -282,7 +278,7 @@ class CheckpointSaver:
         return write_file(path, rank, pieces, objects, goes_on)
 
     def _pieces(self, states: Mapping[str, Tensor]) -> Iterator[Piece]:
-        shards, stored = self._engine.shards, self._stored
+        shards, stored = self._engine.shards, self._stored.parameters
         for prefix, flat in states.items():
             yield from shard_pieces(shards, flat, stored, prefix)
         # Cast from the fp32 master piece by piece; in fp32 they are the same bytes.
@@ -291,7 +287,7 @@ class CheckpointSaver:
     def _objects(self, saved: SavedState) -> dict[str, Any]:
         """What Megatron stores besides tensors."""
         common = dict(saved.upstream) | {"content_metadata": sharding_metadata()}
-        objects: dict[str, Any] = dict.fromkeys(self._object_keys)
+        objects: dict[str, Any] = dict.fromkeys(self._stored.objects)
         for key, value in saved.upstream.items():
             if isinstance(value, ShardedObject):
                 objects[value.unique_key] = common.pop(key).data

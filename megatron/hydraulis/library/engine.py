@@ -345,7 +345,7 @@ class Engine:
         For a rollout engine. Every rank exhausts the iterator; none holds the model. Raises
         ConfigurationError unless the engine comes from `from_hf`.
         """
-        return hf_tensors(self.runtime, self._source.model)
+        return hf_tensors(self.runtime, self._source.model, self._source.places)
 
     def save(self, folder: str | Path) -> None:
         """Save parameters and optimizer in the format of the training program.

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import shlex
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -22,7 +22,7 @@ from megatron.hydraulis.checkpoint.hugging_face.tensors import (
     TensorRows,
     by_place,
 )
-from megatron.hydraulis.checkpoint.names import stored_parameters
+from megatron.hydraulis.checkpoint.names import StoredModel, StoredParameter
 from megatron.hydraulis.checkpoint.torch_dist import layer_key
 from megatron.hydraulis.cost_model.profile import ProfileCostModel
 from megatron.hydraulis.errors import ConfigurationError
@@ -67,6 +67,8 @@ class BuiltEngine:
     planning: Planning
     resolved: Resolved
     model: HuggingFaceModel
+    places: Mapping[str, StoredParameter]
+    """Of parameters in a checkpoint with a tensor for every layer."""
 
 
 def build_from_folder(
@@ -145,9 +147,10 @@ def build_from_folder(
     )
     definition = definition_of(resolved, attention)
     engine = build_engine(resolved, planning.pool, definition, optimizer)
-    on_all_ranks(lambda: _fill(engine, folder), what)
+    places = StoredModel.of(definition, separate_layers=True).parameters
+    on_all_ranks(lambda: _fill(engine, folder, places), what)
     engine.parameters_changed()
-    return BuiltEngine(engine, planning, resolved, model)
+    return BuiltEngine(engine, planning, resolved, model, places)
 
 
 def _check_options(flag_parser: FlagParser, options: Sequence[str]) -> None:
@@ -162,8 +165,12 @@ def _check_options(flag_parser: FlagParser, options: Sequence[str]) -> None:
         )
 
 
-def hf_tensors(engine: Engine, model: HuggingFaceModel) -> Iterator[tuple[str, Tensor]]:
+def hf_tensors(
+    engine: Engine, model: HuggingFaceModel, stored: Mapping[str, StoredParameter]
+) -> Iterator[tuple[str, Tensor]]:
     """Every tensor by Hugging Face's name, on every rank, on the job's device.
+
+    stored: see `BuiltEngine.places`.
 
     Collective: every rank exhausts the iterator. A rank never holds the model: besides the shards
     there are one bucket of parameters (while it is gathered, this rank's share of it, too), one of
@@ -183,7 +190,9 @@ def hf_tensors(engine: Engine, model: HuggingFaceModel) -> Iterator[tuple[str, T
     gathered: int | None = None
     shares: list[tuple[int, Tensor]] = []
     # By buckets, so that each is gathered once.
-    for spec, parts in sorted(_parameters(engine, model), key=lambda each: of(each[0])[0][0].index):
+    for spec, parts in sorted(
+        _parameters(engine, model, stored), key=lambda each: of(each[0])[0][0].index
+    ):
         whole = torch.empty(spec.shape, dtype=engine.dtype, device=engine.device)
         matrix = whole.view(spec.shape[0], -1)
         for bucket, piece, offset in of(spec):
@@ -226,14 +235,14 @@ def _copy(shares: Sequence[tuple[int, Tensor]], first: int, out: Tensor) -> None
     out.copy_(torch.cat(found).view(out.shape))
 
 
-def _fill(engine: Engine, folder: Path) -> None:
+def _fill(engine: Engine, folder: Path, stored: Mapping[str, StoredParameter]) -> None:
     """Set this rank's shards from the folder."""
     model, files, dtype = open_folder(folder)
     shards = engine.shards
     owned: dict[str, list[OwnedRectangle]] = {}
     for part in shards.rectangles():
         owned.setdefault(shards.layout.parameters[part.parameter].name, []).append(part)
-    for spec, parts in _parameters(engine, model):
+    for spec, parts in _parameters(engine, model, stored):
         if spec.name not in owned:
             continue
         matrix = assembled(spec.shape, dtype, parts, files).view(spec.shape[0], -1)
@@ -247,10 +256,9 @@ def _fill(engine: Engine, folder: Path) -> None:
 
 
 def _parameters(
-    engine: Engine, model: HuggingFaceModel
+    engine: Engine, model: HuggingFaceModel, stored: Mapping[str, StoredParameter]
 ) -> Iterator[tuple[ParameterSpec, list[TensorRows]]]:
     """Every parameter, with what Hugging Face has of it."""
-    stored = stored_parameters(engine.definition, separate_layers=True)
     name_of = {(at.key, at.prefix): name for name, at in stored.items()}
     layout = engine.layout
     for place, parts in by_place(model):
