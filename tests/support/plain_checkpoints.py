@@ -66,6 +66,8 @@ _EXPERTS: dict[str, Any] = {
         "moe_router_load_balancing_type": "none",
         "moe_token_dispatcher_type": "allgather",
         "moe_shared_expert_intermediate_size": 12,
+        "moe_router_score_function": "sigmoid",
+        "moe_router_enable_expert_bias": True,
     },
 }
 EXPERTS_WORKLOAD = Workload(**_EXPERTS)
