@@ -25,6 +25,7 @@ from megatron.core.transformer import dot_product_attention
 from megatron.core.transformer import utils as attention_masks
 from megatron.core.transformer.dot_product_attention import DotProductAttention
 from megatron.core.transformer.mla_qk_norm_config import QKNormConfigResolver
+from megatron.core.transformer.moe.moe_logging import destroy_moe_metrics_tracker
 from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler
 
 from hydraulis_patches.cpu_backend import CpuTorch
@@ -166,6 +167,7 @@ def run_reference(job: Job, dtype: torch.dtype | None = None) -> ReferenceRun:
     """
     use_fp64_loss()
     provide_memory_buffer()
+    destroy_moe_metrics_tracker()  # sized for the layers of this worker's last model
     with _cuda_on_cpu():
         return _run(job, build_upstream_model(job.model, job.seed, dtype))
 
