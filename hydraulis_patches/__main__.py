@@ -15,7 +15,7 @@ from hydraulis_patches.cpu_backend import (
 )
 from hydraulis_patches.deferred_compile import JIT_FUSER
 from hydraulis_patches.registry import Patch
-from hydraulis_patches.training_loop import ALL, MEMORY_BUFFER
+from hydraulis_patches.training_loop import ALL, MEMORY_BUFFER, MOE_METRICS
 from megatron.hydraulis.errors import UpstreamVersionError
 from megatron.hydraulis.quiet_imports import silence_warnings_of_imports
 
@@ -35,6 +35,7 @@ def main() -> int:
         JIT_FUSER,
         *ALL,
         MEMORY_BUFFER,
+        MOE_METRICS,
     ):
         try:
             patch.check()

@@ -178,6 +178,14 @@ MEMORY_BUFFER = SetState(
     removable_when="upstream takes the buffer from the layer or its pg_collection",
 )
 
+MOE_METRICS = SetState(
+    name="megatron.core.transformer.moe.moe_logging:set_moe_metrics_tracker",
+    reason="upstream's log line shows the losses of routers from a tracker that upstream's routers "
+    "fill; ours are among the losses of an iteration, so the tracker reports nothing; set by the "
+    "loop (loop/step.py: around_training_log)",
+    removable_when="upstream logs only losses that the train step returns",
+)
+
 
 def apply_training_loop(loop: LoopReplacements, *, has_cuda: bool) -> list[AppliedPatch]:
     """Replace upstream's functions by the loop's methods.

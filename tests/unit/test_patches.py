@@ -43,6 +43,7 @@ from hydraulis_patches.training_loop import (
     ALL,
     BUILD_TOKENIZER,
     MEMORY_BUFFER,
+    MOE_METRICS,
     REPLACED,
     WRAPPED,
     apply_training_loop,
@@ -316,7 +317,7 @@ def test_every_patch_and_every_state_that_is_set_is_listed(
     for patch in (CPU_BACKEND, RNG_STATE, DISPATCHED_COUNTS, JIT_FUSER, *ALL):
         assert patch.name in listed
         assert f"`{patch.name}`" in described
-    for state in (RNG_TRACKER, MEMORY_BUFFER):
+    for state in (RNG_TRACKER, MEMORY_BUFFER, MOE_METRICS):
         assert state.name in listed
         assert f"{state.name.split(':')[1]}(" in described
 

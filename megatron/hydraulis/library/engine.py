@@ -255,7 +255,7 @@ class Engine:
             ),
             "divisor, entropy and temperature",
         )
-        self._add_gradients(batch, loss, divisor, entropy, temperature)
+        self._add_gradients(batch, loss, divisor, entropy=entropy, temperature=temperature)
         return self.runtime.loss_of_last(len(batch.plans))
 
     def _add_gradients(
@@ -263,7 +263,8 @@ class Engine:
         batch: Batch,
         loss: TokenLoss,
         divisor: float | None = None,
-        entropy: bool = True,
+        *,
+        entropy: bool,
         temperature: float = 1.0,
     ) -> None:
         """See `forward_backward`; the sums stay on the ranks."""
