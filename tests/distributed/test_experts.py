@@ -29,6 +29,7 @@ from tests.support.law import (
     SPLITS,
     changing,
     check_law,
+    law_cases,
     law_job,
     waves,
     wrong_gradients,
@@ -123,15 +124,8 @@ WHOLE_BY_DEFAULT = {
     "sigmoid scores in groups": WHOLE_EXPERTS[2],
 }
 CASES = [
-    pytest.param(
-        name,
-        strategies,
-        marks=() if by_default.get(name) == strategies else pytest.mark.nightly,
-        id=f"{name}: {', '.join(strategies)}",
-    )
-    for name in MODELS
-    for lists, by_default in ((STRATEGIES, BY_DEFAULT), (WHOLE_EXPERTS, WHOLE_BY_DEFAULT))
-    for strategies in lists
+    *law_cases(MODELS, STRATEGIES, BY_DEFAULT),
+    *law_cases(MODELS, WHOLE_EXPERTS, WHOLE_BY_DEFAULT),
 ]
 
 

@@ -28,6 +28,7 @@ from tests.support.law import (
     SPLITS,
     changing,
     check_law,
+    law_cases,
     law_job,
     waves,
     wrong_gradients,
@@ -85,16 +86,7 @@ MODELS = {
 STRATEGIES = (("tp2cp2", "tp2@0,3+pp2@2,1", "tp2+2*tp1"), ("cp2pp2", "tp4", "pp2:1,1+cp2"))
 """One for each iteration of a run."""
 BY_DEFAULT = {"experts and YaRN": STRATEGIES[0], "one projection of queries": STRATEGIES[1]}
-CASES = [
-    pytest.param(
-        name,
-        strategies,
-        marks=() if BY_DEFAULT.get(name) == strategies else pytest.mark.nightly,
-        id=f"{name}: {', '.join(strategies)}",
-    )
-    for name in MODELS
-    for strategies in STRATEGIES
-]
+CASES = law_cases(MODELS, STRATEGIES, BY_DEFAULT)
 
 
 @pytest.mark.parametrize(("name", "strategies"), CASES)

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from functools import cache
 
 import numpy as np
+import pytest
 import torch
 
 from megatron.hydraulis.optimizer.sharded_adamw import AdamWSettings
@@ -179,6 +181,25 @@ def changing(texts: tuple[str, ...], model: SmallModel | None = None, num_ranks:
         assignments=tuple(job.assignments[i] for i, job in enumerate(jobs)),
         batches=jobs[0].batches[: len(texts)],
     )
+
+
+def law_cases(
+    models: Iterable[str],
+    lists: Iterable[tuple[str, ...]],
+    by_default: Mapping[str, tuple[str, ...]],
+) -> list[object]:
+    """Parameters (model, strategies one for each iteration): each with each, nightly but for one
+    list of a few models."""
+    return [
+        pytest.param(
+            name,
+            strategies,
+            marks=() if by_default.get(name) == strategies else pytest.mark.nightly,
+            id=f"{name}: {', '.join(strategies)}",
+        )
+        for name in models
+        for strategies in lists
+    ]
 
 
 @cache
