@@ -336,6 +336,13 @@ class ModelShape:
         return min(num_layers, self.num_expert_layers)
 
     @property
+    def whole_matrices(self) -> str:
+        """Names of the matrices that every tp rank holds, which need sequence parallelism where tp
+        is above 1; empty without any."""
+        kinds = {"routers": self.num_experts, "projections to latents": self.kv_lora_rank}
+        return " and ".join(what for what, is_there in kinds.items() if is_there)
+
+    @property
     def num_router_entries(self) -> int:
         """Entries of the matrix of a layer's router."""
         return self.hidden_size * self.num_experts

@@ -19,15 +19,15 @@ from megatron.hydraulis.cost_model.software import TRAINING
 from megatron.hydraulis.model_shape import ModelShape
 from megatron.hydraulis.simulator.simulation import Simulator
 from megatron.hydraulis.simulator.work import IterationWork, MicroBatchWork
-from megatron.hydraulis.strategy import Strategy
 from tests.support.fixed_length import A100, KERNELS, predict
 
 POWERS = st.sampled_from([1, 2, 4, 8])
 
 
 @st.composite
-def cases(draw: st.DrawFn) -> tuple[FixedLengthJob, Layout]:
+def cases(draw: st.DrawFn, *, may_have_experts: bool = True) -> tuple[FixedLengthJob, Layout]:
     """A job, and a layout that can be run."""
+    has_experts = may_have_experts and draw(st.booleans())
     groups = draw(st.sampled_from([8, 16]))
     heads = groups * draw(st.sampled_from([1, 4]))
     shape = ModelShape(
@@ -41,6 +41,14 @@ def cases(draw: st.DrawFn) -> tuple[FixedLengthJob, Layout]:
         gated_mlp=draw(st.booleans()),
         tied_embeddings=draw(st.booleans()),
     )
+    if has_experts:
+        shape = replace(
+            shape,
+            num_experts=16,
+            num_expert_layers=draw(st.integers(1, 8)),
+            experts_per_token=draw(st.integers(1, 4)),
+            expert_ffn_hidden_size=1024,
+        )
     tp, pp, dp, size = draw(POWERS), draw(POWERS), draw(POWERS), draw(POWERS)
     of = FixedLengthJob(
         shape=shape,
@@ -52,8 +60,9 @@ def cases(draw: st.DrawFn) -> tuple[FixedLengthJob, Layout]:
         micro_batch_size=size,
         tp=tp,
         pp=pp,
-        kernel=draw(st.sampled_from(KERNELS)),
-        sequence_parallel=draw(st.booleans()),
+        ep=min(16, tp * dp, draw(POWERS)) if has_experts else 1,
+        kernel=TRAINING.name if has_experts else draw(st.sampled_from(KERNELS)),
+        sequence_parallel=has_experts or draw(st.booleans()),
         recomputes_layers=draw(st.booleans()),
     )
     return of, how
@@ -70,7 +79,7 @@ def test_parts_are_not_negative_and_add_up(case: tuple[FixedLengthJob, Layout]) 
 
 
 @settings(max_examples=60)
-@given(cases())
+@given(cases(may_have_experts=False))
 def test_sequence_parallelism_needs_no_more_memory_or_time(
     case: tuple[FixedLengthJob, Layout],
 ) -> None:
@@ -120,13 +129,13 @@ def test_a_step_takes_as_long_as_an_iteration_of_the_simulator(
     of, how = case
     how = replace(how, kernel=TRAINING.name)
     time, model = step_time(of, how, A100), cost_model_of(of, how, A100)
-    num_ranks, ranks_per_node = of.num_ranks, min(of.num_ranks, of.ranks_per_node)
-    micro_batch = MicroBatchWork.packed([of.sequence_tokens] * how.micro_batch_size)
-    work = IterationWork(
-        Strategy.parse(f"{how.dp(of)}*{how.scheme}", num_ranks, ranks_per_node=ranks_per_node),
-        ((micro_batch,) * how.num_micro_batches(of),) * how.dp(of),
-        plan_time_s=0.0,
-    )
+    strategy, lengths = how.strategy(of), (of.sequence_tokens,) * how.micro_batch_size
+    num_columns = how.dp(of) // len(strategy.replicas)
+    micro_batch = MicroBatchWork.packed(lengths * num_columns)
+    if num_columns > 1:
+        micro_batch = replace(micro_batch, groups=((1, sum(lengths), lengths),) * num_columns)
+    of_replica = (micro_batch,) * how.num_micro_batches(of)
+    work = IterationWork(strategy, (of_replica,) * len(strategy.replicas), plan_time_s=0.0)
     regroup = RegroupCosts.of(of.shape, A100, model.cluster, num_atoms=how.tp)
     simulator = Simulator(StageCosts(model, of.shape), regroup=regroup)
     before, iteration = simulator.run([work, work])

@@ -235,8 +235,8 @@ def possible_schemes(shape: ModelShape, num_ranks: int, ranks_per_node: int) -> 
     tp spans at most two nodes, pp at most `_MOST_STAGES` stages.
     """
     found = []
-    degrees_of_ep = _powers(num_ranks if shape.num_experts else 1)
-    for tp, cp, pp, ep in itertools.product(*[_powers(num_ranks)] * 3, degrees_of_ep):
+    degrees_of_ep = powers_of_two(num_ranks if shape.num_experts else 1)
+    for tp, cp, pp, ep in itertools.product(*[powers_of_two(num_ranks)] * 3, degrees_of_ep):
         if tp > 2 * ranks_per_node or pp > _MOST_STAGES:
             continue
         scheme = Scheme(tp, cp, pp, ep=ep)
@@ -263,7 +263,7 @@ def schemes_of_job(schemes: Iterable[Scheme], num_ranks: int) -> list[Scheme]:
     return list(dict.fromkeys(full))
 
 
-def _powers(most: int) -> list[int]:
+def powers_of_two(most: int) -> list[int]:
     """1, 2, 4, … up to most."""
     return [1 << power for power in range(most.bit_length())]
 

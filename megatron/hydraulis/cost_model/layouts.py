@@ -2,6 +2,7 @@
 
 A layout is a plan of equal micro-batches on replicas of one scheme. Its times are those of
 `AnalyticCostModel`, its memory that of `MemoryModel`, with the software of the layout's kernel.
+Replicas may share whole experts; each then counts as one column of a wider replica (``cp4~ep4``).
 
 1F1B takes at most m·max t + Σ t - max t for m micro-batches and t_i for forward and backward of one
 on stage i. Regrouping and optimizer follow (regrouping.py). In other software than this
@@ -20,7 +21,7 @@ from megatron.hydraulis.cost_model.memory import MemoryModel
 from megatron.hydraulis.cost_model.pipeline import StageCosts, equal_micro_batches_time_ms
 from megatron.hydraulis.cost_model.recompute import NO_RECOMPUTE, Recompute
 from megatron.hydraulis.cost_model.regrouping import RegroupCosts
-from megatron.hydraulis.cost_model.software import OtherTraining, Software, software_of
+from megatron.hydraulis.cost_model.software import TRAINING, OtherTraining, Software, software_of
 from megatron.hydraulis.errors import ConfigurationError
 from megatron.hydraulis.model_shape import ModelShape
 from megatron.hydraulis.strategy import Scheme, Strategy
@@ -43,7 +44,7 @@ def _check_sizes(what: str, sizes: dict[str, int]) -> None:
 class FixedLengthJob:
     """The same number of sequences of one length in every step.
 
-    Raises ConfigurationError for a size that is not positive, and for a model with experts.
+    Raises ConfigurationError for a size that is not positive.
     """
 
     shape: ModelShape
@@ -64,18 +65,14 @@ class FixedLengthJob:
                 "the ranks of a node": self.ranks_per_node,
             },
         )
-        if self.shape.num_experts:
-            raise ConfigurationError(
-                f"layouts are compared for models whose layers all have an MLP but num_experts is "
-                f"{self.shape.num_experts}; simulate strategies of this model by hydraulis simulate"
-            )
 
     @property
     def model_flops(self) -> float:
         """Floating-point operations of a step that MFU counts, forward and backward.
 
-        6 per parameter and token, embedding included, and 12·layers·q·s per token for attention,
-        not halved for being causal (arXiv 2204.02311, appendix B); recomputation does not count.
+        6 per token and parameter that it passes, embedding included, and 12·layers·q·s per token
+        for attention, not halved for being causal (arXiv 2204.02311, appendix B); recomputation
+        does not count.
         """
         shape = self.shape
         num_ends = 1 if shape.tied_embeddings else 2
@@ -103,15 +100,23 @@ class Layout:
     sequence_parallel: bool = False
     recomputes_layers: bool = False
     """Whether every layer keeps only its input and runs its forward again in the backward."""
+    ep: int = 1
+    """Ranks of a stage over which whole experts are distributed, of several replicas if it exceeds
+    tp; 1: tp cuts every expert."""
 
     def __post_init__(self) -> None:
         sizes = {"the micro-batch size": self.micro_batch_size, "tp": self.tp, "pp": self.pp}
-        _check_sizes("layout", sizes)
+        _check_sizes("layout", sizes | {"ep": self.ep})
 
     @property
     def scheme(self) -> Scheme:
-        """The shape of one replica."""
-        return Scheme(tp=self.tp, pp=self.pp)
+        """The shape of one replica, or of a column of replicas that share experts."""
+        return Scheme(tp=self.tp, pp=self.pp, ep=self.ep)
+
+    def strategy(self, job: FixedLengthJob) -> Strategy:
+        """Of the job's replicas; StrategyError unless they fill it and divide the model."""
+        degrees = (self.tp, self.pp, self.ep)
+        return _strategy(job.shape, degrees, job.num_ranks, job.ranks_per_node)
 
     def dp(self, job: FixedLengthJob) -> int:
         """Replicas of the job; ConfigurationError unless they use all ranks."""
@@ -135,6 +140,8 @@ CAUSES = {
     "elementwise_s": "norms and activations, whole on every tp rank without sequence parallelism",
     "launch_s": "launches: smaller or more micro-batches on each rank",
     "tensor_parallel_s": "messages between tp ranks",
+    "expert_copies_s": "copies of tokens for their experts",
+    "expert_parallel_s": "messages between ep ranks",
     "recompute_s": "forward passes run again",
     "logits_s": "output layer and loss",
     "imbalance_s": "the last stage has the output layer too, the others wait",
@@ -163,6 +170,8 @@ class StepTime:
     elementwise_s: float
     launch_s: float
     tensor_parallel_s: float
+    expert_copies_s: float
+    expert_parallel_s: float
     recompute_s: float
     logits_s: float
     imbalance_s: float
@@ -249,7 +258,7 @@ def step_time(
     lengths = [job.sequence_tokens] * layout.micro_batch_size
     coefficients = StageCosts(model, job.shape).coefficients(scheme)
     squares = sum(map(coefficients[0].squared, lengths))
-    causes: dict[str, float] = {}
+    causes = {"expert_copies": 0.0, "expert_parallel": 0.0}
     for terms in model.terms_by_stage(scheme):
         for cause, term in terms.items():
             causes[cause] = causes.get(cause, 0.0) + term.seconds(squares, num_tokens)
@@ -289,13 +298,26 @@ def cost_model_of(
 ) -> AnalyticCostModel:
     """The cost model of a layout, in bf16; raises as `predict_layout`."""
     layout.dp(job)
+    software, shape = software or software_of(layout.kernel), job.shape
+    if layout.tp > 1 and not layout.sequence_parallel and shape.whole_matrices:
+        raise ConfigurationError(
+            f"layout tp {layout.tp}: {shape.whole_matrices} need sequence parallelism where tp is "
+            f"above 1 but it is off; turn it on"
+        )
+    if shape.num_experts and software.other is not None:
+        raise ConfigurationError(
+            f"kernel {software.name!r}: its constants were measured without experts but the model "
+            f"has {shape.num_experts} a layer; use {TRAINING.name!r}"
+        )
+    if shape.num_experts or layout.ep > 1:
+        layout.strategy(job)
     return AnalyticCostModel(
         shape=job.shape,
         device=device,
         cluster=device.cluster(job.num_ranks, min(job.num_ranks, job.ranks_per_node)),
         sequence_parallel=layout.sequence_parallel,
         recompute=_EVERY_LAYER if layout.recomputes_layers else NO_RECOMPUTE,
-        software=software or software_of(layout.kernel),
+        software=software,
     )
 
 
@@ -358,8 +380,13 @@ def _data_parallel_s(
 
 
 @lru_cache
-def _strategy(dp: int, scheme: Scheme, num_ranks: int, ranks_per_node: int) -> Strategy:
-    return Strategy.parse(f"{dp}*{scheme}", num_ranks, ranks_per_node=ranks_per_node)
+def _strategy(
+    shape: ModelShape, degrees: tuple[int, int, int], num_ranks: int, ranks_per_node: int
+) -> Strategy:
+    tp, pp, ep = degrees
+    strategy = Strategy.homogeneous(num_ranks, tp=tp, pp=pp, ep=ep, ranks_per_node=ranks_per_node)
+    strategy.check_model(shape)
+    return strategy
 
 
 @lru_cache
@@ -376,6 +403,5 @@ def _regrouping_s(
     model: AnalyticCostModel,
     first_stage_ms: tuple[float, float],
 ) -> float:
-    strategy = _strategy(layout.dp(job), layout.scheme, job.num_ranks, job.ranks_per_node)
     costs = _regroup_costs(job.shape, model.device, model.cluster, layout.tp)
-    return costs.exposed_ms(strategy, lambda _: first_stage_ms) / _MS_PER_S
+    return costs.exposed_ms(layout.strategy(job), lambda _: first_stage_ms) / _MS_PER_S

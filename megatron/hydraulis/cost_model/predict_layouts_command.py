@@ -13,7 +13,11 @@ from megatron.hydraulis.cost_model.layouts import (
     LayoutPrediction,
     predict_layout,
 )
-from megatron.hydraulis.cost_model.shape_arguments import add_device_argument
+from megatron.hydraulis.cost_model.shape_arguments import (
+    add_device_argument,
+    add_shape_arguments,
+    given_shape,
+)
 from megatron.hydraulis.cost_model.software import SOFTWARE_NAMES
 from megatron.hydraulis.errors import ConfigurationError
 from megatron.hydraulis.model_shape import ModelShape
@@ -25,19 +29,8 @@ PREDICTED_COLUMNS = (
     "predicted_fits",
     "predicted_memory_bytes",
 )
-_NUMBERS = (
-    "seq_len",
-    "world_size",
-    "micro_batch_size",
-    "tp",
-    "pp",
-    "layers",
-    "hidden",
-    "ffn",
-    "vocab",
-    "gbs",
-)
-_NEEDED = (*_NUMBERS, "kernel", "act_ckpt")
+_NUMBERS = ("seq_len", "world_size", "micro_batch_size", "tp", "pp", "gbs")
+_MODEL_NUMBERS = ("layers", "hidden", "ffn", "vocab")
 _LARGEST = 10**9
 """Limit of every number in a row."""
 _RECOMPUTES = {"disabled": False, "every_layer": True}
@@ -64,10 +57,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         required=True,
         metavar="IN.csv",
         help="layouts, one a row, with the columns seq_len (tokens), world_size (ranks), act_ckpt "
-        "(disabled or every_layer), kernel, micro_batch_size (sequences), tp, pp, "
-        "sequence_parallel (True, False or blank), layers, hidden, ffn, vocab, gbs (sequences a "
-        f"step); others are kept. Kernels: {SOFTWARE_NAMES}",
+        "(disabled or every_layer), kernel, micro_batch_size (sequences), tp, pp, ep (may be "
+        "absent), sequence_parallel (True, False or blank), gbs (sequences a step) and, of a Llama "
+        "that no flag describes, layers, hidden, ffn, vocab; others are kept. Kernels: "
+        f"{SOFTWARE_NAMES}",
     )
+    add_shape_arguments(parser)
     add_device_argument(parser, "; 8 ranks a node")
     parser.add_argument(
         "--out",
@@ -85,7 +80,7 @@ def run(namespace: argparse.Namespace) -> int:
     Raises ConfigurationError for invalid files and unknown kernels and devices.
     """
     device = device_constants(namespace.device)
-    rows = read_layouts(namespace.layouts)
+    rows = read_layouts(namespace.layouts, given_shape(namespace))
     predictions = []
     for row in rows:
         try:
@@ -110,16 +105,16 @@ def run(namespace: argparse.Namespace) -> int:
     return 0
 
 
-def read_layouts(path: str | Path) -> list[LayoutRow]:
+def read_layouts(path: str | Path, shape: ModelShape | None = None) -> list[LayoutRow]:
     """Read the rows of a file of layouts; other columns are kept.
 
-    Required are seq_len, world_size, micro_batch_size, tp, pp, layers, hidden, ffn, vocab, gbs
-    (sequences a step), kernel, and act_ckpt (disabled or every_layer); sequence_parallel (True or
-    False) may be blank or absent. Models are Llamas: heads of 128 without groups, gated MLP, two
-    embeddings.
+    Required are seq_len, world_size, micro_batch_size, tp, pp, gbs (sequences a step), kernel, and
+    act_ckpt (disabled or every_layer); sequence_parallel (True or False) and ep may be blank or
+    absent. Without a shape layers, hidden, ffn and vocab describe the model, a Llama: heads of 128
+    without groups, gated MLP, two embeddings.
 
-    Raises ConfigurationError for an unreadable file, a missing column and an invalid value, with
-    its line.
+    Raises ConfigurationError for an unreadable file, a missing column, columns of a model besides
+    the shape, and an invalid value, with its line.
     """
     try:
         with Path(path).open(newline="", encoding="utf-8-sig") as file:
@@ -132,41 +127,38 @@ def read_layouts(path: str | Path) -> list[LayoutRow]:
             f"layouts {path}: must be a CSV file that can be read but: {reason}; "
             f"give the path of one"
         ) from error
-    missing = [name for name in _NEEDED if name not in columns]
+    of_model = _MODEL_NUMBERS if shape is None else ()
+    needed = (*_NUMBERS, *of_model, "kernel", "act_ckpt")
+    missing = [name for name in needed if name not in columns]
     if missing:
         raise ConfigurationError(
-            f"layouts {path}: needs the columns {', '.join(_NEEDED)} but has no "
+            f"layouts {path}: needs the columns {', '.join(needed)} but has no "
             f"{', '.join(missing)}; add them"
+        )
+    repeated = [name for name in _MODEL_NUMBERS if name in columns and name not in of_model]
+    if repeated:
+        raise ConfigurationError(
+            f"layouts {path}: flags describe the model but the file has the columns "
+            f"{', '.join(repeated)} too; remove either"
         )
     if not rows:
         raise ConfigurationError(
             f"layouts {path}: needs a row for every layout but has 0 rows below its header; "
             f"add them"
         )
-    return [_row(row, f"layouts {path}, line {line}") for line, row in rows]
+    return [_row(row, f"layouts {path}, line {line}", shape) for line, row in rows]
 
 
-def _row(cells: Mapping[str, str], what: str) -> LayoutRow:
+def _row(cells: Mapping[str, str], what: str, shape: ModelShape | None) -> LayoutRow:
     if None in cells or None in cells.values():
         raise ConfigurationError(
             f"{what}: a row has a value for every column but this one has more or fewer; correct it"
         )
     number = {name: _integer(cells, name, what) for name in _NUMBERS}
+    ep = _integer(cells, "ep", what) if cells.get("ep", "").strip() else 1
     try:
-        num_heads = max(1, number["hidden"] // _HEAD_SIZE)
-        shape = ModelShape(
-            num_layers=number["layers"],
-            hidden_size=number["hidden"],
-            ffn_hidden_size=number["ffn"],
-            num_attention_heads=num_heads,
-            num_query_groups=num_heads,
-            kv_channels=max(1, number["hidden"] // num_heads),
-            vocab_size=number["vocab"],
-            gated_mlp=True,
-            tied_embeddings=False,
-        )
         job = FixedLengthJob(
-            shape=shape,
+            shape=shape or _llama(cells, what),
             num_ranks=number["world_size"],
             sequence_tokens=number["seq_len"],
             num_sequences=number["gbs"],
@@ -175,6 +167,7 @@ def _row(cells: Mapping[str, str], what: str) -> LayoutRow:
             micro_batch_size=number["micro_batch_size"],
             tp=number["tp"],
             pp=number["pp"],
+            ep=ep,
             kernel=cells["kernel"].strip(),
             sequence_parallel=_choice(
                 {"sequence_parallel": "", **cells}, "sequence_parallel", _TRUTHS, what
@@ -187,6 +180,22 @@ def _row(cells: Mapping[str, str], what: str) -> LayoutRow:
             raise
         raise ConfigurationError(f"{what}: {error}") from None
     return LayoutRow(what, cells, job, layout)
+
+
+def _llama(cells: Mapping[str, str], what: str) -> ModelShape:
+    layers, hidden, ffn, vocab = (_integer(cells, name, what) for name in _MODEL_NUMBERS)
+    num_heads = max(1, hidden // _HEAD_SIZE)
+    return ModelShape(
+        num_layers=layers,
+        hidden_size=hidden,
+        ffn_hidden_size=ffn,
+        num_attention_heads=num_heads,
+        num_query_groups=num_heads,
+        kv_channels=max(1, hidden // num_heads),
+        vocab_size=vocab,
+        gated_mlp=True,
+        tied_embeddings=False,
+    )
 
 
 def _integer(cells: Mapping[str, str], name: str, what: str) -> int:

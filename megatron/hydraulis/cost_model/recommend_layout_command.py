@@ -2,6 +2,7 @@
 
 import argparse
 import dataclasses
+import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -9,6 +10,7 @@ from typing import Any
 from rich.table import Table
 
 from megatron.hydraulis.cost_model.device import DeviceConstants, device_constants
+from megatron.hydraulis.cost_model.estimate_command import powers_of_two
 from megatron.hydraulis.cost_model.layouts import (
     CAUSES,
     PURPOSES,
@@ -23,7 +25,7 @@ from megatron.hydraulis.cost_model.shape_arguments import (
     shape_of,
 )
 from megatron.hydraulis.cost_model.software import SOFTWARE_NAMES, TRAINING, software_of
-from megatron.hydraulis.errors import ConfigurationError, PlanError
+from megatron.hydraulis.errors import ConfigurationError, PlanError, StrategyError
 from megatron.hydraulis.terminal import print_json, print_next, results_console
 
 
@@ -44,6 +46,7 @@ class Refusal:
 
     tp: int
     pp: int
+    ep: int
     micro_batch_size: int | None
     rule: str
     why: str
@@ -124,14 +127,16 @@ def run(namespace: argparse.Namespace) -> int:
         return 0
     console = results_console()
     best = search.ranked[0].prediction
-    console.print(_table(f"fastest of {len(search.ranked)} that fit", search.ranked, namespace.top))
+    has_ep = job.shape.num_experts > 0
+    title = f"fastest of {len(search.ranked)} that fit"
+    console.print(_table(title, search.ranked[: namespace.top], has_ep=has_ep))
     faster = sorted(
         (v for v in search.rejected if v.prediction.time.total_s < best.time.total_s),
         key=lambda verdict: verdict.prediction.memory.total_bytes,
     )
     if faster:
         title = f"would be faster than the first, but out of memory ({len(faster)}), least first"
-        console.print(_table(title, faster, namespace.top))
+        console.print(_table(title, faster[: namespace.top], has_ep=has_ep))
     console.print(
         f"{len(search.rejected)} layouts are out of memory, {len(search.refused)} cannot be run: "
         f"--json lists them"
@@ -144,21 +149,22 @@ def run(namespace: argparse.Namespace) -> int:
     return 0
 
 
-def _table(title: str, verdicts: Sequence[Verdict], num_rows: int) -> Table:
+def _table(title: str, verdicts: Sequence[Verdict], *, has_ep: bool) -> Table:
     table = Table(title=title, title_justify="left")
-    for column in ("size", "tp", "pp"):
+    for column in ("size", "tp", "pp", *["ep"] * has_ep):
         table.add_column(column, justify="right")
     table.add_column("SP")
     table.add_column("again")
     for column in ("step s", "MFU %", "GB"):
         table.add_column(column, justify="right")
     table.add_column("why", overflow="fold")
-    for verdict in verdicts[:num_rows]:
+    for verdict in verdicts:
         prediction, layout = verdict.prediction, verdict.prediction.layout
         table.add_row(
             str(layout.micro_batch_size),
             str(layout.tp),
             str(layout.pp),
+            *[str(layout.ep)] * has_ep,
             "yes" if layout.sequence_parallel else "no",
             "layers" if layout.recomputes_layers else "none",
             f"{prediction.time.total_s:.2f}",
@@ -183,6 +189,7 @@ def _verdict_to_json(verdict: Verdict) -> dict[str, Any]:
         "micro_batch_size": layout.micro_batch_size,
         "tp": layout.tp,
         "pp": layout.pp,
+        "ep": layout.ep,
         "sequence_parallel": layout.sequence_parallel,
         "recompute": "full" if layout.recomputes_layers else None,
         "predicted_step_time_s": prediction.time.total_s,
@@ -200,8 +207,9 @@ def _verdict_to_json(verdict: Verdict) -> dict[str, Any]:
 def search_layouts(job: FixedLengthJob, device: DeviceConstants, kernel: str) -> LayoutSearch:
     """Predict and rank all layouts.
 
-    tp are powers of two inside a node, pp all degrees whose product with tp divides the ranks,
-    micro-batch sizes powers of two; sequence parallelism (with tp) and recomputation on and off.
+    tp are powers of two inside a node, pp all degrees whose product with tp divides the ranks, ep
+    powers of two up to the ranks of a stage, micro-batch sizes powers of two; sequence parallelism
+    (with tp) and recomputation on and off.
 
     Raises ConfigurationError for an unknown kernel, PlanError when no layout fits.
     """
@@ -250,63 +258,58 @@ def _none_fits(
 
 
 def _layouts(job: FixedLengthJob, kernel: str, refused: list[Refusal]) -> Iterator[Layout]:
-    for tp, pp in _degrees(job, refused):
+    for tp, pp, ep in _degrees(job, refused):
         dp = job.num_ranks // (tp * pp)
         if job.num_sequences % dp:
             why = (
                 f"replicas share the batch evenly but {job.num_sequences} sequences are not a "
                 f"multiple of {dp} replicas"
             )
-            refused.append(Refusal(tp, pp, None, "batch", why))
+            refused.append(Refusal(tp, pp, ep, None, "batch", why))
             continue
         sequences_per_replica = job.num_sequences // dp
-        size = 1
-        while size <= sequences_per_replica:
-            if sequences_per_replica % size == 0:
-                for sequence_parallel in (False, True) if tp > 1 else (False,):
-                    for recomputes in (False, True):
-                        yield Layout(
-                            micro_batch_size=size,
-                            tp=tp,
-                            pp=pp,
-                            kernel=kernel,
-                            sequence_parallel=sequence_parallel,
-                            recomputes_layers=recomputes,
-                        )
-            else:
+        spreads = (False,) if tp == 1 else (True,) if job.shape.whole_matrices else (False, True)
+        for size in powers_of_two(sequences_per_replica):
+            if sequences_per_replica % size:
                 why = (
                     f"micro-batches share a replica's {sequences_per_replica} sequences evenly "
                     f"but their size is {size}"
                 )
-                refused.append(Refusal(tp, pp, size, "batch", why))
+                refused.append(Refusal(tp, pp, ep, size, "batch", why))
                 break
-            size *= 2
+            for sequence_parallel, recomputes in itertools.product(spreads, (False, True)):
+                yield Layout(
+                    micro_batch_size=size,
+                    tp=tp,
+                    pp=pp,
+                    ep=ep,
+                    kernel=kernel,
+                    sequence_parallel=sequence_parallel,
+                    recomputes_layers=recomputes,
+                )
 
 
-def _degrees(job: FixedLengthJob, refused: list[Refusal]) -> Iterator[tuple[int, int]]:
-    shape = job.shape
-    tp = 1
-    while tp <= min(job.ranks_per_node, job.num_ranks):
-        cut = {
-            "attention heads": shape.num_attention_heads,
-            "query groups": shape.num_query_groups,
-            "MLP width": shape.ffn_hidden_size,
-            "padded vocabulary": shape.vocab_size,
-        }
-        uneven = [f"{what} {size}" for what, size in cut.items() if size % tp]
-        if uneven:
-            why = f"tp cuts evenly but {uneven[0]} is not a multiple of {tp}"
-            refused.append(Refusal(tp, 1, None, "division", why))
-        elif job.num_ranks % tp == 0:
-            for pp in range(1, job.num_ranks // tp + 1):
-                if (job.num_ranks // tp) % pp:
-                    continue
-                if pp > shape.num_layers:
-                    why = f"every stage has a layer but {pp} stages share {shape.num_layers} layers"
-                    refused.append(Refusal(tp, pp, None, "division", why))
-                else:
-                    yield tp, pp
-        tp *= 2
+def _degrees(job: FixedLengthJob, refused: list[Refusal]) -> Iterator[tuple[int, int, int]]:
+    """tp, pp and ep of layouts that divide model and job; each degree is refused once."""
+
+    def divides(tp: int, pp: int, ep: int) -> bool:
+        replica = Layout(micro_batch_size=1, tp=tp, pp=pp, ep=ep, kernel=TRAINING.name)
+        try:
+            replica.strategy(job)
+        except StrategyError as error:
+            refused.append(Refusal(tp, pp, ep, None, "division", str(error)))
+            return False
+        return True
+
+    for tp in powers_of_two(min(job.ranks_per_node, job.num_ranks)):
+        if job.num_ranks % tp or not divides(tp, 1, 1):
+            continue
+        for pp in range(1, job.num_ranks // tp + 1):
+            if (job.num_ranks // tp) % pp or not divides(tp, pp, 1):
+                continue
+            for ep in powers_of_two(min(job.num_ranks // pp, job.shape.num_experts or 1)):
+                if (job.num_ranks // pp) % ep == 0 and divides(tp, pp, ep):
+                    yield tp, pp, ep
 
 
 def _first_verdict(prediction: LayoutPrediction) -> Verdict:

@@ -194,7 +194,7 @@ def parse_arguments(
     with problems.collected():
         checks.check_context(args, pool, _model_shape(args))
     with problems.collected():
-        checks.check_sequence_parallel(args, hydraulis, pool)
+        checks.check_sequence_parallel(_model_shape(args), hydraulis, pool)
     problems.raise_any()
     with _upstream_errors():
         gpt_model_config(args)

@@ -221,17 +221,13 @@ def check_experts(args: argparse.Namespace) -> None:
         )
 
 
-def check_sequence_parallel(
-    args: argparse.Namespace, hydraulis: HydraulisConfig, pool: Pool
-) -> None:
+def check_sequence_parallel(shape: ModelShape, hydraulis: HydraulisConfig, pool: Pool) -> None:
     """Raise ConfigurationError for experts or latents where tp ranks do not cut the sequence."""
-    kinds = {"routers": args.num_experts, "projections to latents": args.multi_latent_attention}
-    whole = " and ".join(what for what, is_there in kinds.items() if is_there)
-    if whole and pool.tp_lcm > 1 and not hydraulis.sequence_parallel:
+    if shape.whole_matrices and pool.tp_lcm > 1 and not hydraulis.sequence_parallel:
         raise ConfigurationError(
-            f"{whole} need sequence parallelism where tp is above 1 but --no-sequence-parallel is "
-            f"given, and the tp degrees of the pool have the least common multiple {pool.tp_lcm}; "
-            "remove --no-sequence-parallel"
+            f"{shape.whole_matrices} need sequence parallelism where tp is above 1 but "
+            f"--no-sequence-parallel is given, and the tp degrees of the pool have the least "
+            f"common multiple {pool.tp_lcm}; remove --no-sequence-parallel"
         )
 
 

@@ -2,6 +2,7 @@
 
 import itertools
 from dataclasses import fields, replace
+from typing import Any
 
 import pytest
 
@@ -18,6 +19,7 @@ from megatron.hydraulis.cost_model.software import TRAINING, OtherTraining, soft
 from megatron.hydraulis.errors import ConfigurationError, StrategyError
 from megatron.hydraulis.model_shape import ModelShape
 from tests.support.fixed_length import A100, KERNELS, NORM_KERNEL, job, layout, llama, predict
+from tests.unit.test_model_shape import DEEPSEEK_V3, QWEN3_30B_A3B
 
 OTHERS = KERNELS[1:]
 
@@ -68,9 +70,10 @@ def test_mfu_counts_only_the_models_flops() -> None:
 
 def test_the_parts_are_the_step() -> None:
     time = predict(job(), layout(2, 2, 2, kernel="fused", recomputes_layers=True)).time
-    parts = [getattr(time, field.name) for field in fields(StepTime)]
-    assert all(part > 0.0 for part in parts)
-    assert sum(parts) == pytest.approx(time.total_s)
+    parts = {field.name: getattr(time, field.name) for field in fields(StepTime)}
+    of_experts = {name for name in parts if name.startswith("expert")}
+    assert {name for name, part in parts.items() if part <= 0.0} == of_experts
+    assert sum(parts.values()) == pytest.approx(time.total_s)
 
 
 def test_matrix_products_and_messages_by_hand() -> None:
@@ -271,16 +274,61 @@ def test_unknown_kernels_are_refused_with_the_known_names() -> None:
     assert software_of("Flash_Attention2+RMS Kernel").name == NORM_KERNEL
 
 
+EXPERTS = replace(job(), shape=QWEN3_30B_A3B)
+WITH_EXPERTS = layout(2, 2, 2, ep=8, kernel=TRAINING.name, sequence_parallel=True)
+
+
+def test_experts_over_replicas_cost_what_the_cost_model_says() -> None:
+    """Half of the experts of a rank: their weights and optimizer, and more messages."""
+    less, more = (predict(EXPERTS, replace(WITH_EXPERTS, ep=ep)) for ep in (8, 16))
+    num_routed = 24 * QWEN3_30B_A3B.num_routed_entries
+    # Weights in bf16 and gradients in fp32; the optimizer is spread over all ranks.
+    saved = less.memory.weights_bytes - more.memory.weights_bytes
+    assert saved == pytest.approx(6 * num_routed * (1 / 8 - 1 / 16))
+    # 15 of 16 copies travel, not 7 of 8, and some of them between nodes.
+    assert more.time.expert_parallel_s > less.time.expert_parallel_s * (15 / 16) / (7 / 8)
+    assert more.time.launch_s < less.time.launch_s
+    # Four replicas share experts: columns of a replica of 16 ranks.
+    assert str(WITH_EXPERTS.strategy(EXPERTS)) == "4*tp2cp4~ep8pp2"
+
+
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
         ({"tp": 3}, "replicas of 3 ranks must use all ranks but the job has 64"),
         ({"tp": 8, "pp": 16}, "replicas of 128 ranks"),
+        ({"ep": 2}, "model has no experts; drop the ep"),
     ],
 )
 def test_layouts_that_leave_ranks_over(changes: dict[str, int], message: str) -> None:
     with pytest.raises(ConfigurationError, match=message):
         predict(job(), replace(layout(), **changes))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"ep": 6}, "an ep above tp·cp is tp times a power of two"),
+        ({"ep": 64}, "replicas of 128 ranks do not fill the job's 64 ranks"),
+        ({"pp": 1, "ep": 64, "shape": DEEPSEEK_V3}, None),
+        ({"tp": 1, "pp": 1, "ep": 16, "num_experts": 24}, "an ep that divides 24"),
+        ({"sequence_parallel": False}, "routers need sequence parallelism where tp is above 1"),
+        ({"kernel": "torch"}, "constants were measured without experts but the model has 128"),
+    ],
+)
+def test_layouts_that_cannot_distribute_experts(
+    changes: dict[str, Any], message: str | None
+) -> None:
+    changes = dict(changes)
+    shape = changes.pop("shape", QWEN3_30B_A3B)
+    if "num_experts" in changes:
+        shape = replace(shape, num_experts=changes.pop("num_experts"))
+    of, how = replace(EXPERTS, shape=shape), replace(WITH_EXPERTS, **changes)
+    if message is None:
+        assert predict(of, how).time.expert_parallel_s > 0.0
+    else:
+        with pytest.raises(ConfigurationError, match=message):
+            predict(of, how)
 
 
 def test_impossible_sizes() -> None:
