@@ -81,8 +81,10 @@ hydraulis_install() {
     # A terminal shows pip's progress; a log does not need one line per package.
     local quiet=()
     [[ -t 1 ]] || quiet=(--quiet)
-    "$python" -m pip install "${quiet[@]}" --disable-pip-version-check \
-        --editable "${hydraulis_root}[dev]"
+    "$python" -m pip install "${quiet[@]}" --disable-pip-version-check --no-compile \
+        --editable "${hydraulis_root}[dev]" || return 1
+    # pip would compile on one core. Packages contain templates that are no valid Python.
+    "$python" -W ignore -m compileall -qq -j 0 "$hydraulis_venv/lib" || true
 }
 
 # Whether .venv runs, has pip, and was created in this folder with an interpreter that is new enough.

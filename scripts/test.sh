@@ -39,20 +39,24 @@ run_shellcheck() {
     shell_scripts | xargs -0 .venv/bin/shellcheck --external-sources --source-path=SCRIPTDIR/..
 }
 
+# mypy's workers and pytest's: each has a copy of what it imports, so four have enough memory.
+max_workers=4
+num_mypy_workers=$(($(nproc) < max_workers ? $(nproc) : max_workers))
+
 pytest_log="$(mktemp)"
 trap 'rm -f "$pytest_log"' EXIT
 
-# A worker for each core: most tests run in one process or wait. Four have enough memory and cores
-# for the ranks that tests start. The tests of a file share fixtures, so one worker runs them. They
-# begin in the order of the files, whose long ones come first.
+# A worker for each core: most tests run in one process or wait. Four have enough cores for the
+# ranks that tests start. The tests of a file share fixtures, so one worker runs them. They begin
+# in the order of the files, whose long ones come first.
 run_pytest() {
-    "$python" -m pytest -n auto --maxprocesses 4 --dist loadfile --no-loadscope-reorder "$@" 2>&1 |
-        tee "$pytest_log"
+    "$python" -m pytest -n auto --maxprocesses "$max_workers" \
+        --dist loadfile --no-loadscope-reorder "$@" 2>&1 | tee "$pytest_log"
 }
 
 step "ruff check" "$python" -m ruff check .
 step "ruff format" "$python" -m ruff format --check .
-step "mypy" "$python" -m mypy
+step "mypy" "$python" -m mypy --num-workers "$num_mypy_workers"
 step "import-linter" .venv/bin/lint-imports
 step "shellcheck" run_shellcheck
 if ((runs_tests)); then
