@@ -6,6 +6,7 @@ import argparse
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -16,7 +17,7 @@ from rich.table import Table
 from megatron.hydraulis.cost_model.analytic import AnalyticCostModel
 from megatron.hydraulis.cost_model.device import device_constants
 from megatron.hydraulis.cost_model.estimate_command import estimated_profile, possible_schemes
-from megatron.hydraulis.cost_model.interface import CostModel
+from megatron.hydraulis.cost_model.interface import Coefficients, CostModel
 from megatron.hydraulis.cost_model.job_costs import JobCosts
 from megatron.hydraulis.cost_model.limits import add_row_quantum
 from megatron.hydraulis.cost_model.pipeline import pipeline_time_ms
@@ -176,9 +177,10 @@ def advise(
         name: str,
         shares: Sequence[tuple[Strategy, float]],
         makespan_s: float,
-        num_tokens: int | None = None,
+        rows: Iterable[tuple[Scheme, int]] = (),
     ) -> Choice:
-        """shares: strategies with their shares of the batches."""
+        """shares: strategies with their shares of the batches; rows: that run on them, by default
+        the largest."""
         return Choice(
             name=name,
             strategy=" ".join(str(strategy) for strategy, _ in shares),
@@ -190,9 +192,14 @@ def advise(
             },
             memory_bytes=memory.reserve_bytes
             + max(
-                memory.peak_bytes(scheme, stage, num_tokens or profile.max_tokens(scheme))
-                for strategy, _ in shares
-                for scheme in strategy.schemes
+                memory.peak_bytes(scheme, stage, num_tokens)
+                for scheme, num_tokens in rows
+                or [
+                    (group, profile.max_tokens(group))
+                    for strategy, _ in shares
+                    for scheme in strategy.schemes
+                    for group in scheme.group_schemes
+                ]
                 for stage in range(scheme.pp)
             ),
         )
@@ -208,10 +215,8 @@ def advise(
     for done, way in enumerate((FIXED_ROWS, PACKING)):
         on_progress("baselines", done, 2)
         works, makespan_s = _fastest(ways.candidates(way), profile)
-        num_tokens = max(
-            row.num_computed for work in works for rows in work.replicas for row in rows
-        )
-        fixed[way] = choice(way, [(works[0].strategy, 1.0)], makespan_s, num_tokens)
+        rows = frozenset().union(*(work.row_shapes for work in works))
+        fixed[way] = choice(way, [(works[0].strategy, 1.0)], makespan_s, rows)
     on_progress("baselines", 2, 2)
     static = Strategy.parse(proposal.static, num_ranks, ranks_per_node=ranks_per_node)
     static_s = proposal.static_s - profile.overhead_ms(static) / _MS_PER_S
@@ -264,25 +269,26 @@ def _fastest(
     candidates: Sequence[tuple[CostModel, Sequence[IterationWork]]], profile: ProfileCostModel
 ) -> tuple[Sequence[IterationWork], float]:
     """The works of the fastest candidate, overhead included, and their mean makespan in s."""
-    times_ms = []
-    for _, works in candidates:
-        makespan_ms = fmean(_makespan_ms(work, profile) for work in works)
-        overhead_ms = profile.overhead_ms(works[0].strategy)
-        times_ms.append((makespan_ms + overhead_ms, makespan_ms, works))
-    _, makespan_ms, works = min(times_ms, key=lambda found: found[0])
-    return works, makespan_ms / _MS_PER_S
 
-
-def _makespan_ms(work: IterationWork, cost_model: CostModel) -> float:
-    """Of replicas whose stages all take the time of the slowest."""
+    @cache
+    def slowest_stage(scheme: Scheme) -> tuple[Coefficients]:
+        return (profile.coefficients(scheme),)
 
     def replica_ms(scheme: Scheme, rows: Sequence[MicroBatchWork]) -> float:
-        times = cost_model.coefficients(scheme)
-        of_rows_ms = [row.time_ms(times) for row in rows]
+        (times,) = slowest_stage(scheme)
+        of_rows_ms = [row.times_ms(scheme, slowest_stage)[0] for row in rows]
         return pipeline_time_ms(of_rows_ms, scheme.pp, forward_share=times.forward_share)
 
-    replicas = zip(work.strategy.replicas, work.replicas, strict=True)
-    return max(replica_ms(replica.scheme, rows) for replica, rows in replicas)
+    def makespan_ms(work: IterationWork) -> float:
+        replicas = zip(work.strategy.replicas, work.replicas, strict=True)
+        return max(replica_ms(replica.scheme, rows) for replica, rows in replicas)
+
+    times_ms = []
+    for _, works in candidates:
+        mean_ms = fmean(map(makespan_ms, works))
+        times_ms.append((mean_ms + profile.overhead_ms(works[0].strategy), mean_ms, works))
+    _, mean_ms, works = min(times_ms, key=lambda found: found[0])
+    return works, mean_ms / _MS_PER_S
 
 
 _NUM_BATCHES = 16

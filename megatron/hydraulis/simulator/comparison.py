@@ -24,7 +24,6 @@ from megatron.hydraulis.simulator.output import result_table, results_figure, st
 from megatron.hydraulis.simulator.results import SimulationSettings, WayResult, simulate_way
 from megatron.hydraulis.simulator.ways import (
     CONTEXT_WAYS,
-    MEGATRON_PACKING,
     PACKING,
     POOL,
     WAYS,
@@ -257,8 +256,6 @@ def compare_ways(
 
 def _simulated(name: str, ways: Ways, settings: SimulationSettings) -> WayResult | str:
     """The result of a way, or why it is skipped."""
-    if name == MEGATRON_PACKING and (why := _too_short_rows(ways)):
-        return why
     try:
         result = simulate_way(name, ways.candidates(name), settings)
     except PlanError as error:
@@ -271,20 +268,6 @@ def _simulated(name: str, ways: Ways, settings: SimulationSettings) -> WayResult
     if name in CONTEXT_WAYS and not ways.costs.knows_exchange:
         return "the cost of cp is unknown; give --device and the model, or measure schemes with cp"
     return f"none of its strategies holds a sequence of {ways.limit} tokens"
-
-
-def _too_short_rows(ways: Ways) -> str | None:
-    """Why rows of the limit cannot hold the longest sequence as padded for cp; None if they do."""
-    schemes = [strategy.schemes[0] for strategy in ways.static()]
-    # Only the planner forms groups of cp8~.
-    multiples = [2 * each.cp for each in schemes if each.cp > 1 and not each.splits_cp]
-    padded = max((-(-ways.longest // each) * each for each in multiples), default=0)
-    if padded <= ways.limit:
-        return None
-    return (
-        f"its rows have {ways.limit} tokens but the longest sequence has {padded} with its padding "
-        f"for cp; give --seq-length {padded}"
-    )
 
 
 def _longest_held(pool: Pool, limits: Limits) -> int:

@@ -53,7 +53,7 @@ def packed_rows(
 def context_waves(lengths: Sequence[int], rank_tokens: int, num_ranks: int) -> list[Wave]:
     """Groups of ranks of several widths, in waves, each sequence on the fewest ranks that hold it.
 
-    Ranks wait for each other between waves. A group runs its sequences one by one.
+    Ranks wait for each other between waves. Megatron's groups run their sequences one by one.
 
     Args:
         rank_tokens: most tokens of a sequence on one rank; on a group of c ranks c times as many.

@@ -25,11 +25,13 @@ pool                any of the pool, per batch                    certified plan
 
 The best static strategy is the fastest simulated one over all batches; per batch the planner
 chooses. Homogeneous strategies are those of the cost profile's schemes whose replicas fill the job,
-and the pool's own. With experts, ways with the planner also have ``cp8~ep8``, see
-`Ways.homogeneous`; "megatron, cp" has ep 1 and pp 1 only. For "best per batch" and "cp only" greedy
-plans select two strategies per batch for the certified planner; the tp of "cp only" is that of the
-fastest greedy plans over all batches, that of the other ways with cp the fastest simulated one. If
-no scheme with cp was measured, these ways need model and links to estimate the cost of cp.
+and the pool's own. With experts they include ``cp8~ep8``, Megatron's expert parallelism over
+data-parallel ranks, see `Layout`. "megatron, cp" has pp 1 only; the groups of a wave pack their
+sequences into rows of what fits, and run as many of them, since they may share experts. For "best
+per batch" and "cp only" greedy plans select two strategies per batch for the certified planner; the
+tp of "cp only" is that of the fastest greedy plans over all batches, tp and ep of the other ways
+with cp the fastest simulated ones. If no scheme with cp was measured, these ways need model and
+links to estimate the cost of cp.
 
 "equal groups" are the groups of equal width that FlexSP is compared with (arXiv 2412.01523, section
 6.1: the best width for each batch). The ceiling computes tokens at the rate of the scheme that
@@ -83,6 +85,42 @@ Shares = tuple[tuple[MicroBatchWork, ...], ...]
 """Micro-batches of each replica."""
 
 
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """A strategy of one scheme as Megatron trains it: data-parallel lanes with rows of their own.
+
+    A lane is a replica; with ``~`` and ep, where Megatron's replicas share experts, a group of the
+    cp ranks. The lanes of a replica run their micro-batches at the same time.
+    """
+
+    strategy: Strategy
+    scheme: Scheme
+    """Of a lane."""
+    cost: SchemeCost
+    """Of a lane."""
+
+    @property
+    def num_lanes(self) -> int:
+        """Of the job."""
+        return self.strategy.num_ranks // self.scheme.num_ranks
+
+    def work(self, shares: Shares) -> IterationWork:
+        """The micro-batches of each lane, by replica."""
+        of_replica = len(shares) // len(self.strategy.replicas)
+        if of_replica == 1:
+            return IterationWork(self.strategy, shares)
+        return IterationWork(
+            self.strategy,
+            tuple(
+                tuple(
+                    MicroBatchWork.wave([(self.scheme.cp, row) for row in rows])
+                    for rows in itertools.zip_longest(*lanes)
+                )
+                for lanes in itertools.batched(shares, of_replica)
+            ),
+        )
+
+
 @dataclass(frozen=True, kw_only=True)
 class Ways:
     """All ways to train some batches.
@@ -105,6 +143,10 @@ class Ways:
     planning: BatchPlanning = field(default_factory=BatchPlanning)
     advance: Callable[[], None] = lambda: None
     """Called after each batch of each way."""
+    _rows: dict[tuple[int, tuple[int, ...]], list[list[list[int]]]] = field(
+        default_factory=dict, init=False, repr=False, compare=False
+    )
+    """Known `fixed_length_shares`."""
 
     def __post_init__(self) -> None:
         if not self.batches:
@@ -159,28 +201,26 @@ class Ways:
             pools = map(Pool.of, self.static())
             return [(self.simulated, self.planned(pool, self.profile)) for pool in pools]
         found: list[tuple[CostModel, Works]] = []
-        for strategy in self.static():
-            if strategy.schemes[0].splits_cp:
-                continue  # only the planner forms groups
-            for shares_of in self._variants(way, strategy):
+        for layout in self.layouts():
+            for shares_of in self._variants(way, layout):
                 works = []
                 for batch in self.batches:
-                    works.append(IterationWork(strategy, shares_of(strategy, batch)))
+                    works.append(layout.work(shares_of(layout, batch)))
                     self.advance()
                 found.append((self.simulated, works))
         return found
 
     def _variants(
-        self, way: str, strategy: Strategy
-    ) -> Sequence[Callable[[Strategy, Sequence[int]], Shares]]:
+        self, way: str, layout: Layout
+    ) -> Sequence[Callable[[Layout, Sequence[int]], Shares]]:
         """How a way without planner could distribute a batch."""
         if way == PADDING:
-            return [self._padded]
+            return [_padded]
         if way == MEGATRON_PACKING:
-            return [self._packed, partial(self._packed, row_tokens=self.limit)]
+            return [_packed, partial(_packed, limit=self.limit)]
         if way == DISPATCH:
-            return [self._dispatched]
-        most_rows = self._cost(strategy).max_tokens // self.limit
+            return [_dispatched]
+        most_rows = layout.cost.max_tokens // self.limit
         return [
             partial(self._fixed_rows, num_rows=1 << power, pads=way == FIXED_ROWS)
             for power in range(most_rows.bit_length())
@@ -222,8 +262,20 @@ class Ways:
         """Homogeneous strategies that hold the longest sequence."""
         return [strategy for strategy in self.homogeneous() if self._holds(strategy)]
 
+    def layouts(self) -> Iterator[Layout]:
+        """Those whose lanes hold the longest sequence; with ``~`` the replicas are the smallest
+        that hold all ep ranks."""
+        for strategy in self.homogeneous():
+            (scheme,) = strategy.schemes
+            whole = scheme.of_context_group(scheme.cp)
+            for lane in scheme.group_schemes:
+                layout = self._layout(strategy, lane)
+                is_whole = scheme.splits_cp and lane == whole  # the scheme without ``~``
+                if lane.as_replica == whole and not is_whole and layout.cost.longest >= self.limit:
+                    yield layout
+
     def _holds(self, strategy: Strategy) -> bool:
-        return self._cost(strategy).max_tokens >= self.limit
+        return self._layout(strategy, strategy.schemes[0]).cost.longest >= self.limit
 
     def _fits_model(self, strategy: Strategy) -> bool:
         if self.shape is None:
@@ -234,55 +286,35 @@ class Ways:
             return False
         return True
 
-    def _cost(self, strategy: Strategy, cost_model: CostModel | None = None) -> SchemeCost:
-        """Cost of every replica of a homogeneous strategy; by default the profile's."""
-        scheme = strategy.schemes[0]
+    def _layout(
+        self, strategy: Strategy, lane: Scheme, cost_model: CostModel | None = None
+    ) -> Layout:
+        """By default with the profile's costs."""
         cost_model = cost_model or self.profile
-        limit = Limits(cost_model).max_tokens(strategy, scheme)
-        return SchemeCost(
-            coefficients=cost_model.coefficients(scheme),
-            max_tokens=limit if scheme.cp == 1 else scheme.rounded_down(limit),
-            num_stages=scheme.pp,
-            multiple=1 if scheme.cp == 1 else 2 * scheme.cp,
+        limit = Limits(cost_model).max_tokens(strategy, lane)
+        cost = SchemeCost(
+            coefficients=cost_model.coefficients(lane),
+            max_tokens=limit if lane.cp == 1 else lane.rounded_down(limit),
+            num_stages=lane.pp,
+            multiple=1 if lane.cp == 1 else 2 * lane.cp,
         )
-
-    def _padded(self, strategy: Strategy, batch: Sequence[int]) -> Shares:
-        dealt = deal_padded(batch, len(strategy.replicas), self._cost(strategy).max_tokens)
-        return tuple(
-            tuple(MicroBatchWork.padded([batch[i] for i in row], max(batch)) for row in share)
-            for share in dealt
-        )
+        return Layout(strategy, lane, cost)
 
     def _fixed_rows(
-        self, strategy: Strategy, batch: Sequence[int], *, num_rows: int, pads: bool
+        self, layout: Layout, batch: Sequence[int], *, num_rows: int, pads: bool
     ) -> Shares:
         def work(rows: Sequence[Sequence[int]]) -> MicroBatchWork:
             lengths = [batch[i] for row in rows for i in row]
             num_padding = len(rows) * self.limit - sum(lengths) if pads else 0
             return MicroBatchWork.packed(lengths, num_padding=num_padding)
 
-        shares = fixed_length_shares(batch, self.limit, len(strategy.replicas))
+        key = layout.num_lanes, tuple(batch)
+        if key not in self._rows:
+            self._rows[key] = fixed_length_shares(batch, self.limit, layout.num_lanes)
         return tuple(
             tuple(map(work, itertools.batched((row for row in share if row), num_rows)))
-            for share in shares
+            for share in self._rows[key]
         )
-
-    def _packed(
-        self, strategy: Strategy, batch: Sequence[int], row_tokens: int | None = None
-    ) -> Shares:
-        cost = self._cost(strategy)
-        shares = packed_rows(
-            cost.tokens(batch), row_tokens or cost.max_tokens, len(strategy.replicas)
-        )
-        return _works_of(shares, batch)
-
-    def _dispatched(
-        self, strategy: Strategy, batch: Sequence[int], cost_model: CostModel | None = None
-    ) -> Shares:
-        cost = self._cost(strategy, cost_model)
-        lengths = cost.tokens(batch)
-        shares = dispatch(longest_first(lengths), lengths, [cost] * len(strategy.replicas))
-        return _works_of([best_fit(each, lengths, cost.max_tokens) for each in shares], batch)
 
     def _context_parallel(self, way: str) -> list[tuple[CostModel, Works]]:
         if not self.costs.knows_exchange:
@@ -310,22 +342,22 @@ class Ways:
 
     def _equal(self, pool: Pool) -> Works:
         """Each batch on the best strategy of one scheme; empty if none holds the limit."""
-        costs = {
-            strategy: self._cost(strategy, self.costs)
+        layouts = [
+            self._layout(strategy, strategy.schemes[0], self.costs)
             for strategy in pool.strategies
             if len(strategy.schemes) == 1
-        }
-        if max(cost.longest for cost in costs.values()) < self.limit:
+        ]
+        if max(layout.cost.longest for layout in layouts) < self.limit:
             return []
         works = []
         for batch in self.batches:
             best_ms, best = math.inf, None
-            for strategy, cost in costs.items():
-                if cost.longest < max(cost.tokens(batch)):
+            for layout in layouts:
+                if layout.cost.longest < max(layout.cost.tokens(batch)):
                     continue
-                work = IterationWork(strategy, self._dispatched(strategy, batch, self.costs))
-                time_ms = self.costs.overhead_ms(strategy) + max(
-                    math.fsum(row.time_ms(cost.coefficients) for row in rows)
+                work = layout.work(_dispatched(layout, batch))
+                time_ms = self.costs.overhead_ms(layout.strategy) + max(
+                    math.fsum(row.time_ms(layout.cost.coefficients) for row in rows)
                     for rows in work.replicas
                 )
                 if time_ms < best_ms:
@@ -336,17 +368,17 @@ class Ways:
         return works
 
     def _megatron_context(self) -> Iterator[Works]:
-        """The works of every tp and limit of a rank."""
-        num_ranks, costs = self.pool.num_ranks, self.costs
-        plain = (row.scheme for row in self.profile.schemes if row.scheme.ep == row.scheme.pp == 1)
-        for tp in sorted({scheme.tp for scheme in plain}):
+        """The works of every tp, ep and limit of a rank."""
+        num_ranks, per_node = self.pool.num_ranks, self.pool.ranks_per_node
+        rows = {row.scheme for row in self.profile.schemes if row.scheme.pp == 1}
+        for tp, ep in sorted({(scheme.tp, scheme.ep) for scheme in rows}):
             width, rest = divmod(num_ranks, tp)
-            if rest or width < 2 or width & (width - 1):
+            if rest or width < 2 or width & (width - 1) or tp * width % ep:
                 continue  # groups are powers of two
-            text = f"{Scheme(tp, width, splits_cp=True)}"
-            strategy = Strategy.parse(text, num_ranks, ranks_per_node=self.pool.ranks_per_node)
-            powers = range(width.bit_length())
-            most_tokens = min(costs.max_tokens(Scheme(tp, 1 << power)) >> power for power in powers)
+            whole = Scheme(tp, width, splits_cp=True, ep=ep)
+            strategy = Strategy.parse(str(whole), num_ranks, ranks_per_node=per_node)
+            limits = ((each, self.costs.max_tokens(each)) for each in whole.group_schemes)
+            most_tokens = min(limit // each.cp for each, limit in limits)
             for halvings in range(_NUM_RANK_LIMITS):
                 rank_tokens = most_tokens >> halvings
                 if rank_tokens * width < self.limit or not rank_tokens:
@@ -354,7 +386,8 @@ class Ways:
                 works = []
                 for batch in self.batches:
                     waves = context_waves(batch, rank_tokens, width)
-                    works.append(IterationWork(strategy, (_wave_works(waves, batch),)))
+                    micro_batches = tuple(_wave_works(waves, batch, most_tokens))
+                    works.append(IterationWork(strategy, (micro_batches,)))
                     self.advance()
                 yield works
 
@@ -407,18 +440,37 @@ def _works_of(shares: Sequence[Sequence[Sequence[int]]], batch: Sequence[int]) -
     )
 
 
-def _wave_works(waves: Iterable[Wave], batch: Sequence[int]) -> tuple[MicroBatchWork, ...]:
-    """One micro-batch a wave; the sequences of a group pay its constant time once."""
-    works = []
+def _wave_works(
+    waves: Iterable[Wave], batch: Sequence[int], rank_tokens: int
+) -> Iterator[MicroBatchWork]:
+    """As many micro-batches a wave as its groups need rows of rank_tokens a rank."""
     for wave in waves:
-        lengths = [[batch[i] for i in indices] for _, indices in wave]
-        groups = (
-            (size, sum(of_group), tuple(of_group))
-            for (size, _), of_group in zip(wave, lengths, strict=True)
-        )
-        packed = MicroBatchWork.packed(list(itertools.chain(*lengths)))
-        works.append(replace(packed, groups=tuple(groups)))
-    return tuple(works)
+        sizes = [size for size, _ in wave]
+        shares = [best_fit(indices, batch, rank_tokens * size) for size, indices in wave]
+        for rows in itertools.zip_longest(*_works_of(shares, batch)):
+            yield MicroBatchWork.wave(list(zip(sizes, rows, strict=True)))
+
+
+def _padded(layout: Layout, batch: Sequence[int]) -> Shares:
+    dealt = deal_padded(batch, layout.num_lanes, layout.cost.max_tokens)
+    return tuple(
+        tuple(MicroBatchWork.padded([batch[i] for i in row], max(batch)) for row in share)
+        for share in dealt
+    )
+
+
+def _packed(layout: Layout, batch: Sequence[int], *, limit: int | None = None) -> Shares:
+    """In rows of the limit with its padding for cp; by default of all that fits."""
+    cost = layout.cost
+    row_tokens = cost.max_tokens if limit is None else cost.tokens([limit])[0]
+    return _works_of(packed_rows(cost.tokens(batch), row_tokens, layout.num_lanes), batch)
+
+
+def _dispatched(layout: Layout, batch: Sequence[int]) -> Shares:
+    cost = layout.cost
+    lengths = cost.tokens(batch)
+    shares = dispatch(longest_first(lengths), lengths, [cost] * layout.num_lanes)
+    return _works_of([best_fit(each, lengths, cost.max_tokens) for each in shares], batch)
 
 
 def deal_padded(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import sys
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
@@ -80,6 +81,20 @@ class MicroBatchWork:
         """A row of row_tokens for every sequence, with attention over the entire row."""
         num_computed = len(lengths) * row_tokens
         return cls(sum(lengths), (row_tokens,) * len(lengths), num_computed - sum(lengths))
+
+    @classmethod
+    def wave(cls, groups: Sequence[tuple[int, MicroBatchWork | None]]) -> MicroBatchWork:
+        """Micro-batches of groups of cp ranks, which run at the same time; None for no sequence."""
+        works = [work for _, work in groups if work is not None]
+        return cls(
+            sum(work.num_tokens for work in works),
+            tuple(itertools.chain.from_iterable(work.segments for work in works)),
+            sum(work.num_padding for work in works),
+            tuple(
+                (cp, 0, ()) if work is None else (cp, work.num_computed, work.segments)
+                for cp, work in groups
+            ),
+        )
 
     @property
     def num_computed(self) -> int:

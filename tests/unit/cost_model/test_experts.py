@@ -13,7 +13,7 @@ from megatron.hydraulis.cost_model.estimate_command import estimated_profile, po
 from megatron.hydraulis.cost_model.experts import SAFE_EXPERT_LOAD, num_layer_parameters, rank_load
 from megatron.hydraulis.cost_model.job_costs import JobCosts
 from megatron.hydraulis.proposal.candidates import Candidates
-from megatron.hydraulis.simulator.ways import PACKING, Ways
+from megatron.hydraulis.simulator.ways import DISPATCH, FIXED_ROWS, MEGATRON_CP, Ways
 from megatron.hydraulis.strategy import Pool, Scheme, Strategy
 from megatron.hydraulis.strategy.notation import parse_scheme
 from tests.unit.cost_model.test_layout_commands import EXPERTS
@@ -106,9 +106,29 @@ def test_expert_parallelism_over_data_parallel_ranks_is_offered_and_compared() -
     static = set(map(str, ways.static()))
     assert {"2*cp8~ep8", "cp8~ep8pp2"} <= static
     assert "cp16~ep8" not in static  # wider than the longest sequence needs
-    works = [work.strategy for _, works in ways.candidates(PACKING) for work in works]
-    assert works
-    assert not any(strategy.schemes[0].splits_cp for strategy in works)
+    lanes = {
+        (str(layout.strategy), layout.scheme.cp)
+        for layout in ways.layouts()
+        if layout.strategy.schemes[0].splits_cp
+    }
+    assert {("2*cp8~ep8", 4), ("2*tp2cp4~ep8", 2)} <= lanes
+    assert ("2*cp8~ep8", 8) not in lanes  # cp8ep8 itself
+    costs = ways.simulated
+    for way in (FIXED_ROWS, DISPATCH, MEGATRON_CP):
+        splits = 0
+        for _, works in ways.candidates(way):
+            for work, batch in zip(works, batches, strict=True):
+                rows = [row for rows in work.replicas for row in rows]
+                assert sorted(s for row in rows for s in row.segments) == sorted(batch)
+                (scheme,) = work.strategy.schemes
+                for row in rows if scheme.splits_cp and scheme.ep > 1 else ():
+                    splits += 1
+                    assert sum(cp for cp, _, _ in row.groups) == scheme.cp
+                    for cp, num_tokens, segments in row.groups:
+                        assert sum(segments) <= num_tokens
+                        assert num_tokens <= costs.max_tokens(scheme.of_context_group(cp))
+                        assert way != FIXED_ROWS or num_tokens % ways.limit == 0
+        assert splits
 
 
 def test_narrow_groups_of_a_wave_have_rows_but_no_replicas(tmp_path: Path) -> None:

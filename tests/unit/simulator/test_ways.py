@@ -135,9 +135,7 @@ def test_baselines_train_each_sequence_once_within_limits() -> None:
                     for row in rows:
                         for cp, _, lengths in row.groups or ((replica.scheme.cp, 0, row.segments),):
                             group = replica.scheme.of_context_group(cp)
-                            # Groups of waves run their sequences one by one.
-                            tokens = max(lengths, default=0) if row.groups else sum(lengths)
-                            assert tokens <= costs.max_tokens(group)
+                            assert sum(lengths) <= costs.max_tokens(group)
 
 
 def test_static_ways_hold_the_longest_sequence_of_all_batches(
