@@ -147,11 +147,15 @@ class Arena:
             ConfigurationError: the model's parameters differ from those of the catalogue.
         """
         parameters: dict[int, torch.nn.Parameter] = {}
+        new: dict[torch.nn.Parameter, torch.nn.Parameter] = {}
         with self.in_memory():
-            for local_name, original in list(model.named_parameters()):
+            for local_name, original in model.named_parameters():
                 index, parameter = self._bound(local_name, original)
-                parameters[index] = parameter
-                _replace_parameter(model, local_name, original, parameter)
+                parameters[index] = new[original] = parameter
+        for module in model.modules():  # which register tied weights repeatedly
+            for key, registered in module._parameters.items():
+                if registered is not None:
+                    module._parameters[key] = new[registered]
         return parameters
 
     def in_memory(self) -> AbstractContextManager[None]:
@@ -208,19 +212,3 @@ def _add_to_main_grad(parameter: Any) -> None:
         parameter.main_grad.add_(parameter.grad)
     parameter.grad = None
     parameter.grad_added_to_main_grad = False
-
-
-def _replace_parameter(
-    model: torch.nn.Module,
-    name: str,
-    original: torch.nn.Parameter,
-    parameter: torch.nn.Parameter,
-) -> None:
-    """Replace the original wherever it is registered: tied weights are registered repeatedly."""
-    replaced = 0
-    for module in model.modules():
-        for key, registered in module._parameters.items():
-            if registered is original:
-                module._parameters[key] = parameter
-                replaced += 1
-    assert replaced, name
