@@ -84,10 +84,10 @@ class Scheme:
         """Raise StrategyError unless ep divides the ranks of a stage, as in every replica."""
         if self.as_replica != self:
             of_stage = self.tp * self.cp
+            wider = f", or {self.as_replica}" if self.ep % of_stage == 0 else ""
             raise StrategyError(
                 f"the ranks of a stage form groups of ep ranks but {self} has tp·cp = {of_stage} "
-                f"ranks a stage and ep {self.ep}; use an ep that divides {of_stage}, or "
-                f"{self.as_replica}"
+                f"ranks a stage and ep {self.ep}; use an ep that divides {of_stage}{wider}"
             )
 
     @property
