@@ -11,8 +11,7 @@ export OMP_NUM_THREADS=1 MPLBACKEND=Agg HYPOTHESIS_PROFILE=nightly
 
 tests=("$@")
 if ((${#tests[@]} == 0)); then
-    tests=(tests/cuda_stand_in tests/fault tests/property tests/distributed/test_random_pools.py
-        tests/distributed/test_installed_program.py tests/distributed/test_finetune_script.py)
+    tests=(tests/cuda_stand_in tests/fault tests/property tests/distributed)
 fi
 # Two hours per test: a test with many draws takes longer than any of the default suite.
 exec "$python" -m pytest -o timeout=7200 -m "nightly or not nightly" "${tests[@]}"
