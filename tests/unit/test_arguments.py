@@ -353,8 +353,9 @@ def test_strategy(typed: str, num_ranks: int, strategy: str, tmp_path: Path) -> 
         (None, "", 8, 8),
         ("4", "", 8, 4),
         ("4", "--ranks-per-node 2", 8, 2),
-        ("1", "--dry-run --num-ranks 16", 1, 16),
-        ("1", "--dry-run --num-ranks 16 --ranks-per-node 8", 1, 8),
+        ("1", "--dry-run --num-ranks 16", 1, 8),
+        ("1", "--dry-run --num-ranks 12", 1, 12),
+        ("1", "--dry-run --num-ranks 16 --ranks-per-node 4", 1, 4),
     ],
 )
 def test_ranks_per_node(

@@ -23,8 +23,11 @@ from megatron.hydraulis.cost_model.limits import add_row_quantum
 from megatron.hydraulis.cost_model.pipeline import pipeline_time_ms
 from megatron.hydraulis.cost_model.profile import NOTHING_HIDDEN, ProfileCostModel
 from megatron.hydraulis.cost_model.shape_arguments import (
+    add_job_arguments,
+    add_profile_argument,
     add_regroup_arguments,
     job_options,
+    job_ranks,
     num_gate_tensors,
     print_bf16_advice,
     shape_of,
@@ -47,7 +50,6 @@ from megatron.hydraulis.proposal.propose import OnProgress, Proposal, propose
 from megatron.hydraulis.simulator.ways import CEILING, FIXED_ROWS, PACKING, Ways
 from megatron.hydraulis.simulator.work import IterationWork, MicroBatchWork
 from megatron.hydraulis.strategy import Pool, Scheme, Strategy
-from megatron.hydraulis.strategy.strategy import whole_nodes
 from megatron.hydraulis.terminal import (
     figures_table,
     launch_command,
@@ -309,15 +311,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_batch_arguments(corpus)
     add_search_arguments(corpus, num_batches=_NUM_BATCHES)
     job = parser.add_argument_group("job")
-    job.add_argument("--num-ranks", type=int, required=True, metavar="N", help="GPUs of the job")
-    job.add_argument(
-        "--ranks-per-node", type=int, metavar="N", help="GPUs of a node (default: 8, or all)"
-    )
-    job.add_argument(
-        "--cost-profile",
-        metavar="FILE",
-        help="measured cost profile, JSON (default: estimated for all schemes that fit)",
-    )
+    add_job_arguments(job)
+    add_profile_argument(job, " (default: estimated for all schemes that fit)", required=False)
     add_row_quantum(job)
     add_regroup_arguments(parser)
     output = parser.add_argument_group("output")
@@ -338,10 +333,7 @@ def run(namespace: argparse.Namespace) -> int:
     no scheme holds the longest sequence.
     """
     check_seed(namespace.seed)
-    num_ranks, given = namespace.num_ranks, namespace.ranks_per_node
-    ranks_per_node = whole_nodes(
-        num_ranks, min(8, num_ranks) if given is None else given, "--num-ranks, --ranks-per-node"
-    )
+    num_ranks, ranks_per_node = job_ranks(namespace)
     sizes = batch_sizes(namespace)
     costs = _costs(namespace, num_ranks, ranks_per_node)
     counts = read_length_counts(namespace.lengths)

@@ -23,7 +23,9 @@ from megatron.hydraulis.cost_model.profile import (
 from megatron.hydraulis.cost_model.recompute import KEPT_TEXT, SELECTIVE_MODULES, Recompute
 from megatron.hydraulis.cost_model.shape_arguments import (
     add_device_argument,
+    add_job_arguments,
     add_shape_arguments,
+    job_ranks,
     num_gate_tensors,
     shape_of,
 )
@@ -60,13 +62,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="SCHEME",
         help="schemes to estimate, for example tp4pp2 (default: all of powers of two that fit)",
     )
-    job.add_argument("--num-ranks", type=int, metavar="N", help="ranks of the job, without --pool")
-    job.add_argument(
-        "--ranks-per-node",
-        type=int,
-        metavar="N",
-        help="ranks of a node, without --pool (default: 8, or all)",
-    )
+    add_job_arguments(job, ", without --pool", required=False)
     job.add_argument("--fp32", action="store_true", help="train in fp32 (default: bf16)")
     job.add_argument(
         "--sequence-parallel",
@@ -291,13 +287,7 @@ def _schemes(
                 f"an estimate without --pool needs --num-ranks of at least 1, over which the "
                 f"optimizer's state is spread, but it {given}; give it"
             )
-        num_ranks = namespace.num_ranks
-        given = namespace.ranks_per_node
-        ranks_per_node = min(8, num_ranks) if given is None else given
-        if ranks_per_node < 1:
-            raise ConfigurationError(
-                f"--ranks-per-node is at least 1 but is {ranks_per_node}; give a positive number"
-            )
+        num_ranks, ranks_per_node = job_ranks(namespace)
         if namespace.schemes is None:
             found = possible_schemes(shape, num_ranks, ranks_per_node)
         else:

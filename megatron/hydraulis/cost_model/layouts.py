@@ -22,9 +22,10 @@ from megatron.hydraulis.cost_model.pipeline import StageCosts, equal_micro_batch
 from megatron.hydraulis.cost_model.recompute import NO_RECOMPUTE, Recompute
 from megatron.hydraulis.cost_model.regrouping import RegroupCosts
 from megatron.hydraulis.cost_model.software import TRAINING, OtherTraining, Software, software_of
-from megatron.hydraulis.errors import ConfigurationError
+from megatron.hydraulis.errors import ConfigurationError, StrategyError
 from megatron.hydraulis.model_shape import ModelShape
 from megatron.hydraulis.strategy import Scheme, Strategy
+from megatron.hydraulis.strategy.strategy import RANKS_PER_NODE
 
 _MS_PER_S = 1e3
 # Gradients in bf16 twice (reduce-scatter, all-gather), parameters once.
@@ -53,7 +54,7 @@ class FixedLengthJob:
     """Tokens of every sequence."""
     num_sequences: int
     """Sequences of a step: the global batch."""
-    ranks_per_node: int = 8
+    ranks_per_node: int = RANKS_PER_NODE
 
     def __post_init__(self) -> None:
         _check_sizes(
@@ -115,8 +116,7 @@ class Layout:
 
     def strategy(self, job: FixedLengthJob) -> Strategy:
         """Of the job's replicas; StrategyError unless they fill it and divide the model."""
-        degrees = (self.tp, self.pp, self.ep)
-        return _strategy(job.shape, degrees, job.num_ranks, job.ranks_per_node)
+        return _strategy(job.shape, self.scheme, job.num_ranks, job.ranks_per_node)
 
     def dp(self, job: FixedLengthJob) -> int:
         """Replicas of the job; ConfigurationError unless they use all ranks."""
@@ -380,11 +380,19 @@ def _data_parallel_s(
 
 
 @lru_cache
-def _strategy(
-    shape: ModelShape, degrees: tuple[int, int, int], num_ranks: int, ranks_per_node: int
-) -> Strategy:
-    tp, pp, ep = degrees
-    strategy = Strategy.homogeneous(num_ranks, tp=tp, pp=pp, ep=ep, ranks_per_node=ranks_per_node)
+def _strategy(shape: ModelShape, scheme: Scheme, num_ranks: int, ranks_per_node: int) -> Strategy:
+    replica = scheme.as_replica
+    if replica != scheme:
+        replica = replace(replica, splits_cp=True)
+    num_replicas, rest = divmod(num_ranks, replica.num_ranks)
+    if rest or not num_replicas:
+        raise StrategyError(
+            f"layout tp {scheme.tp}, pp {scheme.pp}, ep {scheme.ep}: ep ranks are in replicas of "
+            f"{replica.num_ranks} ranks together, which must use all ranks, but the job has "
+            f"{num_ranks}; take an ep that divides {num_ranks // scheme.pp}"
+        )
+    text = f"{num_replicas}*{replica}"
+    strategy = Strategy.parse(text, num_ranks, ranks_per_node=ranks_per_node)
     strategy.check_model(shape)
     return strategy
 

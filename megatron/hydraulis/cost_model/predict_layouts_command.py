@@ -21,6 +21,7 @@ from megatron.hydraulis.cost_model.shape_arguments import (
 from megatron.hydraulis.cost_model.software import SOFTWARE_NAMES
 from megatron.hydraulis.errors import ConfigurationError
 from megatron.hydraulis.model_shape import ModelShape
+from megatron.hydraulis.strategy.strategy import RANKS_PER_NODE
 from megatron.hydraulis.terminal import print_json
 
 PREDICTED_COLUMNS = (
@@ -63,7 +64,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         f"{SOFTWARE_NAMES}",
     )
     add_shape_arguments(parser)
-    add_device_argument(parser, "; 8 ranks a node")
+    add_device_argument(parser, f"; {RANKS_PER_NODE} ranks a node")
     parser.add_argument(
         "--out",
         required=True,

@@ -21,7 +21,9 @@ from megatron.hydraulis.cost_model.layouts import (
 )
 from megatron.hydraulis.cost_model.shape_arguments import (
     add_device_argument,
+    add_job_arguments,
     add_shape_arguments,
+    job_ranks,
     shape_of,
 )
 from megatron.hydraulis.cost_model.software import SOFTWARE_NAMES, TRAINING, software_of
@@ -68,19 +70,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_shape_arguments(parser)
     job = parser.add_argument_group("job")
     add_device_argument(job)
-    job.add_argument("--num-ranks", type=int, required=True, metavar="N", help="ranks of the job")
-    job.add_argument(
-        "--ranks-per-node",
-        type=int,
-        default=8,
-        metavar="N",
-        help="ranks of a node (default: %(default)s)",
-    )
+    add_job_arguments(job)
     job.add_argument(
         "--seq-length", type=int, required=True, metavar="N", help="tokens of every sequence"
     )
     job.add_argument(
-        "--global-batch-size", type=int, required=True, metavar="N", help="sequences of a step"
+        "--global-batch-size",
+        type=int,
+        required=True,
+        metavar="N",
+        help="sequences of a global batch",
     )
     job.add_argument(
         "--kernel",
@@ -108,16 +107,11 @@ def run(namespace: argparse.Namespace) -> int:
         raise ConfigurationError(
             f"--top is at least 1 but is {namespace.top}; give a positive number"
         )
-    num_ranks, ranks_per_node = namespace.num_ranks, namespace.ranks_per_node
-    if num_ranks > ranks_per_node > 0 and num_ranks % ranks_per_node:
-        raise ConfigurationError(
-            f"a job fills whole nodes but --num-ranks {num_ranks} is no multiple of "
-            f"--ranks-per-node {ranks_per_node}; correct either"
-        )
+    num_ranks, ranks_per_node = job_ranks(namespace)
     job = FixedLengthJob(
         shape=shape_of(namespace),
-        num_ranks=namespace.num_ranks,
-        ranks_per_node=namespace.ranks_per_node,
+        num_ranks=num_ranks,
+        ranks_per_node=ranks_per_node,
         sequence_tokens=namespace.seq_length,
         num_sequences=namespace.global_batch_size,
     )

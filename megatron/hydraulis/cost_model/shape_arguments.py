@@ -20,6 +20,7 @@ from megatron.hydraulis.model_shape import (
     layers_with_experts,
 )
 from megatron.hydraulis.strategy import Strategy
+from megatron.hydraulis.strategy.strategy import RANKS_PER_NODE, ranks_of_node
 
 # Upstream's defaults of the same flags.
 _FFN_OVER_HIDDEN = 4
@@ -174,6 +175,45 @@ def add_shape_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="N",
         help=f"pad --vocab-size to a multiple of N (default: {VOCABULARY_MULTIPLE})",
     )
+
+
+def add_job_arguments(
+    parser: argparse._ActionsContainer, note: str = "", *, required: bool = True
+) -> None:
+    """Declare the flags that job_ranks reads, with a note on when they are needed."""
+    parser.add_argument(
+        "--num-ranks", type=int, required=required, metavar="N", help=f"ranks of the job{note}"
+    )
+    parser.add_argument(
+        "--ranks-per-node",
+        type=int,
+        metavar="N",
+        help=f"ranks of a node{note} (default: {RANKS_PER_NODE}, or all of a job that does not "
+        f"fill nodes of {RANKS_PER_NODE})",
+    )
+
+
+def job_ranks(namespace: argparse.Namespace) -> tuple[int, int]:
+    """Ranks of the job and of a node; StrategyError unless these fill whole nodes."""
+    num_ranks, what = namespace.num_ranks, "--num-ranks, --ranks-per-node"
+    return num_ranks, ranks_of_node(num_ranks, namespace.ranks_per_node, what)
+
+
+def add_profile_argument(
+    parser: argparse._ActionsContainer, note: str = "", *, required: bool = True
+) -> None:
+    """Declare --cost-profile, with a note on what else it is used for."""
+    parser.add_argument(
+        "--cost-profile",
+        required=required,
+        metavar="FILE",
+        help="cost profile, JSON: times of schemes in ms, limits in tokens per micro-batch" + note,
+    )
+
+
+def add_pool_argument(parser: argparse._ActionsContainer) -> None:
+    """Declare --pool."""
+    parser.add_argument("--pool", required=True, metavar="FILE", help="pool of strategies, JSON")
 
 
 def add_device_argument(

@@ -26,6 +26,7 @@ from megatron.hydraulis.flags.samples import check_counting
 from megatron.hydraulis.model_shape import ModelShape
 from megatron.hydraulis.strategy import Pool, Strategy
 from megatron.hydraulis.strategy.pool import fit_pool, num_ranks_of
+from megatron.hydraulis.strategy.strategy import ranks_of_node
 
 DATA_PATHS = ("data_path", "train_data_path", "valid_data_path", "test_data_path")
 """Attributes of the flags that name data."""
@@ -569,7 +570,7 @@ def resolve_pool(
     proposed: in place of a pool file, for --strategy-pool auto.
 
     --elastic adapts those for another number of ranks. If ranks_per_node is None, the pool file
-    defines it, and a single strategy assumes one node.
+    defines it, and a single strategy assumes the default of `ranks_of_node`.
 
     --strategy or --strategy-pool describe them; without both, the sizes of upstream's options do.
 
@@ -582,6 +583,8 @@ def resolve_pool(
             f"a node has no more ranks than the job but --ranks-per-node is {per_node} and the job "
             f"has {num_ranks}; give at most {num_ranks}, or leave it out"
         )
+    if hydraulis.strategy_pool is None and ranks_per_node is None:
+        ranks_per_node = ranks_of_node(num_ranks, None, "job")
     if hydraulis.strategy is None and hydraulis.strategy_pool is None:
         tp, pp = args.tensor_model_parallel_size, args.pipeline_model_parallel_size
         cp = args.context_parallel_size

@@ -199,7 +199,8 @@ class HydraulisConfig:
     error (iterations). Default: 10."""
 
     ranks_per_node: int | None = field(default=None, metadata=_flag("N"))
-    """Number of ranks per node (ranks). Default: LOCAL_WORLD_SIZE, else all ranks of the job."""
+    """Number of ranks per node (ranks). Default: LOCAL_WORLD_SIZE, else 8, or all of a job that
+    does not fill nodes of 8."""
 
     num_ranks: int | None = field(default=None, metadata=_flag("N"))
     """Number of ranks of the job that --dry-run describes (ranks). Default: WORLD_SIZE; on one

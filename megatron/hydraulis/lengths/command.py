@@ -179,15 +179,23 @@ def _cut(counts: LengthCounts, seq_length: int, how: LongSequences) -> CutEffect
     )
 
 
-def add_lengths_arguments(parser: argparse._ActionsContainer) -> None:
-    """Declares the flags for the lengths and how they are cut."""
+def add_lengths_argument(parser: argparse._ActionsContainer, *, of_batch: bool = False) -> None:
+    """Declares --lengths, of one batch for `read_lengths` or else for `read_length_counts`."""
+    what, histogram = "batch", ""
+    if not of_batch:
+        what, histogram = "corpus", ", or a histogram .csv with the header length_tokens,count"
     parser.add_argument(
         "--lengths",
         required=True,
         metavar="FILE",
-        help="lengths in tokens: an .idx (a document of D tokens trains D-1), a JSON list, text "
-        "with a number per line, or a histogram .csv with the header length_tokens,count",
+        help=f"lengths of the {what} in tokens: an .idx (a document of D tokens trains D-1), a "
+        f"JSON list, text with a number per line{histogram}",
     )
+
+
+def add_lengths_arguments(parser: argparse._ActionsContainer) -> None:
+    """Declares the flags for the lengths and how they are cut."""
+    add_lengths_argument(parser)
     parser.add_argument(
         "--seq-length", type=int, metavar="N", help="most tokens of a sequence (default: no limit)"
     )

@@ -51,7 +51,7 @@ from megatron.hydraulis.simulator.ways import WAYS
 from megatron.hydraulis.strategy import Pool, Scheme, Strategy
 from megatron.hydraulis.strategy.notation import parse_scheme
 from megatron.hydraulis.strategy.pool import num_ranks_of
-from megatron.hydraulis.strategy.strategy import whole_nodes
+from megatron.hydraulis.strategy.strategy import ranks_of_node
 
 Lengths = Sequence[int] | npt.NDArray[np.integer[Any]]
 """Tokens of each sequence."""
@@ -62,7 +62,6 @@ ProfileLike = ProfileCostModel | str | os.PathLike[str]
 ModelLike = ModelShape | str | os.PathLike[str]
 """A model's sizes, the path of a model file, or a Hugging Face folder with ``config.json``."""
 
-_RANKS_PER_NODE = 8
 _HF_CONFIG = "config.json"
 
 
@@ -84,7 +83,7 @@ def estimate(
         schemes: such as ``["tp4pp2", "tp2"]``, or those of a pool; None for all of powers of two
             that fit.
         num_ranks: of the job, which share the optimizer's state; a pool knows it.
-        ranks_per_node: None for 8, or all; a pool knows it.
+        ranks_per_node: None for the default of the commands; a pool knows it.
         fp32: train in fp32 instead of bf16.
         recompute: activations that the backward computes again; as in training, the MLPs of a
             model with experts keep theirs.
@@ -145,7 +144,7 @@ def plan(
         model: to compute regrouping of strategies that the profile did not measure; None for the
             profile's.
         device: likewise.
-        ranks_per_node: of strategies in notation; None for 8, or all.
+        ranks_per_node: of strategies in notation; None for the default of the commands.
         grad_reduce_in_bf16: gradients travel in bf16.
         row_quantum: to which rows are rounded up, in tokens.
         seed: for the solver's tie-breaking.
@@ -197,7 +196,7 @@ def propose(
         lengths: of the corpus, in tokens, or the path of a file as ``--lengths`` takes it.
         profile: measured or estimated; with model and device, widths of cp are assumed.
         num_ranks: of the job.
-        ranks_per_node: None for 8, or all.
+        ranks_per_node: None for the default of the commands.
         global_batch_size: sequences of a batch.
         global_batch_tokens: or its most tokens instead.
         seq_length: most tokens of a sequence; None for no limit.
@@ -308,7 +307,7 @@ def simulate(
 def as_pool(pool: PoolLike, ranks_per_node: int | None = None) -> Pool:
     """Of strategies in notation the largest gives the ranks of the job.
 
-    ranks_per_node: of strategies in notation; None for 8, or all.
+    ranks_per_node: of strategies in notation; None for the default of the commands.
 
     Raises StrategyError for a file that cannot be read and for invalid strategies.
     """
@@ -396,9 +395,7 @@ def _ranks_per_node(num_ranks: int, given: int | None) -> int:
     for name, value in (("num_ranks", num_ranks), ("ranks_per_node", given or 0)):
         if not isinstance(value, Integral):
             raise _refusal(value, name, "a whole number")
-    return whole_nodes(
-        num_ranks, min(_RANKS_PER_NODE, num_ranks) if given is None else given, "ranks_per_node"
-    )
+    return ranks_of_node(num_ranks, given, "ranks_per_node")
 
 
 def _schemes(schemes: Iterable[str | Scheme]) -> list[Scheme]:

@@ -29,13 +29,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--lengths",
         required=True,
         metavar="FILE",
-        help="lengths of the batch in tokens: a JSON list, a number a line, or an .idx",
+        help="lengths of the batch in tokens: an .idx (a document of D tokens trains D-1), a JSON "
+        "list, text with a number per line",
     )
     parser.add_argument(
         "--cost-profile",
         required=True,
         metavar="FILE",
-        help="cost profile, JSON, times in ms, limits in tokens",
+        help="cost profile, JSON: times of schemes in ms, limits in tokens per micro-batch",
     )
     parser.add_argument("--pool", required=True, metavar="FILE", help="pool of strategies, JSON")
     parser.add_argument(

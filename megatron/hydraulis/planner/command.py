@@ -5,12 +5,15 @@ import argparse
 from megatron.hydraulis.cost_model.limits import add_row_quantum
 from megatron.hydraulis.cost_model.profile import ProfileCostModel
 from megatron.hydraulis.cost_model.shape_arguments import (
+    add_pool_argument,
+    add_profile_argument,
     add_regroup_arguments,
     job_options,
     print_bf16_advice,
     warn_of_unknown_overheads,
 )
 from megatron.hydraulis.json_object import write_output
+from megatron.hydraulis.lengths.command import add_lengths_argument
 from megatron.hydraulis.lengths.counts import read_lengths
 from megatron.hydraulis.planner.planned import WIDTH, plan_batch, replica_table, summary
 from megatron.hydraulis.strategy import Pool
@@ -20,21 +23,9 @@ from megatron.hydraulis.terminal import print_json, print_next, results_console
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the flags of the subcommand."""
     files = parser.add_argument_group("input and output")
-    files.add_argument(
-        "--lengths",
-        required=True,
-        metavar="FILE",
-        help="lengths of the batch in tokens: a JSON list, text with one number per line, or an "
-        ".idx (its documents are the batch; one of D tokens trains D-1)",
-    )
-    files.add_argument(
-        "--cost-profile",
-        required=True,
-        metavar="FILE",
-        help="cost profile, JSON: times of the schemes in ms and their limits in tokens per "
-        "micro-batch",
-    )
-    files.add_argument("--pool", required=True, metavar="FILE", help="pool of strategies, JSON")
+    add_lengths_argument(files, of_batch=True)
+    add_profile_argument(files)
+    add_pool_argument(files)
     files.add_argument("--out", metavar="FILE", help="write the plan here, JSON, times in s")
     output = files.add_mutually_exclusive_group()
     output.add_argument(

@@ -9,8 +9,11 @@ from rich.progress import TextColumn, TimeElapsedColumn
 from megatron.hydraulis.cost_model.limits import add_row_quantum
 from megatron.hydraulis.cost_model.profile import ProfileCostModel
 from megatron.hydraulis.cost_model.shape_arguments import (
+    add_job_arguments,
+    add_profile_argument,
     add_regroup_arguments,
     job_options,
+    job_ranks,
     print_bf16_advice,
     warn_of_unknown_overheads,
 )
@@ -30,7 +33,6 @@ from megatron.hydraulis.proposal.propose import (
     propose_for_corpus,
 )
 from megatron.hydraulis.strategy.notation import parse_terms
-from megatron.hydraulis.strategy.strategy import whole_nodes
 from megatron.hydraulis.terminal import (
     launch_command,
     print_json,
@@ -50,17 +52,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_batch_arguments(corpus)
     add_search_arguments(corpus, num_batches=NUM_BATCHES)
     job = parser.add_argument_group("job")
-    job.add_argument(
-        "--cost-profile",
-        required=True,
-        metavar="FILE",
-        help="cost profile, JSON: times of the schemes in ms, their limits in tokens per "
-        "micro-batch",
-    )
-    job.add_argument("--num-ranks", type=int, required=True, metavar="N", help="ranks of the job")
-    job.add_argument(
-        "--ranks-per-node", type=int, metavar="N", help="ranks of a node (default: all)"
-    )
+    add_profile_argument(job)
+    add_job_arguments(job)
     job.add_argument(
         "--schemes",
         metavar="LIST",
@@ -104,10 +97,7 @@ def run(namespace: argparse.Namespace) -> int:
     Raises ConfigurationError, StrategyError or DataError for invalid files and flags, PlanError if
     no scheme holds the longest sequence.
     """
-    num_ranks = namespace.num_ranks
-    ranks_per_node = whole_nodes(
-        num_ranks, namespace.ranks_per_node or 0, "--num-ranks, --ranks-per-node"
-    )
+    num_ranks, ranks_per_node = job_ranks(namespace)
     allowed = None
     if namespace.schemes is not None:
         terms = parse_terms(namespace.schemes, label="--schemes")

@@ -10,6 +10,8 @@ from rich.progress import TextColumn, TimeRemainingColumn
 from megatron.hydraulis.cost_model.limits import add_row_quantum
 from megatron.hydraulis.cost_model.profile import ProfileCostModel
 from megatron.hydraulis.cost_model.shape_arguments import (
+    add_pool_argument,
+    add_profile_argument,
     add_regroup_arguments,
     job_options,
     print_bf16_advice,
@@ -19,6 +21,7 @@ from megatron.hydraulis.errors import ConfigurationError
 from megatron.hydraulis.json_object import write_json
 from megatron.hydraulis.lengths.command import (
     add_batch_arguments,
+    add_lengths_argument,
     add_long_sequences,
     add_seed,
     batch_sizes,
@@ -64,21 +67,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "flags determine the result (with --plan-time, or if planning is faster than training)."
     )
     files = parser.add_argument_group("input and output")
-    files.add_argument(
-        "--lengths",
-        required=True,
-        metavar="FILE",
-        help="lengths of the corpus in tokens: an .idx, a JSON list, text with a number per line, "
-        "or a .csv with the header length_tokens,count",
-    )
-    files.add_argument(
-        "--cost-profile",
-        required=True,
-        metavar="FILE",
-        help="cost profile, JSON: times of the schemes in ms, their limits in tokens per "
-        "micro-batch; regroup_ms and optimizer_ms of a strategy are included if present",
-    )
-    files.add_argument("--pool", required=True, metavar="FILE", help="pool of strategies, JSON")
+    add_lengths_argument(files)
+    add_profile_argument(files)
+    add_pool_argument(files)
     files.add_argument(
         "--out",
         metavar="DIR",

@@ -232,6 +232,20 @@ class Strategy:
                 raise self._error(str(error)) from None
 
 
+RANKS_PER_NODE = 8
+"""Of a job whose nodes are not described."""
+
+
+def ranks_of_node(num_ranks: int, given: int | None, what: str) -> int:
+    """Ranks of a node: those given, else 8, or all of a job that does not fill nodes of 8.
+
+    Raises StrategyError as `whole_nodes`.
+    """
+    if given is None:
+        given = 0 if num_ranks % RANKS_PER_NODE else RANKS_PER_NODE
+    return whole_nodes(num_ranks, given, what)
+
+
 def whole_nodes(num_ranks: int, ranks_per_node: int, what: str) -> int:
     """Ranks of a node with the default resolved; StrategyError unless ranks fill whole nodes."""
     if num_ranks < 1:
