@@ -4,6 +4,7 @@ import argparse
 import enum
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, NoReturn
 
 from megatron.training.argument_utils import ArgumentGroupFactory
@@ -141,6 +142,9 @@ class FlagParser:
             for option in action.option_strings
             if action.dest != "help"
         }
+        self._upstream_by_dest: dict[str, list[argparse.Action]] = {}
+        for action, _ in self._upstream.values():
+            self._upstream_by_dest.setdefault(action.dest, []).append(action)
         self._show_honoured_only()
         self._name_enumerations()
         ArgumentGroupFactory(HydraulisConfig).build_group(self._parser)
@@ -152,6 +156,7 @@ class FlagParser:
             if action.dest != "help"
         }
         self._recorder = self._build_recorder()
+        self._readers: dict[str, argparse.ArgumentParser] = {}
 
     @property
     def upstream_options(self) -> Mapping[str, str]:
@@ -167,7 +172,7 @@ class FlagParser:
             if option == action.option_strings[0]
         }
 
-    @property
+    @cached_property
     def honoured_defaults(self) -> Mapping[str, Any]:
         """Attribute that honoured options of upstream set -> its default, in alphabetical order."""
         dests = sorted({self._upstream[option][0].dest for option in HONOURED})
@@ -175,7 +180,7 @@ class FlagParser:
 
     def as_typed(self, dest: str, value: object) -> str:
         """How a user gives an attribute this value; empty for a switch that is not given."""
-        actions = [action for action, _ in self._upstream.values() if action.dest == dest]
+        actions = self._upstream_by_dest.get(dest, [])
         switches = [action for action in actions if action.nargs == 0]
         if switches and isinstance(value, bool):
             named = [action.option_strings[0] for action in switches if action.const is value]
@@ -297,6 +302,13 @@ class FlagParser:
         default = "0" if action.default in (None, []) else str(action.default)
         return given.values in ((default,), (default.removesuffix(".0"),))
 
+    def _reader(self, option: str) -> argparse.ArgumentParser:
+        """Reads one option; a parser of all options would set hundreds of defaults."""
+        if option not in self._readers:
+            self._readers[option] = _Raising(allow_abbrev=False, add_help=False)
+            self._readers[option]._add_action(self._actions[option])
+        return self._readers[option]
+
     def _has_right_values(self, given: Given, row: Row | None, problems: Problems) -> bool:
         """Whether the values can be converted and lie in their range; adds a problem otherwise."""
         nargs = self._actions[given.option].nargs
@@ -306,11 +318,8 @@ class FlagParser:
             return False
         if isinstance(row, Taken) and row.only is None:
             return True
-        # A parser of all options would set hundreds of defaults.
-        reader = _Raising(allow_abbrev=False, add_help=False)
-        reader._add_action(self._actions[given.option])
         try:
-            args = reader.parse_args([given.option, *given.values])
+            args = self._reader(given.option).parse_args([given.option, *given.values])
         except ConfigurationError as error:
             problems.add(_in_our_words(given, str(error)))
             return False
