@@ -284,24 +284,12 @@ _BAD_INPUT = [
     (
         f"{_EXPERTS} --expert-model-parallel-size 8",
         (),
-        ["cp8~ep8 has ep 8 and the model 4 experts", "use an ep that divides 4"],
+        ["--expert-model-parallel-size is 8 and --num-experts 4", "use a size that divides 4"],
     ),
     (
-        f"{_EXPERTS} --tensor-model-parallel-size 2 --expert-model-parallel-size 3",
+        f"{_EXPERTS} --context-parallel-size 3 --expert-model-parallel-size 2",
         (),
-        ["tp2ep3 has tp·cp = 2 ranks a stage and ep 3", "use an ep that divides 2"],
-    ),
-    (
-        "--num-experts 6 --disable-bias-linear --expert-model-parallel-size 6 "
-        "--tensor-model-parallel-size 2",
-        (),
-        ["ep 6 with tp·cp = 2", "tp times a power of two", "tp is 2; use ep 4 or 8"],
-    ),
-    (
-        "--num-experts 6 --disable-bias-linear --expert-model-parallel-size 6 "
-        "--context-parallel-size 3",
-        (),
-        ["ep 6 with tp·cp = 3", "use an ep that divides 3, or a cp that is a power of two"],
+        ["strategy of cp3 alone: replicas of 3 ranks do not fill the job's 8", "start 6"],
     ),
     ("--spec one", (), ["1 values: one", "write --spec package.module name"]),
     ("--spec no.such name", (), ["cannot be imported", "PYTHONPATH"]),

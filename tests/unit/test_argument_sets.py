@@ -177,7 +177,7 @@ def test_sizes_of_one_layout_yield_to_a_strategy_and_stand_for_one_alone(tmp_pat
     assert len(with_strategy.taken) == 3
     assert with_strategy.taken[0] == (
         "--tensor-model-parallel-size 2",
-        "--strategy 4*tp2 gives the layout of every replica",
+        "--strategy 4*tp2 wins: its tp is 2",
     )
 
 
@@ -194,6 +194,7 @@ def test_every_default_that_differs_from_upstreams_is_listed(tmp_path: Path) -> 
         *("ffn_hidden_size", "kv_channels", "padded_vocab_size", "eval_global_batch_size"),
         *("add_qkv_bias", "recompute_activations", "split"),
         *("start_weight_decay", "end_weight_decay", "accumulate_allreduce_grads_in_fp32"),
+        "expert_tensor_parallel_size",
     }
     listed = {d.typed.removeprefix("no ").split()[0] for d in resolved.differences}
     derived |= {"eval_iters"}  # none without --eval-interval

@@ -335,6 +335,11 @@ def test_a_dry_run_on_one_process_has_the_ranks_of_its_strategy(
             4,
             "2*tp2ep2",
         ),
+        (
+            f"{EXPERTS} --tensor-model-parallel-size 2 --expert-model-parallel-size 2",
+            8,
+            "2*tp2cp2~ep4",
+        ),
         ("--expert-model-parallel-size 4", 4, "4*tp1"),
         ("--strategy tp2+2*tp1", 4, "tp2+2*tp1"),
         ("--strategy tp2@0,3+pp2:3,1@1,2", 4, "tp2@0,3+pp2:3,1@1,2"),

@@ -186,6 +186,9 @@ ROWS: dict[str, Row] = {
     "--expert-model-parallel-size": Row(
         "4", "strategy", "2*cp4~ep4", also="--num-experts 8 --disable-bias-linear"
     ),
+    "--expert-tensor-parallel-size": Row(
+        "4", "strategy", "2*cp4~ep4", also="--num-experts 8 --disable-bias-linear"
+    ),
     # batch and loop
     "--global-batch-size": _args("7", "global_batch_size", 7),
     "--rampup-batch-size": Row(

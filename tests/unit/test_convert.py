@@ -225,7 +225,12 @@ def test_experts_of_a_script_are_shared_as_in_training(
         "--expert-model-parallel-size 4"
     )
     main(["convert", str(script), "--num-ranks", "8"])
-    assert "--strategy '2*tp2cp2~ep4' on 8 ranks" in capsys.readouterr().out
+    shown = capsys.readouterr().out
+    assert "--strategy 'tp2cp4~ep8' on 8 ranks" in shown
+    assert "in Megatron a rank holds" not in shown
+    script.write_text(script.read_text().replace("-experts 8", "-experts 4"))
+    main(["convert", str(script), "--num-ranks", "8"])
+    assert "\nwarning      experts: in Megatron a rank holds 1/8 of each" in capsys.readouterr().out
 
 
 def _converted(

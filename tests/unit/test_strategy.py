@@ -7,6 +7,7 @@ import pytest
 
 from megatron.hydraulis.errors import StrategyError
 from megatron.hydraulis.strategy import Pool, Replica, Scheme, Strategy
+from megatron.hydraulis.strategy.megatron_layout import MegatronLayout
 from megatron.hydraulis.strategy.pool import num_ranks_of
 from tests.support.planning import LLAMA_7B
 
@@ -142,13 +143,56 @@ def test_nodes_must_be_complete() -> None:
     assert Strategy.parse("tp2", 2, ranks_per_node=8) == Strategy.parse("tp2", 2)
 
 
-def test_homogeneous() -> None:
-    assert str(Strategy.homogeneous(8, tp=2, pp=2)) == "2*tp2pp2"
-    assert Strategy.homogeneous(1, tp=1).name == "tp1"
-    assert str(Strategy.homogeneous(16, tp=2, pp=2, ep=8)) == "tp2cp4~ep8pp2"
-    assert str(Strategy.homogeneous(8, tp=2, cp=2, ep=2)) == "2*tp2cp2ep2"
+def test_megatrons_sizes_become_equal_replicas() -> None:
+    assert str(MegatronLayout(tp=2, pp=2).strategy(8)) == "2*tp2pp2"
+    assert MegatronLayout().strategy(1).name == "tp1"
     with pytest.raises(StrategyError, match="replicas of 4 ranks do not fill the job's 6 ranks"):
-        Strategy.homogeneous(6, tp=2, cp=2)
+        MegatronLayout(tp=2, cp=2).strategy(6)
+
+
+@pytest.mark.parametrize(
+    ("layout", "num_ranks", "strategy"),
+    [
+        (MegatronLayout(tp=2, num_experts=8), 4, "2*tp2"),
+        (MegatronLayout(tp=2, etp=1, num_experts=8), 4, "2*tp2"),
+        (MegatronLayout(tp=2, etp=4, num_experts=8), 4, "tp2cp2~ep4"),
+        (MegatronLayout(tp=2, cp=2, ep=2, etp=1, num_experts=8), 8, "2*tp2cp2ep2"),
+        (MegatronLayout(tp=2, cp=2, ep=2, num_experts=8), 8, "2*tp2cp2ep4"),
+        (MegatronLayout(tp=2, ep=4, num_experts=64), 8, "tp2cp4~ep8"),
+        (MegatronLayout(tp=2, pp=2, ep=8, etp=1, num_experts=8), 16, "tp2cp4~ep8pp2"),
+        (MegatronLayout(tp=2, cp=3, ep=3, etp=1, num_experts=6), 12, "2*tp2cp3ep3"),
+        # No scheme of 3 or 4 ranks shares 12 experts in threes, so 4 ranks do.
+        (MegatronLayout(ep=3, num_experts=12), 12, "3*cp4~ep4"),
+        (MegatronLayout(tp=2, ep=4), 4, "2*tp2"),
+    ],
+)
+def test_ranks_hold_as_many_experts_as_in_megatron(
+    layout: MegatronLayout, num_ranks: int, strategy: str
+) -> None:
+    found = layout.strategy(num_ranks)
+    assert str(found) == strategy
+    assert not layout.note(found.schemes[0])
+
+
+@pytest.mark.parametrize(
+    ("layout", "num_ranks", "strategy", "shares"),
+    [
+        (MegatronLayout(tp=2, ep=8, num_experts=8), 16, "2*tp2cp4~ep8", ("1/16", "1/8")),
+        (MegatronLayout(ep=3, num_experts=12), 9, "9*tp1", ("1/3", "all")),
+        (MegatronLayout(tp=4, ep=3, num_experts=3), 12, "3*tp4", ("1/12", "1/4")),
+        (MegatronLayout(tp=2, ep=6, num_experts=6), 8, "4*tp2ep2", ("1/12", "1/2")),
+        (MegatronLayout(tp=2, ep=2, num_experts=8), 2, "tp2ep2", ("1/4", "1/2")),
+    ],
+)
+def test_ranks_that_hold_more_experts_than_in_megatron_are_named(
+    layout: MegatronLayout, num_ranks: int, strategy: str, shares: tuple[str, str]
+) -> None:
+    found = layout.strategy(num_ranks)
+    assert str(found) == strategy
+    note = layout.note(found.schemes[0])
+    there, here = shares
+    assert f"in Megatron a rank holds {there} of" in note
+    assert f"in {found.schemes[0]} {here}, the nearest" in note
 
 
 def test_replica_of() -> None:

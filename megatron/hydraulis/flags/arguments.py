@@ -31,7 +31,7 @@ from megatron.hydraulis.cost_model.shape_arguments import (
     head_sizes,
 )
 from megatron.hydraulis.data.sampler import BatchSizes
-from megatron.hydraulis.errors import ConfigurationError
+from megatron.hydraulis.errors import ConfigurationError, listed
 from megatron.hydraulis.flags import checks
 from megatron.hydraulis.flags.changes import COMPLETED
 from megatron.hydraulis.flags.config import HydraulisConfig
@@ -47,6 +47,7 @@ from megatron.hydraulis.flags.problems import Problems
 from megatron.hydraulis.flags.samples import evaluation_sizes, training_sizes
 from megatron.hydraulis.model_shape import ModelShape, count_windowed_layers
 from megatron.hydraulis.strategy import Pool
+from megatron.hydraulis.strategy.megatron_layout import SIZES
 from megatron.hydraulis.strategy.pool import num_ranks_of
 
 
@@ -61,7 +62,8 @@ class Resolved:
     pool: Pool
     """The strategies of the flags and the pool file."""
     pool_changes: tuple[str, ...]
-    """How --elastic adapted them, one line per change."""
+    """How they differ from what the flags describe, by --elastic or as experts are whole; one line
+    per change."""
     given: tuple[str, ...]
     """Honoured options with their values, as typed."""
     taken: tuple[tuple[str, str], ...]
@@ -117,7 +119,6 @@ def parse_arguments(
     taken = (
         *flags.taken,
         *checks.drop_kept_modules(args),
-        *_layout_taken(flags),
         *_core_attention_taken(flags),
         *_exchange_taken(flags),
         *_dispatcher_taken(flags),
@@ -205,7 +206,7 @@ def parse_arguments(
         pool=pool,
         pool_changes=pool_changes,
         given=flags.as_typed,
-        taken=taken,
+        taken=(*taken, *_layout_taken(flags, hydraulis, pool)),
         unknown=flags.unknown,
         differences=differences(flag_parser, flags, before, uses_tp=pool.tp_lcm > 1),
         settings=flag_parser.honoured_defaults,
@@ -215,14 +216,6 @@ def parse_arguments(
         shape=_model_shape(args),
         vocabulary=vocabulary,
     )
-
-
-_SIZES = (
-    "tensor_model_parallel_size",
-    "pipeline_model_parallel_size",
-    "context_parallel_size",
-    "expert_model_parallel_size",
-)
 
 
 def wants_proposal(argv: Sequence[str]) -> bool:
@@ -243,19 +236,20 @@ def _split_pool(argv: Sequence[str]) -> tuple[str | None, list[str]]:
     return namespace.strategy_pool, rest
 
 
-def _layout_taken(flags: ParsedFlags) -> tuple[tuple[str, str], ...]:
+def _layout_taken(
+    flags: ParsedFlags, hydraulis: HydraulisConfig, pool: Pool
+) -> Iterator[tuple[str, str]]:
     """The sizes of upstream's one layout that were given although strategies are named."""
     for option, value in (
-        ("--strategy", flags.args.strategy),
-        ("--strategy-pool", flags.args.strategy_pool),
+        ("--strategy", hydraulis.strategy),
+        ("--strategy-pool", hydraulis.strategy_pool),
     ):
         if value is not None:
-            return tuple(
-                (str(given), f"{option} {value} gives the layout of every replica")
-                for given in flags.given
-                if given.dest in _SIZES
-            )
-    return ()
+            for name, dest in SIZES.items():
+                axis = "ep" if name == "etp" else name
+                degrees = {getattr(s, axis) for each in pool.strategies for s in each.schemes}
+                wins = f"{option} {value} wins: its {axis} is {listed(sorted(degrees))}"
+                yield from ((str(given), wins) for given in flags.given if given.dest == dest)
 
 
 def _exchange_taken(flags: ParsedFlags) -> tuple[tuple[str, str], ...]:

@@ -25,6 +25,7 @@ from megatron.hydraulis.flags.config import HydraulisConfig, option_of
 from megatron.hydraulis.flags.samples import check_counting
 from megatron.hydraulis.model_shape import ModelShape
 from megatron.hydraulis.strategy import Pool, Strategy
+from megatron.hydraulis.strategy.megatron_layout import MegatronLayout
 from megatron.hydraulis.strategy.pool import fit_pool, num_ranks_of
 from megatron.hydraulis.strategy.strategy import ranks_of_node
 
@@ -572,7 +573,8 @@ def resolve_pool(
     --elastic adapts those for another number of ranks. If ranks_per_node is None, the pool file
     defines it, and a single strategy assumes the default of `ranks_of_node`.
 
-    --strategy or --strategy-pool describe them; without both, the sizes of upstream's options do.
+    --strategy or --strategy-pool describe them; without both, the sizes of upstream's options do,
+    see `MegatronLayout`.
 
     Raises ConfigurationError when the pool is for another job; StrategyError when a strategy cannot
     be read or placed.
@@ -586,22 +588,14 @@ def resolve_pool(
     if hydraulis.strategy_pool is None and ranks_per_node is None:
         ranks_per_node = ranks_of_node(num_ranks, None, "job")
     if hydraulis.strategy is None and hydraulis.strategy_pool is None:
-        tp, pp = args.tensor_model_parallel_size, args.pipeline_model_parallel_size
-        cp = args.context_parallel_size
-        ep = args.expert_model_parallel_size if args.num_experts else 1
-        num_used = num_ranks
-        if hydraulis.elastic:
-            in_replica = max(tp * cp, ep) * pp
-            num_used = num_ranks // in_replica * in_replica
-        strategy = Strategy.homogeneous(
-            num_used or num_ranks,
-            tp=tp,
-            cp=cp,
-            pp=pp,
-            ep=ep,
-            ranks_per_node=ranks_per_node if num_used == num_ranks else None,
+        layout = MegatronLayout.of(args)
+        num_used = layout.num_usable_ranks(num_ranks) if hydraulis.elastic else num_ranks
+        strategy = layout.strategy(
+            num_used, ranks_per_node=ranks_per_node if num_used == num_ranks else None
         )
-        return _fitted(Pool.of(strategy), args, num_ranks, ranks_per_node)
+        pool, changes = _fitted(Pool.of(strategy), args, num_ranks, ranks_per_node)
+        note = layout.note(strategy.schemes[0])
+        return pool, (*changes, *([note] if note else []))
     if hydraulis.strategy is not None:
         if hydraulis.elastic and num_ranks_of(hydraulis.strategy) != num_ranks:
             strategy = Strategy.parse(hydraulis.strategy, num_ranks_of(hydraulis.strategy))
@@ -609,7 +603,7 @@ def resolve_pool(
             strategy = Strategy.parse(hydraulis.strategy, num_ranks, ranks_per_node=ranks_per_node)
         return _fitted(Pool.of(strategy), args, num_ranks, ranks_per_node)
     pool = proposed or Pool.read(str(hydraulis.strategy_pool))
-    changes: tuple[str, ...] = ()
+    changes = ()
     if hydraulis.elastic:
         pool, changes = _fitted(pool, args, num_ranks, ranks_per_node or pool.ranks_per_node)
     _check_job(pool, hydraulis, num_ranks=num_ranks, ranks_per_node=ranks_per_node)

@@ -9,15 +9,10 @@ from pathlib import Path, PurePath
 from megatron.hydraulis.errors import ConfigurationError
 from megatron.hydraulis.flags.shell_script import Script
 from megatron.hydraulis.flags.shell_words import Call, Unknown, endings
-from megatron.hydraulis.strategy import Strategy
+from megatron.hydraulis.strategy.megatron_layout import SIZES, MegatronLayout
 
 _GIVEN_LATER = ("tokenizer_type", "data_path")
 """Attributes that a file of options may leave to the command line."""
-_LAYOUT = {
-    "tp": "tensor_model_parallel_size",
-    "cp": "context_parallel_size",
-    "pp": "pipeline_model_parallel_size",
-}
 _SIZE = re.compile(
     r"(?<!\S)--?(nodes|ntasks|ntasks-per-node|gpus-per-node|gres|cpus-per-task|nnodes|"
     r"nproc-per-node|np|[Nnc])(?:[=\s]+|(?=\d))(\S+)"
@@ -212,13 +207,12 @@ def run(namespace: argparse.Namespace) -> int:
     attempted = {*flags.attempted, *_GIVEN_LATER}
     with problems.collected():
         checks.check_required(checks.missing_flags(flags.args, attempted=attempted))
-    sizes = {name: getattr(flags.args, dest) for name, dest in _LAYOUT.items()}
-    if flags.args.num_experts:
-        sizes["ep"] = flags.args.expert_model_parallel_size
-    num_ranks, strategy = namespace.num_ranks or launch.num_ranks, ""
-    if not flags.wrong & set(_LAYOUT.values()):
+    layout = MegatronLayout.of(flags.args)
+    num_ranks = namespace.num_ranks or launch.num_ranks
+    strategy: list[str] = []
+    if not flags.wrong & {*SIZES.values(), "num_experts"}:
         with problems.collected():
-            strategy = _strategy_text(sizes, num_ranks)
+            strategy = _strategy_lines(layout, num_ranks)
     honoured = [
         (given.option, *given.values)
         for given in flags.given
@@ -239,9 +233,8 @@ def run(namespace: argparse.Namespace) -> int:
     # No check accepts the character that stands for an unknown.
     needed = {*(each for each in used if not each.is_set_by_job), *of("".join(problems.lines))}
     unset = [each for each in of(" ".join((*call.words_around, *options))) if each in needed]
-    uses_tp = sizes["tp"] > 1
     texts = option_texts(
-        flags.taken, flags.unknown, differences(parser, flags, before, uses_tp=uses_tp)
+        flags.taken, flags.unknown, differences(parser, flags, before, uses_tp=layout.tp > 1)
     )
     for line in (
         *block_lines("refused", "change or remove these first", refused),
@@ -259,8 +252,8 @@ def run(namespace: argparse.Namespace) -> int:
         *map(shown, option_lines(texts)),
     ):
         print(line)
-    if strategy:
-        print(f"strategy     {strategy}")
+    for line in strategy:
+        print(line)
     if refused or unset:
         print("command      printed once nothing is refused or unset")
         return 1
@@ -303,16 +296,19 @@ def _variables(assignments: Sequence[str]) -> dict[str, str]:
     return dict(each.split("=", 1) for each in assignments)
 
 
-def _strategy_text(sizes: Mapping[str, int], num_ranks: int | None) -> str:
-    """The strategy that equals the layout; raises StrategyError if there is none."""
+def _strategy_lines(layout: MegatronLayout, num_ranks: int | None) -> list[str]:
+    """The strategy that equals the layout, and how it differs; raises StrategyError if there is
+    none."""
+    scheme = layout.scheme(num_ranks)
     if num_ranks is None:
-        scheme = "".join(f"{name}{size}" for name, size in sizes.items() if size > 1) or "tp1"
-        return (
+        text = (
             f"replicas of {scheme}; how many ranks the script starts is not clear: give "
             "--num-ranks N"
         )
-    same = Strategy.homogeneous(num_ranks, **sizes)
-    return (
-        f"--strategy '{same}' on {num_ranks} ranks equals its sizes of {', '.join(sizes)}, with "
-        "equal stages"
-    )
+    else:
+        text = (
+            f"--strategy '{layout.strategy(num_ranks)}' on {num_ranks} ranks equals its sizes, "
+            "with equal stages"
+        )
+    note = layout.note(scheme)
+    return [f"strategy     {text}", *([f"warning      {note}"] if note else [])]

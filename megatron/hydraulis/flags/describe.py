@@ -113,6 +113,7 @@ def describe(
         "row_quantum_tokens": limits.row_quantum,
         "most_communicators_of_a_rank": PoolFootprint.of(pool).num_communicators,
         "strategies": [_describe_strategy(resolved, strategy, limits) for strategy in strategies],
+        "pool_changes": list(resolved.pool_changes),
         "left_out": list(left_out),
         "model": dataclasses.asdict(shape)
         | {
@@ -280,7 +281,8 @@ def format_description(description: dict[str, Any]) -> str:
     lines = [f"ranks        {description['num_ranks']} ({description['ranks_per_node']} a node)"]
     for strategy in description["strategies"]:
         lines += _strategy_lines(strategy)
-    lines += [f"warning      {line}" for line in description["left_out"]]
+    warnings = (*description["pool_changes"], *description["left_out"])
+    lines += [f"warning      {line}" for line in warnings]
     lines += [
         f"cost model   {description['cost_model']}",
         f"groups       {communicators_text(description['most_communicators_of_a_rank'])}",

@@ -9,7 +9,8 @@ TOPIC = """
     --moe-router-load-balancing-type --moe-aux-loss-coeff --moe-z-loss-coeff
     --moe-router-enable-expert-bias --moe-router-bias-update-rate
     --moe-shared-expert-intermediate-size
-    --moe-shared-expert-gate --moe-token-dispatcher-type --expert-model-parallel-size"""
+    --moe-shared-expert-gate --moe-token-dispatcher-type --expert-model-parallel-size
+    --expert-tensor-parallel-size"""
 
 RESTRICTED = {
     "--moe-router-enable-expert-bias": Honoured(
@@ -55,7 +56,6 @@ TAKEN_FOR = {
         --moe-grouped-gemm --moe-permute-fusion --moe-router-fusion --moe-single-grouped-weight
         --moe-single-grouped-bias --use-grouped-gemm-for-shared-expert
         --moe-shared-expert-overlap""",
-    "tp of a replica cuts its experts unless ep is above 1": "--expert-tensor-parallel-size",
     "plain collectives exchange tokens, with the same result": """
         --overlap-moe-expert-parallel-comm --delay-wgrad-compute
         --overlap-dispatch-backward-with-experts-wgrad --ep-overlap-early-attn-memory-release

@@ -143,8 +143,9 @@ _DIFFERENT = {
     "--tensor-model-parallel-size": "tp of every replica, without --strategy and --strategy-pool",
     "--pipeline-model-parallel-size": "pp of every replica, without --strategy and --strategy-pool",
     "--context-parallel-size": "cp of every replica, without --strategy and --strategy-pool",
-    "--expert-model-parallel-size": "ep of every replica, without --strategy and --strategy-pool; "
-    "replicas that share experts become one, as in cp8~ep8",
+    "--expert-model-parallel-size": "times --expert-tensor-parallel-size, ep of every replica, "
+    "without --strategy and --strategy-pool; replicas that share experts become one, as in cp8~ep8",
+    "--expert-tensor-parallel-size": "a factor of ep; default: tp",
 }
 """Options whose effect differs from upstream's help, although every value is accepted."""
 

@@ -64,7 +64,7 @@ _OPTIONS: dict[Range, str] = {
         --eval-interval
         --log-interval --tensorboard-log-interval --tensorboard-queue-size
         --distributed-timeout-minutes --tensor-model-parallel-size --pipeline-model-parallel-size
-        --context-parallel-size --expert-model-parallel-size
+        --context-parallel-size --expert-model-parallel-size --expert-tensor-parallel-size
         --global-batch-tokens --max-tokens-per-micro-batch --row-quantum-tokens --loss-chunk-tokens
         --ranks-per-node
         --num-ranks --keep-last --max-skipped-in-a-row""",

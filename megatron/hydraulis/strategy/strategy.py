@@ -117,23 +117,10 @@ class Strategy:
     ) -> "Strategy":
         """Replicas of one scheme that fill the job: ``2*tp2pp2`` on 8 ranks.
 
-        In Megatron replicas may share experts. A multiple ep of tp·cp therefore makes replicas of
-        ep ranks a stage whose cp ranks may each have sequences of their own: ``cp8~ep8``.
-
-        Raises StrategyError unless the ranks are a multiple of those of a replica, and for such an
-        ep that is not tp times a power of two.
+        Raises StrategyError unless the ranks are a multiple of those of a replica, and as
+        `replica_scheme`.
         """
-        width = cp if ep % (tp * cp) else ep // tp
-        if width != cp and width & (width - 1):
-            lower = tp << (width.bit_length() - 1)
-            fix = f"ep {lower} or {2 * lower}"
-            if cp & (cp - 1):
-                fix = f"an ep that divides {tp * cp}, or a cp that is a power of two"
-            raise StrategyError(
-                f"strategy of ep {ep} with tp·cp = {tp * cp}: an ep above tp·cp is tp times a "
-                f"power of two, as its ranks form one replica, but tp is {tp}; use {fix}"
-            )
-        scheme = Scheme(tp=tp, cp=width, pp=pp, splits_cp=width != cp, ep=ep)
+        scheme = replica_scheme(tp=tp, cp=cp, pp=pp, ep=ep)
         if num_ranks < 1 or num_ranks % scheme.num_ranks:
             num_fitting = max(num_ranks // scheme.num_ranks, 1) * scheme.num_ranks
             raise StrategyError(
@@ -244,6 +231,29 @@ def ranks_of_node(num_ranks: int, given: int | None, what: str) -> int:
     if given is None:
         given = 0 if num_ranks % RANKS_PER_NODE else RANKS_PER_NODE
     return whole_nodes(num_ranks, given, what)
+
+
+def replica_scheme(*, tp: int, cp: int = 1, pp: int = 1, ep: int = 1) -> Scheme:
+    """The scheme of a replica with these degrees in Megatron, where replicas may share experts.
+
+    An ep that does not divide tp·cp therefore makes a replica of several of Megatron's, whose cp
+    ranks may each have sequences of their own: ``cp8~ep8``.
+
+    Raises StrategyError if its cp is not a power of two.
+    """
+    width = ep // math.gcd(ep, tp)
+    if cp % width == 0:
+        return Scheme(tp, cp, pp, ep=ep)
+    if width & (width - 1) or cp & (cp - 1):
+        lower = tp << (max(ep // tp, 1).bit_length() - 1)
+        fix = f"ep {lower} or {2 * lower}"
+        if cp & (cp - 1):
+            fix = f"an ep that divides {tp * cp}, or a cp that is a power of two"
+        raise StrategyError(
+            f"strategy of ep {ep} with tp·cp = {tp * cp}: an ep above tp·cp is tp times a power of "
+            f"two, as its ranks form one replica, but tp is {tp}; use {fix}"
+        )
+    return Scheme(tp, width, pp, splits_cp=True, ep=ep)
 
 
 def whole_nodes(num_ranks: int, ranks_per_node: int, what: str) -> int:
