@@ -101,6 +101,11 @@ class Role:
         return " ".join(" ".join(part.split()) for part in parts if part)
 
     @property
+    def fuses_rope(self) -> bool:
+        """Whether Transformer Engine's kernel rotates, which it does not for latents."""
+        return self.has_te and not self.shape.kv_lora_rank
+
+    @property
     def pool(self) -> Pool:
         """Of the job: the role's strategy alone."""
         return Pool.of(
@@ -257,10 +262,10 @@ def definition_of(role: Role) -> ModelDefinition:
         bias_activation_fusion=not role.has_separate_gate,
         bias_dropout_fusion=True,
         masked_softmax_fusion=False,
-        apply_rope_fusion=role.has_te,
+        apply_rope_fusion=role.fuses_rope,
         gradient_accumulation_fusion=role.has_te,
         persist_layer_norm=False,
-        transformer_impl="local",
+        transformer_impl="transformer_engine" if role.has_te else "local",
         cp_comm_type=role.cp_comm_type,
         **_expert_settings(role),
         recompute_granularity=recompute.granularity,
@@ -300,6 +305,8 @@ def _expert_settings(role: Role) -> dict[str, Any]:
         "moe_router_topk": shape.experts_per_token,
         "moe_shared_expert_intermediate_size": shape.shared_expert_ffn_hidden_size or None,
         "moe_token_dispatcher_type": "alltoall",
+        "moe_grouped_gemm": role.has_te,
+        "moe_permute_fusion": role.has_te,
         "moe_router_load_balancing_type": "none",
         "moe_router_score_function": "sigmoid" if role.has_sigmoid_router else "softmax",
         "moe_router_enable_expert_bias": role.has_sigmoid_router,
