@@ -1,19 +1,20 @@
 """Staging buffers of parameters and gradients in transit, and communicators, on a rank.
 
-Staging has two slots, each with a send and a receive buffer for the largest bucket, which is a
-layer. An owner sends parameters and receives gradients, one copy of its share for each holder; a
-role receives and sends in the arena itself or, if order or dtype of travel differ, its part of the
-layer. If transfers are relayed inside a node, a third buffer holds what passes through.
+Staging has two slots, each with a send and a receive buffer for the bucket that needs most: a layer
+with experts, one without, or a part of the embedding. An owner sends parameters and receives
+gradients, one copy of its share for each holder; a role receives and sends in the arena itself or,
+if order or dtype of travel differ, its part of the bucket. If transfers are relayed inside a node,
+a third buffer holds what passes through.
 
 **Copies of a share.** In canonical order a layer has consecutive *parts* with different numbers of
 holders: what tp cuts before the experts (attention), the experts in the order of their numbers,
-what tp cuts after them (shared experts), and what every tp rank holds whole (projections to
-latents). A share is 1/num_ranks of the layer, so that of rank 0 may be all attention. With c(x)
-holders of the element at x in [0, 1], the owner of share s sends the integral of c(x) over the
-share, s/num_ranks to (s + 1)/num_ranks. Over relays, the relay of index i in a node sends those of
-the shares i, i + ranks_per_node, i + 2·ranks_per_node, …, with the holders c(x) in its node. The
-rank that sends most counts. Rounding of shares to whole rows and other orders of the owners
-(transfer/owner_order.py) are neglected.
+what tp cuts after them (shared experts), and what every tp rank holds whole (norms, routers,
+projections to latents). A share is 1/num_ranks of the layer, so that of rank 0 may be all
+attention. With c(x) holders of the element at x in [0, 1], the owner of share s sends the integral
+of c(x) over the share, s/num_ranks to (s + 1)/num_ranks. Over relays, the relay of index i in a
+node sends those of the shares i, i + ranks_per_node, i + 2·ranks_per_node, …, with the holders c(x)
+in its node. The rank that sends most counts. Rounding of shares to whole rows and other orders of
+the owners (transfer/owner_order.py) are neglected.
 """
 
 import math
@@ -28,6 +29,7 @@ import numpy.typing as npt
 from megatron.hydraulis.cost_model.regrouping import FP32_BYTES
 from megatron.hydraulis.model_shape import ModelShape
 from megatron.hydraulis.strategy import Pool, Scheme, Strategy
+from megatron.hydraulis.transfer.canonical import DEFAULT_BUCKET_CAP_ELEMENTS
 from megatron.hydraulis.transfer.collective import LEAST_SAVING_ACROSS
 
 NUM_STAGING_SLOTS = 2
@@ -42,13 +44,13 @@ _Floats = npt.NDArray[np.float64]
 class PoolFootprint:
     """Staging buffers and communicators that a job's pool needs, on the rank that needs most.
 
-    Shares are of the largest bucket, which is a layer.
+    Shares are of the largest layer.
     """
 
     share_as_owner: float
     """What an owner or relay sends and receives: its part, once for each rank that holds it."""
     share_as_role: float
-    """What a role receives through staging: its part of the layer, or nothing if it travels in the
+    """What a role receives through staging: its part of a bucket, or nothing if it travels in the
     order in which it lies in memory, as with the largest tp."""
     share_sent_by_role: float
     """As much, or its part in any order if gradients travel in bf16."""
@@ -85,7 +87,10 @@ class PoolFootprint:
         )
 
     def staging_bytes(self, num_parameters_of_layer: int, parameter_bytes: int) -> float:
-        """All slots. All strategies of the pool share them, so the largest need counts."""
+        """All slots. All strategies of the pool share them, so the largest need counts.
+
+        num_parameters_of_layer: of the largest one.
+        """
         as_owner, num_bytes = self.share_as_owner, self.gradient_bytes
         sent = max(as_owner * parameter_bytes, self.share_sent_by_role * num_bytes)
         received = max(as_owner * num_bytes, self.share_as_role * parameter_bytes)
@@ -105,20 +110,38 @@ def footprint_of_scheme(
     return PoolFootprint.of(Pool.of(strategy), shape)
 
 
-def _part_sizes(shape: ModelShape | None, num_groups: int, num_layers: int) -> _Floats:
-    """Parameters of the parts of so many layers: what tp cuts before the experts, groups of
-    experts, what tp cuts after them, what it leaves whole; shape (num_groups + 3,).
+def _layer_parts(shape: ModelShape | None, num_groups: int) -> list[tuple[int, _Floats]]:
+    """Of each kind of layer the number and the parameters of its parts: what tp cuts before the
+    experts, groups of experts, what tp cuts after them, what it leaves whole; (num_groups + 3,).
 
     num_groups: a multiple of the ep degrees in use.
     """
     if shape is None:
-        return np.array([1.0, *[0.0] * (num_groups + 2)])
-    routed = shape.num_routed_parameters_of_layers(num_layers)
-    whole = shape.num_whole_parameters_of_layers(num_layers)
-    num_cut = shape.num_attention_entries - shape.num_whole_attention_entries
-    before = num_layers * num_cut
-    after = shape.num_parameters_of_layers(num_layers) - before - routed - whole
-    return np.array([before, *[routed / num_groups] * num_groups, after, whole])
+        return [(1, np.array([1.0, *[0.0] * (num_groups + 2)]))]
+    num_whole = shape.num_whole_attention_entries
+    before, whole = shape.num_attention_entries - num_whole, num_whole + 2 * shape.hidden_size
+    routed, router = shape.num_routed_entries, shape.num_router_entries
+    shared = shape.num_expert_entries - routed - router
+    kinds = [
+        (shape.num_layers - shape.num_expert_layers, 0.0, shape.num_mlp_entries, whole),
+        (shape.num_expert_layers, routed / num_groups, shared, whole + router),
+    ]
+    return [
+        (number, np.array([before, *[in_group] * num_groups, *others]))
+        for number, in_group, *others in kinds
+        if number
+    ]
+
+
+def _bucket_parts(shape: ModelShape | None, num_groups: int) -> list[_Floats]:
+    """Parts of each kind of bucket, as `_layer_parts`, in fractions of the largest layer."""
+    buckets = [parts for _, parts in _layer_parts(shape, num_groups)]
+    largest = max(parts.sum() for parts in buckets)
+    if shape is not None:  # tp cuts the embedding like attention
+        num_embedding = shape.num_embedding_parameters
+        num_buckets = math.ceil(num_embedding / DEFAULT_BUCKET_CAP_ELEMENTS)
+        buckets.append(np.array([num_embedding / num_buckets, *[0.0] * (num_groups + 2)]))
+    return [parts / largest for parts in buckets]
 
 
 def _held_fractions(scheme: Scheme, ep_rank: int, num_groups: int) -> _Floats:
@@ -137,7 +160,7 @@ def _copies_of_shares(copies: _Floats, sizes: _Floats, num_ranks: int) -> _Float
 
     Args:
         copies: holders of each part.
-        sizes: of the parts, as fractions of the layer.
+        sizes: of the parts.
         num_ranks: owners.
     """
     present = sizes > 0
@@ -157,19 +180,21 @@ def _shares(
     num_ranks, ranks_per_node = strategy.num_ranks, strategy.ranks_per_node
     schemes = [replica.scheme for replica in strategy.replicas]
     is_everywhere = all(scheme.tp == scheme.pp == scheme.ep == 1 for scheme in schemes)
-    if is_everywhere and sum(scheme.cp for scheme in schemes) == num_ranks and in_fp32:
-        return 1.0, 0.0, 0.0, 0.0  # an all-gather of shares, into staging and out of it
     num_groups = math.lcm(*(scheme.ep for scheme in schemes))
+    buckets = _bucket_parts(shape, num_groups)
+    largest = max(float(sizes.sum()) for sizes in buckets)
+    if is_everywhere and sum(scheme.cp for scheme in schemes) == num_ranks and in_fp32:
+        return largest, 0.0, 0.0, 0.0  # an all-gather of shares, into staging and out of it
     held = {
         scheme: [_held_fractions(scheme, ep_rank, num_groups) for ep_rank in range(scheme.ep)]
         for scheme in strategy.schemes
     }
-    of_layer = _part_sizes(shape, num_groups, 1)
-    sizes = of_layer / of_layer.sum()
-    part = max(float(of_rank @ sizes) for ranks in held.values() for of_rank in ranks)
+    part = max(
+        float(of_rank @ sizes) for ranks in held.values() for of_rank in ranks for sizes in buckets
+    )
     # Of a layer, which is in one stage of each replica; in a node in the stage with most there.
-    copies = np.zeros(len(sizes))
-    in_nodes = np.zeros((num_ranks // ranks_per_node, len(sizes)))
+    copies = np.zeros(num_groups + 3)
+    in_nodes = np.zeros((num_ranks // ranks_per_node, num_groups + 3))
     for replica in strategy.replicas:
         scheme = replica.scheme
         of_stage = scheme.tp * scheme.cp
@@ -184,12 +209,13 @@ def _shares(
         most = max(
             np.bincount(index, _copies_of_shares(of_node, sizes, num_ranks)).max()
             for of_node in np.unique(in_nodes, axis=0)
+            for sizes in buckets
         )
-        return float(most), part, part, 1 / ranks_per_node
+        return float(most), part, part, largest / ranks_per_node
     # A rank with one atom of each parameter has them in the order in which they travel.
     num_held = (1 if scheme.ep > 1 else scheme.tp for scheme in schemes)
     as_role = 0.0 if min(num_held) == num_atoms else part
-    most = _copies_of_shares(copies, sizes, num_ranks).max()
+    most = max(_copies_of_shares(copies, sizes, num_ranks).max() for sizes in buckets)
     return float(most), as_role, as_role if in_fp32 else part, 0.0
 
 
@@ -199,9 +225,9 @@ def _relays(in_nodes: _Floats, shape: ModelShape | None, num_groups: int) -> boo
 
     in_nodes: copies of each part in each node, shape (num_nodes, num_groups + 3).
     """
-    of_model = _part_sizes(shape, num_groups, shape.num_layers if shape else 1)
+    of_model = np.sum([number * parts for number, parts in _layer_parts(shape, num_groups)], axis=0)
     if shape is not None:  # tp cuts embedding and output like attention
-        of_model[0] += shape.num_parameters - shape.num_parameters_of_layers(shape.num_layers)
+        of_model[0] += shape.num_parameters - of_model.sum()
     in_one_step = (in_nodes @ of_model).sum()
     in_two_steps = (np.minimum(in_nodes, 1.0) @ of_model).sum()
     return bool(in_one_step - in_two_steps >= LEAST_SAVING_ACROSS * in_one_step)

@@ -310,7 +310,8 @@ def test_staging_of_an_owner_is_its_part_for_every_copy(parameter_bytes: int, tp
     canonical = 16 * LLAMA_7B.num_parameters / 8
     staging = 2 * (parameter_bytes + 4) * LLAMA_7B.num_parameters_per_layer / tp
     found = model.state_bytes(Scheme(tp=tp), 0)
-    assert found == pytest.approx(role + canonical + staging + WORKSPACES, rel=1e-6)
+    # Norms are on every tp rank, and the last owner sends them to all.
+    assert found == pytest.approx(role + canonical + staging + WORKSPACES, rel=2e-4)
 
 
 @pytest.mark.parametrize(
@@ -342,6 +343,7 @@ WITH_EXPERTS = replace(
     num_expert_layers=4,
     expert_ffn_hidden_size=LLAMA_7B.ffn_hidden_size,
 )
+SMALL = replace(LLAMA_7B, num_layers=4, hidden_size=1024, ffn_hidden_size=1024)
 WITH_LATENTS = replace(
     LLAMA_7B,
     num_layers=4,
@@ -364,32 +366,42 @@ WITH_LATENTS = replace(
         (WITH_EXPERTS, "tp2cp4ep4+tp4cp2ep8"),
         (replace(WITH_EXPERTS, shared_expert_ffn_hidden_size=8192), "4*tp2cp2ep4"),
         (replace(WITH_EXPERTS, num_query_groups=4, ffn_hidden_size=1024), "4*tp1cp4ep4"),
+        # The layer without experts is larger, or ranks hold more of it.
+        (replace(WITH_EXPERTS, num_expert_layers=3, expert_ffn_hidden_size=1024), "4*tp2cp2ep4"),
+        (replace(WITH_EXPERTS, num_expert_layers=3, ffn_hidden_size=22016), "2*tp1cp8ep8"),
+        # A part of the embedding is.
+        (replace(SMALL, vocab_size=2**17), "4*tp4"),
         (WITH_LATENTS, "4*tp4"),
         (WITH_LATENTS, "8*tp2"),
         (WITH_LATENTS, "tp8+2*tp4"),
     ],
 )
 def test_staging_of_parts_with_unequal_numbers_of_holders(shape: ModelShape, text: str) -> None:
-    """Owners and relays send what they send by the transfer plan."""
+    """Owners and relays send, and roles receive, what they do by the transfer plan."""
     strategy = Strategy.parse(text, 16, ranks_per_node=4)
     pool = Pool.of(strategy)
     parameters = model_parameters(shape, 8 if shape.num_experts else 1)
     layout = CanonicalLayout.build(parameters, num_atoms=pool.tp_lcm, num_ranks=16)
     roles = roles_of(strategy, 4, False, shape.num_experts)
     kind = collective_of(layout, roles, ranks_per_node=4)
-    sent = 0.0
-    for bucket in layout.buckets:
-        if bucket.unit == Unit.layer(0):
-            plan, _ = bucket_plans(kind, layout, bucket, roles, ranks_per_node=4)
-            transfers = plan.inside if isinstance(plan, TwoStepPlan) else plan
-            assert isinstance(transfers, TransferPlan)
-            of_ranks = Counter[int]()
-            for transfer in transfers.transfers:
-                of_ranks[transfer.source] += transfer.num_elements
-            sent = max(of_ranks.values()) / bucket.num_elements
+    sent, received, largest = [], [], 0
+    buckets = {bucket.unit: bucket for bucket in layout.buckets}
+    for unit in (Unit.layer(0), Unit.layer(3), Unit.embedding()):
+        plan, _ = bucket_plans(kind, layout, buckets[unit], roles, ranks_per_node=4)
+        transfers = plan.inside if isinstance(plan, TwoStepPlan) else plan
+        assert isinstance(transfers, TransferPlan)
+        by_source, by_destination = Counter[int](), Counter[int]()
+        for transfer in transfers.transfers:
+            by_source[transfer.source] += transfer.num_elements
+            by_destination[transfer.destination] += transfer.num_elements
+        sent.append(max(by_source.values()))
+        received.append(max(by_destination.values()))
+        if unit != Unit.embedding():
+            largest = max(largest, buckets[unit].num_elements)
     found = PoolFootprint.of(pool, shape)
     assert (found.share_relayed > 0) == (kind is Collective.TWO_STEP)
-    assert found.share_as_owner == pytest.approx(sent, rel=1e-2)
+    assert found.share_as_owner == pytest.approx(max(sent) / largest, rel=1e-2)
+    assert found.share_as_role in (0, pytest.approx(max(received) / largest, rel=1e-2))
 
 
 def test_tp_ranks_that_route_in_fp32_add_up_outputs_of_experts_in_fp32() -> None:
@@ -407,8 +419,9 @@ def test_tp_ranks_that_route_in_fp32_add_up_outputs_of_experts_in_fp32() -> None
 def test_staging_of_a_role_with_whole_experts() -> None:
     routed = WITH_EXPERTS.num_routed_entries / WITH_EXPERTS.num_parameters_per_layer
     found = PoolFootprint.of(Pool.of(Strategy.parse("tp2cp2ep4", 4)), WITH_EXPERTS)
-    router = WITH_EXPERTS.num_router_entries / WITH_EXPERTS.num_parameters_per_layer
-    part = router + (1 - router - routed) / 2 + routed / 4
+    num_whole = WITH_EXPERTS.num_router_entries + 2 * WITH_EXPERTS.hidden_size
+    whole = num_whole / WITH_EXPERTS.num_parameters_per_layer
+    part = whole + (1 - whole - routed) / 2 + routed / 4
     # A whole expert has two atoms, which travel one after the other and lie side by side.
     assert found.share_as_role == found.share_sent_by_role == pytest.approx(part)
 
@@ -457,14 +470,11 @@ def test_a_scheme_alone_takes_what_a_job_of_it_takes(
     scheme: Scheme, as_owner: float, as_role: float, relayed: float, num_communicators: int
 ) -> None:
     found = replace(memory(num_ranks=64), ranks_per_node=8).footprint(scheme)
-    assert found == PoolFootprint(
-        share_as_owner=as_owner,
-        share_as_role=as_role,
-        share_sent_by_role=as_role,
-        share_relayed=relayed,
-        weight_shapes=1 / scheme.tp,
-        num_communicators=num_communicators,
-    )
+    # The owner of norms has more copies than others.
+    assert found.share_as_owner == pytest.approx(as_owner, rel=0.02)
+    assert found.share_as_role == found.share_sent_by_role == pytest.approx(as_role, rel=1e-3)
+    assert found.share_relayed == relayed
+    assert (found.weight_shapes, found.num_communicators) == (1 / scheme.tp, num_communicators)
 
 
 def test_communicators_beyond_those_in_the_reserve_take_memory() -> None:
