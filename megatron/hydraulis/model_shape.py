@@ -325,9 +325,10 @@ class ModelShape:
         return self._num_with_experts(num_layers) * self.num_routed_entries
 
     def num_whole_parameters_of_layers(self, num_layers: int) -> int:
-        """Those of them in matrices that every tp rank holds: routers, projections to latents."""
+        """Those of them that every tp rank holds: norms, routers, projections to latents."""
         num_router = self._num_with_experts(num_layers) * self.num_router_entries
-        return num_layers * self.num_whole_attention_entries + num_router
+        num_others = 2 * self.hidden_size + self.num_whole_attention_entries
+        return num_layers * num_others + num_router
 
     def _num_with_experts(self, num_layers: int) -> int:
         """Of so many layers, as `num_parameters_of_layers` chooses them."""

@@ -67,6 +67,8 @@ class Role:
     """Whether tokens are routed in fp32."""
     has_sigmoid_router: bool = False
     """Whether experts are chosen by sigmoid scores and biases, not by softmax scores."""
+    has_router_losses: bool = False
+    """Whether routers have a balancing loss and a z-loss."""
 
     def __str__(self) -> str:
         recompute = self.recompute
@@ -96,14 +98,10 @@ class Role:
             else "",
             "sigmoid and biases" if self.has_sigmoid_router else "",
             "routed in fp32" if self.has_wide_router else "",
+            "balancing and z-loss" if self.has_router_losses else "",
             "Transformer Engine" if self.has_te else "",
         ]
         return " ".join(" ".join(part.split()) for part in parts if part)
-
-    @property
-    def fuses_rope(self) -> bool:
-        """Whether Transformer Engine's kernel rotates, which it does not for latents."""
-        return self.has_te and not self.shape.kv_lora_rank
 
     @property
     def pool(self) -> Pool:
@@ -262,10 +260,10 @@ def definition_of(role: Role) -> ModelDefinition:
         bias_activation_fusion=not role.has_separate_gate,
         bias_dropout_fusion=True,
         masked_softmax_fusion=False,
-        apply_rope_fusion=role.fuses_rope,
+        apply_rope_fusion=role.has_te,
         gradient_accumulation_fusion=role.has_te,
         persist_layer_norm=False,
-        transformer_impl="transformer_engine" if role.has_te else "local",
+        transformer_impl="local",
         cp_comm_type=role.cp_comm_type,
         **_expert_settings(role),
         recompute_granularity=recompute.granularity,
@@ -305,9 +303,9 @@ def _expert_settings(role: Role) -> dict[str, Any]:
         "moe_router_topk": shape.experts_per_token,
         "moe_shared_expert_intermediate_size": shape.shared_expert_ffn_hidden_size or None,
         "moe_token_dispatcher_type": "alltoall",
-        "moe_grouped_gemm": role.has_te,
-        "moe_permute_fusion": role.has_te,
-        "moe_router_load_balancing_type": "none",
+        "moe_router_load_balancing_type": "seq_aux_loss" if role.has_router_losses else "none",
+        "moe_aux_loss_coeff": 0.01 * role.has_router_losses,
+        "moe_z_loss_coeff": 0.001 if role.has_router_losses else None,
         "moe_router_score_function": "sigmoid" if role.has_sigmoid_router else "softmax",
         "moe_router_enable_expert_bias": role.has_sigmoid_router,
         "moe_router_dtype": "fp32" if role.has_wide_router else None,

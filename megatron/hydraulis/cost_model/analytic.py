@@ -46,6 +46,7 @@ from megatron.hydraulis.cost_model.context import Exchange, exchange_of
 from megatron.hydraulis.cost_model.device import DeviceConstants
 from megatron.hydraulis.cost_model.experts import (
     EXPERT_LOAD,
+    MOST_SCORE_TENSORS,
     NUM_EXCHANGES_FORWARD,
     SAFE_EXPERT_LOAD,
     exchanged_bytes_per_token,
@@ -133,8 +134,6 @@ class AnalyticCostModel:
     """Whether norms keep their inputs in fp32; affects memory only."""
     has_te_layers: bool = False
     """Whether layers are those of Transformer Engine; affects memory only."""
-    groups_experts: bool = False
-    """Whether a layer's experts are grouped products of Transformer Engine."""
     fuses_rope: bool = False
     """Whether Transformer Engine's kernel rotates queries and keys; affects memory only."""
     has_te_attention: bool = False
@@ -147,6 +146,8 @@ class AnalyticCostModel:
     """Of the job; affects memory only."""
     router_bytes: int = 0
     """Bytes of a router's score, 0 for those of a parameter; affects memory only."""
+    num_score_tensors: int = MOST_SCORE_TENSORS
+    """What a router keeps of scores; affects memory only."""
     expert_load: float = EXPERT_LOAD
     """Tokens of a layer's busiest expert over the mean of its experts. Limits of memory allow for
     `SAFE_EXPERT_LOAD` at least."""
@@ -193,8 +194,8 @@ class AnalyticCostModel:
             softmax_type=self.softmax_type,
             has_wide_norms=self.has_wide_norms,
             router_bytes=self.router_bytes,
+            num_score_tensors=self.num_score_tensors,
             has_te_layers=self.has_te_layers,
-            groups_experts=self.groups_experts,
             fuses_rope=self.fuses_rope,
             has_te_attention=self.has_te_attention,
             loss_chunk_tokens=self.loss_chunk_tokens,
@@ -351,13 +352,11 @@ class AnalyticCostModel:
     def _expert_launch_share(self, scheme: Scheme) -> float:
         """Constant cost of a rank's experts, mean over the layers, over the device's of a layer."""
         num_experts = num_local_experts(self.shape, scheme) * self._share_with_experts
-        if self.groups_experts:
-            return self.software.grouped_expert_launch_share * num_experts
         return self.software.expert_launch_share * num_experts
 
     def _matrix_bytes(self, scheme: Scheme) -> float:
         """Of a layer on a rank, mean over the layers: all experts are passed by some token."""
-        num_layers, norms = self.shape.num_layers, 2 * self.shape.hidden_size / scheme.tp
+        num_layers, norms = self.shape.num_layers, 2 * self.shape.hidden_size
         num_entries = num_layer_parameters(self.shape, scheme, num_layers) / num_layers - norms
         return num_entries * self.parameter_bytes
 

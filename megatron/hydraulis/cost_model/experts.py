@@ -18,6 +18,14 @@ tokens on fresh routers, whose loads are nearly equal, so it must not lower the 
 NUM_EXCHANGES_FORWARD = 2
 """Tokens go to their experts and come back; their gradients likewise."""
 _TO_COPIES, _TO_JOIN, _TO_SORT, _TO_SUMS = 2, 2, 4, 3
+MOST_SCORE_TENSORS = 4
+"""What a router may keep of scores, in fp32 tensors of all experts: those by which it chooses
+(sigmoid, or softmax before the choice), two of the balancing loss and one of the z-loss."""
+_FP32_BYTES = 4
+# Of every expert a place (int64) and a choice (bool).
+_ROUTING_BYTES_PER_EXPERT = 8 + 1
+# Of an expert that a token passes: its number and the token's place in int64, two weights in fp32.
+_ROUTING_BYTES_PER_CHOICE = 2 * 8 + 2 * _FP32_BYTES
 
 
 def rank_load(shape: ModelShape, scheme: Scheme, expert_load: float) -> float:
@@ -40,6 +48,32 @@ def num_copies(shape: ModelShape, scheme: Scheme, expert_load: float) -> float:
     if scheme.ep == 1:
         return shape.experts_per_token
     return rank_load(shape, scheme, expert_load) * shape.experts_per_token / scheme.tp
+
+
+def copies_at_once(shape: ModelShape, scheme: Scheme, expert_load: float, width: float) -> float:
+    """Hidden states that exist for every token of the cp rank when its experts have run, besides
+    the experts' inputs, which a layer keeps: see "outputs of experts" in memory.py.
+
+    width: of the precision in which tp ranks add up outputs, over that of the model, at least 1.
+    """
+    copies, own = num_copies(shape, scheme, expert_load), shape.experts_per_token / scheme.tp
+    if 1 < scheme.ep == shape.num_experts:
+        return copies + 2 * own
+    if scheme.ep > 1:
+        return 3 * copies + own
+    if scheme.tp == 1:
+        return 3 * copies
+    in_wide = 0.0
+    if width > 1.0:  # the outputs again, and their flat copy and its sum
+        in_wide = width * copies + (width - 1) * (copies + own)
+    return 3 * copies + 2 * own + in_wide
+
+
+def routing_bytes(shape: ModelShape, num_score_tensors: int) -> float:
+    """What a router keeps of a token that is on its rank."""
+    per_expert = _ROUTING_BYTES_PER_EXPERT + num_score_tensors * _FP32_BYTES
+    of_choices = _ROUTING_BYTES_PER_CHOICE * shape.experts_per_token
+    return float(per_expert * shape.num_experts + of_choices)
 
 
 def moved_copies(shape: ModelShape, scheme: Scheme, expert_load: float) -> float:

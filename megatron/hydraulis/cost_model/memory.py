@@ -21,10 +21,10 @@ only at that moment, which is in or after the backward of the last layer:
 - *activation of the MLP*: besides what it frees, the backward of a gated activation has four
   tensors as wide as the MLP, that of GeLU six, that of a separate gate two (of a product);
 - *outputs of experts* (forward): their outputs, sorted by expert and by token, and inputs before
-  they were sorted; with experts cut by tp a flat copy for the reduce-scatter instead, and of inputs
-  and result what the rank's own tokens take;
+  they were sorted; over tp or ep also what the rank's own tokens take, before they are gathered or
+  sent and, with experts cut by tp, after the reduce-scatter. A rank with one expert sorts nothing;
 - *an expert*: as the activation of the MLP, for all tokens, which may choose the same expert, and
-  gradients of the outputs of all experts; in grouped products, of all experts at the same time;
+  gradients of the outputs of all experts;
 - *attention*: what the kernel and the exchange with cp ranks need, less the MLP's activations,
   which are freed by then.
 
@@ -78,7 +78,14 @@ from megatron.hydraulis.cost_model.context import (
     te_all_to_all_refusal,
 )
 from megatron.hydraulis.cost_model.device import DeviceConstants
-from megatron.hydraulis.cost_model.experts import SAFE_EXPERT_LOAD, num_copies, num_layer_parameters
+from megatron.hydraulis.cost_model.experts import (
+    MOST_SCORE_TENSORS,
+    SAFE_EXPERT_LOAD,
+    copies_at_once,
+    num_copies,
+    num_layer_parameters,
+    routing_bytes,
+)
 from megatron.hydraulis.cost_model.recompute import NO_RECOMPUTE, Recompute
 from megatron.hydraulis.cost_model.regrouping import FP32_BYTES
 from megatron.hydraulis.cost_model.software import KeptMemory
@@ -106,13 +113,6 @@ _LOSS_BYTES_PER_TOKEN = 6 * 8 + 4 * FP32_BYTES
 _GATED_ACTIVATION_TENSORS = 4
 _PLAIN_ACTIVATION_TENSORS = 6
 _SEPARATE_ACTIVATION_TENSORS = 2
-# Of routing, for every expert: a place (int64), a choice (bool), a score and three tensors of the
-# balancing loss (fp32).
-_ROUTING_BYTES_PER_EXPERT = 8 + 1 + 4 * FP32_BYTES
-# Of an expert that a token passes: its number and the token's place in int64, two weights in fp32.
-_ROUTING_BYTES_PER_CHOICE = 2 * 8 + 2 * FP32_BYTES
-# Hidden states of all experts that a token passes, when they have run: see "outputs of experts".
-_EXPERT_COPIES = 3
 LOSS_CHUNK_BYTES = 2**30
 """Of the fp32 logits of a chunk on a rank. A chunk's products then take ten times as long as adding
 to the weight's gradient once, or longer, with up to 128K columns on a rank."""
@@ -199,8 +199,6 @@ class MemoryModel:
     """Whether norms keep their inputs in fp32, as local ones around one do."""
     has_te_layers: bool = False
     """Whether layers are those of Transformer Engine, in bf16."""
-    groups_experts: bool = False
-    """Whether a layer's experts are grouped products of Transformer Engine."""
     fuses_rope: bool = False
     """Whether queries and keys are rotated by Transformer Engine's kernel."""
     has_te_attention: bool = False
@@ -220,6 +218,8 @@ class MemoryModel:
     router_bytes: int = 0
     """Bytes of a router's score, in whose precision tp ranks add up the outputs of experts; 0 for
     that of parameters."""
+    num_score_tensors: int = MOST_SCORE_TENSORS
+    """What a router keeps of scores, in fp32 tensors of all experts."""
     expert_load: float = SAFE_EXPERT_LOAD
     """Tokens of a layer's busiest expert over the mean of its experts."""
     has_optimizer: bool = True
@@ -300,16 +300,14 @@ class MemoryModel:
         """Of a rank of a stage."""
         shape = self.shape
         num_layers = num_layers or self._num_layers(scheme, stage)
-        num_parameters = 0.0  # besides the layers
         is_first, is_last = stage == 0, stage == scheme.pp - 1
-        if is_first:
-            num_parameters += shape.num_embedding_parameters
-        if is_last:
-            num_parameters += shape.hidden_size
-            # With one stage, tied embeddings are one matrix.
-            if not (shape.tied_embeddings and is_first):
-                num_parameters += shape.num_embedding_parameters
-        return num_layer_parameters(shape, scheme, num_layers) + num_parameters / scheme.tp
+        num_embeddings = int(is_first)
+        # With one stage, tied embeddings are one matrix.
+        if is_last and not (shape.tied_embeddings and is_first):
+            num_embeddings += 1
+        num_parameters = num_layer_parameters(shape, scheme, num_layers)
+        num_parameters += num_embeddings * shape.num_embedding_parameters / scheme.tp
+        return num_parameters + is_last * shape.hidden_size
 
     def _state_bytes(self, scheme: Scheme, stage: int, num_layers: int) -> float:
         shape, role = self.shape, self.role_bytes(scheme, stage, num_layers)
@@ -324,9 +322,6 @@ class MemoryModel:
         if self.has_te_layers:
             matrices = shape.num_matrix_parameters_per_layer * self.parameter_bytes
             products += _TE_WORKSPACE_BYTES + footprint.weight_shapes * matrices
-            # With ep the shapes of an expert's matrices are whole.
-            of_expert = shape.num_routed_entries / max(shape.num_experts, 1)
-            products += of_expert * self.parameter_bytes
         staging = footprint.staging_bytes(shape.num_parameters_per_layer, self.parameter_bytes)
         return role + canonical + staging + products
 
@@ -369,20 +364,14 @@ class MemoryModel:
             num_tensors = _SEPARATE_ACTIVATION_TENSORS
         if shape.num_experts:
             copies = self._copies_per_token(scheme)
-            at_once: float = _EXPERT_COPIES
-            if scheme.tp > 1 and scheme.ep == 1:
-                at_once += 2 / scheme.tp
-                if self.router_bytes > self.parameter_bytes:
-                    # The outputs again, and their flat copy and its sum, in the router's precision.
-                    width = self.router_bytes / self.parameter_bytes
-                    at_once += width + (1 + 1 / scheme.tp) * (width - 1)
-            yield Moment("outputs of experts", state, kept + at_once * copies)
+            width = max(1.0, self.router_bytes / self.parameter_bytes)
+            outputs = token.hidden * copies_at_once(shape, scheme, self.expert_load, width)
+            yield Moment("outputs of experts", state, kept + outputs)
             # Every token may choose the same expert.
-            is_one = scheme.ep == 1 and not self.groups_experts
-            num_chosen = 1 if is_one else self._num_copies(scheme)
+            num_chosen = 1 if scheme.ep == 1 else self._num_copies(scheme)
             share = 1 / scheme.tp if scheme.ep == 1 else 1
             expert = shape.expert_ffn_hidden_size * share * self.parameter_bytes
-            gradient = 0.0 if self.has_te_layers else shape.hidden_size * expert
+            gradient = shape.hidden_size * expert
             inside = num_tensors * num_chosen * expert
             yield Moment("an expert", state + gradient, kept + copies + inside)
         if shape.num_expert_layers < shape.num_layers:
@@ -528,10 +517,9 @@ class MemoryModel:
         if scheme.ep == 1:
             routed /= scheme.tp
         width = routed + shape.shared_expert_ffn_hidden_size / scheme.tp
-        routing: float = _ROUTING_BYTES_PER_EXPERT * shape.num_experts
-        routing += _ROUTING_BYTES_PER_CHOICE * shape.experts_per_token
-        routing /= scheme.tp if self._spreads(scheme) else 1
         inside = self._num_inside_tensors * width * self.parameter_bytes
+        routing = routing_bytes(shape, self.num_score_tensors)
+        routing /= scheme.tp if self._spreads(scheme) else 1
         return inside + self._copies_per_token(scheme) + routing
 
     def _mlps_per_token(self, scheme: Scheme, num_layers: int) -> float:

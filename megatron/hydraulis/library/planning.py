@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -19,6 +20,7 @@ from megatron.hydraulis.errors import ConfigurationError, StrategyError
 from megatron.hydraulis.flags.arguments import Resolved
 from megatron.hydraulis.flags.checks import check_schedule, gradient_bytes, recompute_of
 from megatron.hydraulis.flags.config import HydraulisConfig
+from megatron.hydraulis.flags.defaults import balances_by_a_loss
 from megatron.hydraulis.flags.describe import describe
 from megatron.hydraulis.planner.ahead import LookAheadPlanner
 from megatron.hydraulis.planner.plan import Planner
@@ -285,12 +287,19 @@ def analytic_cost_model(
             and resolved.args.transformer_impl == "local"
         ),
         router_bytes={"fp32": 4, "fp64": 8}.get(resolved.args.moe_router_dtype, 0),
+        num_score_tensors=_num_score_tensors(resolved.args),
         has_te_layers=has_te_layers,
-        groups_experts=resolved.args.moe_grouped_gemm,
         fuses_rope=resolved.args.apply_rope_fusion,
         has_te_attention=attention == "te" or (attention == "auto" and takes_te),
         pool=PoolFootprint.of(pool, resolved.shape, gradient_bytes=gradient_bytes(resolved.args)),
     )
+
+
+def _num_score_tensors(args: argparse.Namespace) -> int:
+    """What a router keeps of scores, see `MOST_SCORE_TENSORS`."""
+    has_scores_of_all = args.moe_router_pre_softmax or args.moe_router_score_function != "softmax"
+    has_z_loss = bool(args.moe_z_loss_coeff)
+    return has_scores_of_all + 2 * balances_by_a_loss(args) + has_z_loss
 
 
 def regroup_settings(resolved: Resolved) -> dict[str, Any]:

@@ -121,7 +121,8 @@ def test_memory_by_hand() -> None:
     memory = predict(job("30B", 256), layout(1, 2, 4)).memory
     shape = llama("30B")
     assert memory.stage == 0
-    parameters = (15 * shape.num_parameters_per_layer + 128_000 * 6656) / 2
+    norms = 15 * 2 * 6656  # on both ranks
+    parameters = norms + (15 * shape.num_parameters_per_layer - norms + 128_000 * 6656) / 2
     assert memory.weights_bytes == pytest.approx(4 * parameters)
     assert memory.optimizer_bytes == pytest.approx(12 * parameters / 32)
     # Per token: 6 hidden states, and over two ranks 6 as wide as the queries and 4 as the MLP.
