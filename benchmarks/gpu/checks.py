@@ -228,6 +228,8 @@ class _Maker:
                     ("torch", "torch's attention kernel"),
                     ("te", "Transformer Engine's attention kernel"),
                     ("layers of te", "Transformer Engine's layers and attention kernel"),
+                    ("experts of te", "its grouped products of experts and sorting kernels"),
+                    ("latents of te", "its layers with latent attention"),
                 )
             ),
         ]

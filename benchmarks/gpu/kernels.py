@@ -15,15 +15,16 @@ from benchmarks.gpu.rank import Place
 from benchmarks.gpu.reference import attention_fp64, errors
 from megatron.hydraulis.data.packed_batch import pack
 from megatron.hydraulis.optimizer.sharded_adamw import AdamWSettings
+from megatron.hydraulis.runtime.attention_gpu import RowKind
 from megatron.hydraulis.runtime.core_attention import (
     CORE_ATTENTIONS,
     MODULE_OF,
     CoreAttentionName,
+    Environment,
     current_environment,
 )
 from megatron.hydraulis.runtime.engine import Engine
 from megatron.hydraulis.runtime.executor import make_forward_step
-from megatron.hydraulis.runtime.model_building import te_layer_spec
 from megatron.hydraulis.strategy import Pool, Strategy
 from tests.support.context_probes import packed, run_attention
 from tests.support.models import SmallModel
@@ -31,12 +32,34 @@ from tests.support.models import SmallModel
 HEAD_SIZE, NUM_HEADS, NUM_GROUPS = 64, 4, 2
 MODEL = SmallModel(num_layers=2, hidden_size=256, ffn_hidden_size=512, num_heads=4, num_groups=2)
 LENGTHS = (700, 17, 129, 1)
-WAYS: dict[str, tuple[CoreAttentionName, bool]] = {
-    "torch": ("torch", False),
-    "te": ("te", False),
-    "layers of te": ("te", True),
+EXPERTS = dataclasses.replace(
+    MODEL,
+    variant=(
+        ("num_moe_experts", 4),
+        ("moe_ffn_hidden_size", 256),
+        ("moe_router_topk", 4),  # of fewer, rounding would choose others
+        ("moe_router_load_balancing_type", "none"),
+        ("moe_token_dispatcher_type", "alltoall"),
+    ),
+)
+LATENTS = dataclasses.replace(
+    MODEL,
+    num_groups=4,
+    qk_layernorm=True,
+    variant=(
+        *(("q_lora_rank", 128), ("kv_lora_rank", 64), ("rope_type", "rope")),
+        *(("qk_head_dim", 128), ("qk_pos_emb_head_dim", 64), ("v_head_dim", 128)),
+    ),
+)
+"""With heads of DeepSeek-V3's sizes."""
+WAYS: dict[str, tuple[CoreAttentionName, SmallModel, bool]] = {
+    "torch": ("torch", MODEL, False),
+    "te": ("te", MODEL, False),
+    "layers of te": ("te", MODEL, True),
+    "experts of te": ("te", EXPERTS, True),
+    "latents of te": ("te", LATENTS, True),
 }
-"""Core attention, and whether layers are those of Transformer Engine."""
+"""Core attention, model, and whether its layers are those of Transformer Engine."""
 
 
 def run(place: Place) -> None:
@@ -54,13 +77,14 @@ def run(place: Place) -> None:
             else:
                 worst = max(worst, *(a / b for a, b in zip(found, single, strict=True)))
         place.measured(name, worst)
-    exact = _gradients(torch.float32, "sdpa", False)
-    reference_error = _error(exact, _gradients(torch.bfloat16, "sdpa", False))
-    for way, (attention, has_te_layers) in WAYS.items():
-        if why_not := here.obstacle(attention):
+    for way, (attention, model, has_te_layers) in WAYS.items():
+        if why_not := _environment(model).obstacle(attention):
             place.lacks(f"engine {way}", why_not)
             continue
-        error = _error(exact, _gradients(torch.bfloat16, attention, has_te_layers))
+        exact = _gradients(model, torch.float32, "sdpa")
+        reference_error = _error(exact, _gradients(model, torch.bfloat16, "sdpa"))
+        built = dataclasses.replace(model, has_te_layers=has_te_layers)
+        error = _error(exact, _gradients(built, torch.bfloat16, attention))
         ratio = error / reference_error
         place.measured(f"engine {way}", ratio, error=error, error_of_sdpa=reference_error)
 
@@ -95,16 +119,24 @@ def _attention_errors(name: CoreAttentionName, lengths: tuple[int, ...]) -> list
     return errors(found, attention_fp64(query, key, value, gradient, lengths))
 
 
-def _gradients(dtype: torch.dtype, attention: CoreAttentionName, has_te_layers: bool) -> Tensor:
+def _environment(model: SmallModel) -> Environment:
+    sizes = dict(model.variant)
+    row = RowKind(model.num_heads, model.num_groups, value_head_size=sizes.get("v_head_dim"))
+    head_size = HEAD_SIZE
+    if row.value_head_size is not None:
+        head_size = sizes["qk_head_dim"] + sizes["qk_pos_emb_head_dim"]
+    return current_environment(dtype=torch.bfloat16, head_size=head_size, rows=(row,))
+
+
+@functools.cache
+def _gradients(model: SmallModel, dtype: torch.dtype, attention: CoreAttentionName) -> Tensor:
     """Flat, on the shards, in fp64, of two equal micro-batches."""
-    model = dataclasses.replace(MODEL, dtype=dtype)
-    definition = dataclasses.replace(model.definition(), core_attention=attention)
-    if has_te_layers:
-        spec = te_layer_spec(definition.transformer)
-        definition = dataclasses.replace(definition, built_layer_spec=spec)
+    definition = dataclasses.replace(
+        dataclasses.replace(model, dtype=dtype).definition(), core_attention=attention
+    )
     engine = Engine(definition, Pool.of(Strategy.parse("tp1", 1)), AdamWSettings(lr=1e-3), seed=3)
     rng = np.random.default_rng(0)
-    sequences = [rng.integers(0, MODEL.vocab_size, size=length + 1) for length in LENGTHS]
+    sequences = [rng.integers(0, model.vocab_size, size=length + 1) for length in LENGTHS]
     batch = pack(sequences).pinned().to("cuda", non_blocking=True)
     engine.forward_backward("tp1", [batch, batch], make_forward_step())
     engine.close()

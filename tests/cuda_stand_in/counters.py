@@ -26,6 +26,7 @@ from megatron.core.distributed import (
     DistributedDataParallelConfig,
     finalize_model_grads,
 )
+from megatron.core.extensions.transformer_engine import TEDotProductAttention
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
@@ -65,7 +66,7 @@ Side = Literal["ours", "plain"]
 _BEGIN, _END = "counted begin", "counted end"
 
 KINDS = {
-    "matrix products": "cublas|generic_gemm",
+    "matrix products": "cublas|_gemm",
     "core attention": "fused_attn|flash|[sS]oft[mM]ax|triu_tril|masked_fill",
     "norms": "rmsnorm|layer_norm|GammaBeta",
     "activation": "silu|sigmoid|gelu",
@@ -95,10 +96,11 @@ class Case:
     fused_gradients: bool = False
     """Whether apex's kernel adds weight gradients; its replacement launches as many kernels."""
     same_attention: bool = False
-    """Whether plain megatron-core uses our core attention, one kernel of torch's, instead of its
-    unfused one."""
+    """Whether both use our core attention by one kernel of torch's, instead of upstream's unfused
+    one and, in layers of Transformer Engine, its own."""
     has_te: bool = False
-    """Whether our layers and core attention are those of Transformer Engine."""
+    """Whether layers, and our core attention, are those of Transformer Engine, which also groups
+    products of experts and sorts their tokens."""
     has_experts: bool = False
     """Whether layers have experts, balanced by sequence, that an all-to-all serves."""
     has_latents: bool = False
@@ -214,6 +216,8 @@ def _config(case: Case, tp: int) -> TransformerConfig:
             "moe_router_load_balancing_type": "seq_aux_loss",
             "moe_aux_loss_coeff": 1e-2,
             "moe_token_dispatcher_type": "alltoall",
+            "moe_grouped_gemm": case.has_te,
+            "moe_permute_fusion": case.has_te,
         }
     if case.has_latents:
         variant |= {"q_lora_rank": 64, "kv_lora_rank": 32, "qk_head_dim": 32}
@@ -225,7 +229,7 @@ def _config(case: Case, tp: int) -> TransformerConfig:
         hidden_size=256,
         ffn_hidden_size=512,
         num_attention_heads=8,
-        num_query_groups=4,
+        num_query_groups=8 if case.has_latents else 4,
         tensor_model_parallel_size=tp,
         sequence_parallel=tp > 1,
         params_dtype=torch.bfloat16,
@@ -240,10 +244,10 @@ def _config(case: Case, tp: int) -> TransformerConfig:
         attention_dropout=0.0,
         hidden_dropout=0.0,
         masked_softmax_fusion=False,
-        apply_rope_fusion=case.has_te,
+        apply_rope_fusion=case.has_te and not case.has_latents,
         gradient_accumulation_fusion=case.fused_gradients or case.has_te,
         persist_layer_norm=False,
-        transformer_impl="local",
+        transformer_impl="transformer_engine" if case.has_te else "local",
         calculate_per_token_loss=True,
         **variant,
     )
@@ -271,7 +275,7 @@ def _ours(case: Case) -> Callable[[], object]:
         vocab_size=VOCABULARY,
         padded_vocab_size=VOCABULARY,
         max_sequence_length=max(case.lengths),
-        core_attention="te" if case.has_te else "torch",
+        core_attention="te" if case.has_te and not case.same_attention else "torch",
     )
     engine = Engine(definition, Pool.of(strategy), AdamWSettings(lr=1e-3), seed=1)
     # The check of the loss ends with the first that is not zero, and here all are zero.
@@ -295,8 +299,8 @@ def _plain(case: Case) -> Callable[[], object]:
     # Upstream's torch norm refuses sequence parallelism, so both sides use ours.
     replaced: dict[Any, Any] = {WrappedTorchNorm: PackedNorm}
     if case.same_attention:
-        replaced[DotProductAttention] = VarlenAttention
-    spec = _layer_spec(config)
+        replaced |= {DotProductAttention: VarlenAttention, TEDotProductAttention: VarlenAttention}
+    spec = te_layer_spec(config) if case.has_te else _layer_spec(config)
     if not isinstance(spec, TransformerBlockSubmodules):
         spec = TransformerBlockSubmodules(
             layer_specs=[spec] * case.layers, layer_norm=WrappedTorchNorm

@@ -201,7 +201,7 @@ def _given_norm(real: Callable[[ShardedAdamW], float]) -> Callable[[ShardedAdamW
 
 
 def _given_routing(real: Callable[..., Any]) -> Callable[..., Any]:
-    def read(dispatcher: Any, point: str, tokens_per_expert: Any = None) -> Any:
+    def read_sizes(dispatcher: Any, point: str, tokens_per_expert: Any = None) -> Any:
         tokens_per_expert = real(dispatcher, point, tokens_per_expert)
         if point == dispatcher.cuda_dtoh_point:
             num_chosen, num_experts = dispatcher.num_out_tokens, dispatcher.num_experts
@@ -214,9 +214,9 @@ def _given_routing(real: Callable[..., Any]) -> Callable[..., Any]:
                 (dispatcher.output_splits_tp, dispatcher.ep_size * local.sum()),
                 (getattr(dispatcher, "num_global_tokens_per_local_expert", None), local),
             )
-            for read_by_host, values in given:
-                if read_by_host is not None:
-                    np.asarray(read_by_host)[...] = values
+            for read, values in given:
+                if read is not None and not getattr(read, "is_cuda", False):
+                    np.asarray(read)[...] = values
         return tokens_per_expert
 
-    return read
+    return read_sizes

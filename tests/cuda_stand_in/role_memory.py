@@ -104,6 +104,11 @@ class Role:
         return " ".join(" ".join(part.split()) for part in parts if part)
 
     @property
+    def fuses_rope(self) -> bool:
+        """Whether Transformer Engine's kernel rotates, which it does not for latents."""
+        return self.has_te and not self.shape.kv_lora_rank
+
+    @property
     def pool(self) -> Pool:
         """Of the job: the role's strategy alone."""
         return Pool.of(
@@ -260,10 +265,10 @@ def definition_of(role: Role) -> ModelDefinition:
         bias_activation_fusion=not role.has_separate_gate,
         bias_dropout_fusion=True,
         masked_softmax_fusion=False,
-        apply_rope_fusion=role.has_te,
+        apply_rope_fusion=role.fuses_rope,
         gradient_accumulation_fusion=role.has_te,
         persist_layer_norm=False,
-        transformer_impl="local",
+        transformer_impl="transformer_engine" if role.has_te else "local",
         cp_comm_type=role.cp_comm_type,
         **_expert_settings(role),
         recompute_granularity=recompute.granularity,
@@ -303,6 +308,8 @@ def _expert_settings(role: Role) -> dict[str, Any]:
         "moe_router_topk": shape.experts_per_token,
         "moe_shared_expert_intermediate_size": shape.shared_expert_ffn_hidden_size or None,
         "moe_token_dispatcher_type": "alltoall",
+        "moe_grouped_gemm": role.has_te,
+        "moe_permute_fusion": role.has_te,
         "moe_router_load_balancing_type": "seq_aux_loss" if role.has_router_losses else "none",
         "moe_aux_loss_coeff": 0.01 * role.has_router_losses,
         "moe_z_loss_coeff": 0.001 if role.has_router_losses else None,

@@ -73,6 +73,9 @@ class SmallModel:
             for name, value in self.variant
         }
         is_latent = "kv_lora_rank" in variant
+        has_te = self.has_te_layers and torch.cuda.is_available()
+        if has_te and "num_moe_experts" in variant:
+            variant = {"moe_grouped_gemm": True, "moe_permute_fusion": True} | variant
         return (MLATransformerConfig if is_latent else TransformerConfig)(
             num_layers=self.num_layers,
             hidden_size=self.hidden_size,
@@ -94,9 +97,9 @@ class SmallModel:
             masked_softmax_fusion=False,
             bias_dropout_fusion=False,
             apply_rope_fusion=self.fuses_rope and torch.cuda.is_available(),
-            gradient_accumulation_fusion=self.has_te_layers and torch.cuda.is_available(),
+            gradient_accumulation_fusion=has_te,
             persist_layer_norm=False,
-            transformer_impl="local",
+            transformer_impl="transformer_engine" if has_te else "local",
             cp_comm_type=self.cp_comm_type,
             init_method_std=0.1,
         )

@@ -134,20 +134,22 @@ def test_what_a_set_says_of_the_model_reaches_the_model(name: str, tmp_path: Pat
 def test_kernels_for_experts_give_way_to_plain_ones(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    """Where Transformer Engine is not installed, or nothing on this machine could run it."""
     typed = (
         "--num-experts 4 --disable-bias-linear --moe-grouped-gemm --moe-permute-fusion "
-        "--moe-token-dispatcher-type flex --moe-enable-deepep --transformer-impl transformer_engine"
+        "--moe-token-dispatcher-type flex --moe-enable-deepep"
     )
-    resolved = parse(tmp_path, *typed.split())
-    taken = dict(resolved.taken)
-    assert resolved.args.moe_token_dispatcher_type == "alltoall"
-    assert resolved.args.transformer_impl == "local"
-    assert resolved.args.apply_rope_fusion is False
-    assert taken["--moe-token-dispatcher-type flex"] == "run as alltoall, with the same result"
-    assert taken["--moe-grouped-gemm"] == taken["--moe-permute-fusion"]
-    assert "plain collectives" in taken["--moe-enable-deepep"]
-    assert "the model has experts" in taken["--transformer-impl transformer_engine"]
+    for has_cuda, why in ((True, "layers are not Transformer Engine's"), (False, "has no CUDA")):
+        monkeypatch.setattr(torch.cuda, "is_available", lambda found=has_cuda: found)
+        resolved = parse(tmp_path, *typed.split())
+        args, taken = resolved.args, dict(resolved.taken)
+        assert args.moe_token_dispatcher_type == "alltoall"
+        assert (args.transformer_impl, args.apply_rope_fusion) == ("local", False)
+        assert (args.moe_grouped_gemm, args.moe_permute_fusion) == (False, False)
+        assert taken["--moe-token-dispatcher-type flex"] == "run as alltoall, with the same result"
+        assert taken["--moe-grouped-gemm"] == taken["--moe-permute-fusion"]
+        assert why in taken["--moe-grouped-gemm"]
+        assert "plain collectives" in taken["--moe-enable-deepep"]
 
 
 def test_what_was_taken_is_listed_with_what_happens_instead(tmp_path: Path) -> None:

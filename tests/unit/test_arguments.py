@@ -305,6 +305,24 @@ def test_layers_of_transformer_engine_add_to_gradients_and_rotate_without_apex(
     assert parse(tmp_path, *layers, "--no-rope-fusion").args.apply_rope_fusion is False
 
 
+def test_grouped_products_of_experts_select_transformer_engine_unless_layers_are_given(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
+    monkeypatch.setattr("megatron.hydraulis.flags.checks.importlib.util.find_spec", _only_te)
+    experts = ("--num-experts", "4", "--disable-bias-linear")
+    grouped = (*experts, "--moe-grouped-gemm")
+    for typed, layers in (
+        (experts, "local"),
+        (grouped, "transformer_engine"),
+        ((*grouped, "--transformer-impl", "local"), "local"),
+    ):
+        args = parse(tmp_path, *typed).args
+        assert args.transformer_impl == layers
+        assert args.moe_grouped_gemm == (layers == "transformer_engine")
+
+
 # Strategy and batch
 
 

@@ -47,9 +47,7 @@ def _model(typed: str, attribute: str, value: Any, **more: Any) -> Row:
 
 
 def _experts(typed: str, attribute: str, value: Any, also: str = "") -> Row:
-    return _model(
-        typed, attribute, value, also=f"--num-experts 8 --disable-bias-linear {also}".strip()
-    )
+    return _model(typed, attribute, value, also=f"{_EXPERTS} {also}".strip())
 
 
 def _latents(typed: str, attribute: str, value: Any) -> Row:
@@ -57,6 +55,7 @@ def _latents(typed: str, attribute: str, value: Any) -> Row:
 
 
 _ROPE = "--position-embedding-type rope"
+_EXPERTS = "--num-experts 8 --disable-bias-linear"
 _FULL = "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1"
 _CHANGING_DECAY = "--weight-decay-incr-style linear --start-weight-decay 0.1 --end-weight-decay 0.3"
 _SENTENCE_PIECE = "--tokenizer-type SentencePieceTokenizer --tokenizer-model {dir}/file"
@@ -183,6 +182,9 @@ ROWS: dict[str, Row] = {
         "", "moe_shared_expert_gate", True, "--moe-shared-expert-intermediate-size 24"
     ),
     "--moe-token-dispatcher-type": _experts("alltoall", "moe_token_dispatcher_type", "alltoall"),
+    # Without CUDA the plain path runs instead.
+    "--moe-grouped-gemm": _args("", "moe_grouped_gemm", False, also=_EXPERTS, always=True),
+    "--moe-permute-fusion": _args("", "moe_permute_fusion", False, also=_EXPERTS, always=True),
     "--expert-model-parallel-size": Row(
         "4", "strategy", "2*cp4~ep4", also="--num-experts 8 --disable-bias-linear"
     ),

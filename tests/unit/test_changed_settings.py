@@ -43,7 +43,8 @@ NO_UPDATE_DEPENDS_ON = """
     transformer_impl attention_backend core_attention cp_comm_type masked_softmax_fusion
     bias_gelu_fusion bias_swiglu_fusion bias_dropout_fusion gradient_accumulation_fusion
     disable_jit_fuser recompute_granularity recompute_activations recompute_method
-    recompute_num_layers recompute_modules moe_token_dispatcher_type
+    recompute_num_layers recompute_modules moe_token_dispatcher_type moe_grouped_gemm
+    moe_permute_fusion
     strategy strategy_pool strategy_schedule balance_pipeline_layers no_sequence_parallel
     sequence_parallel tensor_model_parallel_size pipeline_model_parallel_size
     context_parallel_size expert_model_parallel_size expert_tensor_parallel_size

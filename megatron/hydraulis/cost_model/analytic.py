@@ -134,6 +134,8 @@ class AnalyticCostModel:
     """Whether norms keep their inputs in fp32; affects memory only."""
     has_te_layers: bool = False
     """Whether layers are those of Transformer Engine; affects memory only."""
+    groups_experts: bool = False
+    """Whether a layer's experts are grouped products of Transformer Engine."""
     fuses_rope: bool = False
     """Whether Transformer Engine's kernel rotates queries and keys; affects memory only."""
     has_te_attention: bool = False
@@ -196,6 +198,7 @@ class AnalyticCostModel:
             router_bytes=self.router_bytes,
             num_score_tensors=self.num_score_tensors,
             has_te_layers=self.has_te_layers,
+            groups_experts=self.groups_experts,
             fuses_rope=self.fuses_rope,
             has_te_attention=self.has_te_attention,
             loss_chunk_tokens=self.loss_chunk_tokens,
@@ -352,6 +355,8 @@ class AnalyticCostModel:
     def _expert_launch_share(self, scheme: Scheme) -> float:
         """Constant cost of a rank's experts, mean over the layers, over the device's of a layer."""
         num_experts = num_local_experts(self.shape, scheme) * self._share_with_experts
+        if self.groups_experts:
+            return self.software.grouped_expert_launch_share * num_experts
         return self.software.expert_launch_share * num_experts
 
     def _matrix_bytes(self, scheme: Scheme) -> float:

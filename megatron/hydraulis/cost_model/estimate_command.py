@@ -82,6 +82,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         default="local",
         help="layers, as in training, which take different memory (default: %(default)s)",
     )
+    job.add_argument(
+        "--moe-grouped-gemm",
+        action="store_true",
+        help="products of all experts in one call, by layers of Transformer Engine",
+    )
     job.add_argument("--qk-layernorm", action="store_true", help="norms of queries and keys")
     job.add_argument(
         "--softmax-type",
@@ -146,7 +151,8 @@ def run(namespace: argparse.Namespace) -> int:
     device = device_constants(namespace.device)
     schemes, num_ranks, ranks_per_node, pool = _schemes(namespace, shape)
     recompute = _recompute(namespace)
-    has_te = namespace.transformer_impl == "transformer_engine"
+    is_grouped = namespace.moe_grouped_gemm
+    has_te = is_grouped or namespace.transformer_impl == "transformer_engine"
     model = AnalyticCostModel(
         shape=shape,
         device=device,
@@ -161,7 +167,8 @@ def run(namespace: argparse.Namespace) -> int:
         loss_chunk_tokens=namespace.loss_chunk_tokens,
         has_wide_norms=namespace.apply_layernorm_1p and not has_te,
         has_te_layers=has_te,
-        fuses_rope=has_te,
+        groups_experts=is_grouped and shape.num_experts > 0,
+        fuses_rope=has_te and not shape.v_head_dim,
         has_te_attention=has_te and namespace.softmax_type == "vanilla",
         pool=pool,
     )

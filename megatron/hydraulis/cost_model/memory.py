@@ -24,7 +24,7 @@ only at that moment, which is in or after the backward of the last layer:
   they were sorted; over tp or ep also what the rank's own tokens take, before they are gathered or
   sent and, with experts cut by tp, after the reduce-scatter. A rank with one expert sorts nothing;
 - *an expert*: as the activation of the MLP, for all tokens, which may choose the same expert, and
-  gradients of the outputs of all experts;
+  gradients of the outputs of all experts; in grouped products, of all experts at the same time;
 - *attention*: what the kernel and the exchange with cp ranks need, less the MLP's activations,
   which are freed by then.
 
@@ -199,6 +199,8 @@ class MemoryModel:
     """Whether norms keep their inputs in fp32, as local ones around one do."""
     has_te_layers: bool = False
     """Whether layers are those of Transformer Engine, in bf16."""
+    groups_experts: bool = False
+    """Whether a layer's experts are grouped products of Transformer Engine."""
     fuses_rope: bool = False
     """Whether queries and keys are rotated by Transformer Engine's kernel."""
     has_te_attention: bool = False
@@ -322,6 +324,9 @@ class MemoryModel:
         if self.has_te_layers:
             matrices = shape.num_matrix_parameters_per_layer * self.parameter_bytes
             products += _TE_WORKSPACE_BYTES + footprint.weight_shapes * matrices
+            # With ep the shapes of an expert's matrices are whole.
+            of_expert = shape.num_routed_entries / max(shape.num_experts, 1)
+            products += of_expert * self.parameter_bytes
         staging = footprint.staging_bytes(shape.num_parameters_per_layer, self.parameter_bytes)
         return role + canonical + staging + products
 
@@ -368,10 +373,11 @@ class MemoryModel:
             outputs = token.hidden * copies_at_once(shape, scheme, self.expert_load, width)
             yield Moment("outputs of experts", state, kept + outputs)
             # Every token may choose the same expert.
-            num_chosen = 1 if scheme.ep == 1 else self._num_copies(scheme)
+            is_one = scheme.ep == 1 and not self.groups_experts
+            num_chosen = 1 if is_one else self._num_copies(scheme)
             share = 1 / scheme.tp if scheme.ep == 1 else 1
             expert = shape.expert_ffn_hidden_size * share * self.parameter_bytes
-            gradient = shape.hidden_size * expert
+            gradient = 0.0 if self.has_te_layers else shape.hidden_size * expert
             inside = num_tensors * num_chosen * expert
             yield Moment("an expert", state + gradient, kept + copies + inside)
         if shape.num_expert_layers < shape.num_layers:

@@ -100,6 +100,9 @@ class Software:
     """More of it for each expert of the rank, as experts run one after the other: operations of one
     in forward and backward, over the launches of a layer (tests/cuda_stand_in/README.md); counted,
     not fitted."""
+    grouped_expert_launch_share: float = 6 / 67
+    """Likewise in grouped products of Transformer Engine, which launches one for each expert: two
+    in the forward and four in the backward."""
     tp_link_share: float = 0.849
     """Of what links in a node reach: collectives of tensor parallelism. Target of the fit: 41.5 %
     MFU for a 22B model on 8 A100 (arXiv 2205.05198, table 5)."""

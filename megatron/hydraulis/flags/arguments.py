@@ -36,8 +36,11 @@ from megatron.hydraulis.flags import checks
 from megatron.hydraulis.flags.changes import COMPLETED
 from megatron.hydraulis.flags.config import HydraulisConfig
 from megatron.hydraulis.flags.defaults import (
+    OF_TE,
+    TE_LAYERS,
     Difference,
     Vocabulary,
+    chosen_layers,
     differences,
     resolve_vocabulary,
     set_defaults,
@@ -123,6 +126,7 @@ def parse_arguments(
         *_exchange_taken(flags),
         *_dispatcher_taken(flags),
         *_head_size_taken(flags),
+        *_grouping_taken(flags, has_cuda=has_cuda),
         *_missing_here(flags, has_cuda=has_cuda),
     )
     problems.hide(args, {*flags.wrong, *missing})
@@ -272,6 +276,20 @@ def _head_size_taken(flags: ParsedFlags) -> tuple[tuple[str, str], ...]:
     return (("--kv-channels", LATENT_SIZES_TEXT),)
 
 
+def _grouping_taken(flags: ParsedFlags, *, has_cuda: bool) -> tuple[tuple[str, str], ...]:
+    """Run experts without kernels of Transformer Engine where its layers are not built."""
+    args = flags.args
+    if chosen_layers(flags, args.transformer_impl, has_cuda=has_cuda) == TE_LAYERS:
+        return ()
+    found = []
+    for given in flags.given:
+        if given.dest in OF_TE:
+            setattr(args, given.dest, False)
+            why = "layers are not Transformer Engine's" if has_cuda else "this machine has no CUDA"
+            found.append((str(given), f"the plain path gives the same result, as {why}"))
+    return tuple(found)
+
+
 def _missing_here(flags: ParsedFlags, *, has_cuda: bool) -> tuple[tuple[str, str], ...]:
     """Do without what this machine does not have and no update depends on."""
     args, found = flags.args, []
@@ -279,17 +297,11 @@ def _missing_here(flags: ParsedFlags, *, has_cuda: bool) -> tuple[tuple[str, str
         args.distributed_backend = "gloo"
         if flags.was_given("distributed_backend"):
             found.append(("--distributed-backend nccl", "gloo, as this machine has no CUDA"))
-    only_local = {
-        "this machine has no CUDA": not has_cuda,
-        "the model has experts": args.num_experts is not None,
-        "the model has latent attention": args.multi_latent_attention,
-    }
-    reasons = [why for why, holds in only_local.items() if holds]
-    if args.transformer_impl == "transformer_engine" and reasons:
+    if not has_cuda and args.transformer_impl == TE_LAYERS:
         args.transformer_impl = "local"
         if flags.was_given("transformer_impl"):
-            instead = f"layers of megatron-core, as {reasons[0]}"
-            found.append(("--transformer-impl transformer_engine", instead))
+            instead = "layers of megatron-core, as this machine has no CUDA"
+            found.append((f"--transformer-impl {TE_LAYERS}", instead))
     if args.wandb_project and importlib.util.find_spec("wandb") is None:
         found.append(
             (

@@ -155,18 +155,20 @@ def set_defaults(
     """
     _set_always(flags.args)
     seq_length, train_iters = before["seq_length"], before["train_iters"]
+    layers = chosen_layers(flags, before["transformer_impl"], has_cuda=has_cuda)
+    has_te_layers = layers == TE_LAYERS
     defaults: dict[str, object] = {
         "log_interval": 1,
         "hidden_dropout": 0.0,
         "attention_dropout": 0.0,
-        "transformer_impl": "local",
+        "transformer_impl": layers,
         "max_position_embeddings": seq_length,
         "cp_comm_type": ["auto"],
         # Upstream's default is an error where local layers have no apex.
         "gradient_accumulation_fusion": has_cuda
-        and (has_fused_weight_gradients() or _has_te_layers(flags, before)),
-        # Upstream's default, but an error without Transformer Engine.
-        "apply_rope_fusion": has_cuda and _has_te_layers(flags, before),
+        and (has_fused_weight_gradients() or has_te_layers),
+        # Upstream's default, but an error without Transformer Engine. Latents have their own.
+        "apply_rope_fusion": has_te_layers and not before["multi_latent_attention"],
         "tensorboard_dir": str(run_dir / "tensorboard"),
         # Upstream would write to the folder of checkpoints.
         "wandb_save_dir": str(run_dir / "wandb"),
@@ -192,12 +194,21 @@ def set_defaults(
             setattr(flags.args, dest, value)
 
 
-def _has_te_layers(flags: ParsedFlags, before: Mapping[str, Any]) -> bool:
-    asks_for_te = flags.was_given("transformer_impl") and (
-        before["transformer_impl"] == "transformer_engine"
-    )
-    is_local = before["num_experts"] is not None or before["multi_latent_attention"]
-    return asks_for_te and not is_local
+TE_LAYERS = "transformer_engine"
+OF_TE = ("moe_grouped_gemm", "moe_permute_fusion")
+"""Attributes of options that only layers of Transformer Engine have an implementation of."""
+
+
+def chosen_layers(flags: ParsedFlags, asked: str, *, has_cuda: bool) -> str:
+    """The value of --transformer-impl on this machine, for the one that was parsed: Transformer
+    Engine's layers if they are asked for, or installed and an option needs them."""
+    if not has_cuda:
+        return "local"
+    if flags.was_given("transformer_impl"):
+        return asked
+    is_better = flags.args.spec is None and any(flags.was_given(dest) for dest in OF_TE)
+    is_installed = importlib.util.find_spec(TE_LAYERS) is not None
+    return TE_LAYERS if is_better and is_installed else "local"
 
 
 def has_fused_weight_gradients() -> bool:

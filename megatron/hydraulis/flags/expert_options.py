@@ -9,8 +9,8 @@ TOPIC = """
     --moe-router-load-balancing-type --moe-aux-loss-coeff --moe-z-loss-coeff
     --moe-router-enable-expert-bias --moe-router-bias-update-rate
     --moe-shared-expert-intermediate-size
-    --moe-shared-expert-gate --moe-token-dispatcher-type --expert-model-parallel-size
-    --expert-tensor-parallel-size"""
+    --moe-shared-expert-gate --moe-token-dispatcher-type --moe-grouped-gemm --moe-permute-fusion
+    --expert-model-parallel-size --expert-tensor-parallel-size"""
 
 RESTRICTED = {
     "--moe-router-enable-expert-bias": Honoured(
@@ -27,6 +27,14 @@ RESTRICTED = {
         only=("aux_loss", "seq_aux_loss", "none"),
         otherwise="this way of balancing depends on packing, so the plan would change the update; "
         "use none",
+    ),
+    "--moe-grouped-gemm": Honoured(
+        "a call for the products of all experts, in layers of Transformer Engine; elsewhere one "
+        "by one, with the same result"
+    ),
+    "--moe-permute-fusion": Honoured(
+        "kernels of Transformer Engine, in its layers, sort tokens by expert; elsewhere torch's, "
+        "with the same result"
     ),
     "--moe-token-dispatcher-type": Honoured(
         "how tokens reach their experts; flex, and allgather in waves (cp4~ep4), run as alltoall",
@@ -52,10 +60,9 @@ _NEED_EXPERTS = [
 NEEDS = {_EXPERTS: " ".join(_NEED_EXPERTS), **_OF_OTHERS}
 
 TAKEN_FOR = {
-    "separate matrix products, with the same result; on GPUs, launches bound many small ones": """
-        --moe-grouped-gemm --moe-permute-fusion --moe-router-fusion --moe-single-grouped-weight
-        --moe-single-grouped-bias --use-grouped-gemm-for-shared-expert
-        --moe-shared-expert-overlap""",
+    "separate kernels, with the same result": """
+        --moe-router-fusion --moe-single-grouped-weight --moe-single-grouped-bias
+        --use-grouped-gemm-for-shared-expert --moe-shared-expert-overlap""",
     "plain collectives exchange tokens, with the same result": """
         --overlap-moe-expert-parallel-comm --delay-wgrad-compute
         --overlap-dispatch-backward-with-experts-wgrad --ep-overlap-early-attn-memory-release

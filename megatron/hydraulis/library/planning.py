@@ -289,6 +289,7 @@ def analytic_cost_model(
         router_bytes={"fp32": 4, "fp64": 8}.get(resolved.args.moe_router_dtype, 0),
         num_score_tensors=_num_score_tensors(resolved.args),
         has_te_layers=has_te_layers,
+        groups_experts=resolved.args.moe_grouped_gemm,
         fuses_rope=resolved.args.apply_rope_fusion,
         has_te_attention=attention == "te" or (attention == "auto" and takes_te),
         pool=PoolFootprint.of(pool, resolved.shape, gradient_bytes=gradient_bytes(resolved.args)),

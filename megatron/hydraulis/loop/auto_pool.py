@@ -103,6 +103,7 @@ def _made_for(
         "model": profiled_model(resolved, hydraulis.core_attention).to_json(),
         "device": {"name": device.name, "memory_bytes": device.memory_bytes},
         "settings": {name: getattr(args, name, None) for name in settings}
+        | ({"moe_grouped_gemm": True} if args.moe_grouped_gemm else {})
         | {
             "gradient_bytes": gradient_bytes(args),
             "row_quantum_tokens": row_quantum_tokens(resolved, device),

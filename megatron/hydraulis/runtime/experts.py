@@ -164,8 +164,8 @@ class SequenceRouter(upstream.TopKRouter):
         coefficient = self.config.moe_z_loss_coeff
         if not coefficient or not self._trains:
             return logits
-        places, _ = self._tokens(len(logits))
-        loss = torch.logsumexp(_wide(logits[places]), dim=-1).square().sum()
+        is_real, _ = self._tokens(len(logits))
+        loss = (torch.logsumexp(_wide(logits), dim=-1).square() * is_real.squeeze(1)).sum()
         if self.state is not None:
             self.state.z_loss += loss.detach()
         scaled: Tensor = upstream.MoEAuxLossAutoScaler.apply(logits, coefficient * loss)
@@ -185,8 +185,8 @@ class SequenceRouter(upstream.TopKRouter):
     def _apply_expert_bias(self, routing_map: Tensor, padding_mask: Tensor | None = None) -> None:
         """Count the choices, (tokens, experts), with biases or without."""
         if self.state is not None and self._trains:
-            places, _ = self._tokens(len(routing_map))
-            self.state.counts[self.layer] += routing_map[places].sum(dim=0)
+            is_real, _ = self._tokens(len(routing_map))
+            self.state.counts[self.layer] += (routing_map & is_real).sum(dim=0)
 
     def _sequence_loss(self, logits: Tensor) -> Tensor:
         """Σ over sequences of tokens · experts · Σ over experts of the share of choices times the
@@ -194,20 +194,23 @@ class SequenceRouter(upstream.TopKRouter):
         chosen, scores = upstream.compute_routing_scores_for_aux_loss(
             logits, self.topk, self.score_function
         )
-        places, numbers = self._tokens(len(logits))
-        scores, row = scores[places], self._row
-        counts = scores.new_zeros(len(row.sequence_lengths), scores.shape[-1])
+        _, numbers = self._tokens(len(logits))
+        row = self._row
+        num_sequences = len(row.sequence_lengths)
+        counts = scores.new_zeros(num_sequences + 1, scores.shape[-1])
         with torch.no_grad():
-            counts.index_add_(0, numbers, chosen[places].to(scores.dtype))
+            counts.index_add_(0, numbers, chosen.to(scores.dtype))
+            counts[num_sequences] = 0  # of padding
+            of_sequences = counts[:num_sequences]
             for group in (self.tp_group, row.cp_group):
                 if group is not None and group.size() > 1:
-                    dist.all_reduce(counts, group=group)
-            counts /= counts.sum(dim=1, keepdim=True)  # of a sequence, tokens times top-k
-        return scores.shape[-1] * (scores * counts[numbers]).sum()
+                    dist.all_reduce(of_sequences, group=group)
+            of_sequences /= of_sequences.sum(dim=1, keepdim=True)  # tokens times top-k
+        return scores.shape[-1] * (scores * counts.index_select(0, numbers)).sum()
 
     def _tokens(self, num_local: int) -> tuple[Tensor, Tensor]:
-        """Places among this tp rank's tokens of those that are not padding, and the numbers of
-        their sequences in the row."""
+        """Of this tp rank's tokens, (tokens, 1) whether each is none of padding, and (tokens,) the
+        number of its sequence in the row, for padding the number of sequences."""
         row = self._row
         begin = self.tp_group.rank() * num_local
 
@@ -215,11 +218,13 @@ class SequenceRouter(upstream.TopKRouter):
             group = row.cp_group
             size, rank = (1, 0) if group is None else (group.size(), group.rank())
             found = part_places(row.sequence_lengths, row.segment_lengths, size, rank)
-            places, numbers = (torch.from_numpy(each) for each in found[:2])
+            places, of_places = (torch.from_numpy(each) for each in found[:2])
             is_here = (places >= begin) & (places < begin + num_local)
+            numbers = torch.full((num_local,), len(row.sequence_lengths))
+            numbers[places[is_here] - begin] = of_places[is_here]
+            is_real = (numbers < len(row.sequence_lengths)).unsqueeze(1)
             device = self.weight.device
-            here, of_sequences = places[is_here] - begin, numbers[is_here]
-            return to_device(here, device), to_device(of_sequences, device)
+            return to_device(is_real, device), to_device(numbers, device)
 
         return once_a_row(row, "routed tokens", compute)
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import functools
+import re
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -73,7 +74,7 @@ class ModelDefinition:
     """Sequence parallelism wherever tp > 1."""
     model_provider: Callable[..., torch.nn.Module] | None = None
     """A user's ``model_provider(pre_process, post_process, config=, pg_collection=)``."""
-    built_layer_spec: ModuleSpec | None = None
+    built_layer_spec: ModuleSpec | TransformerBlockSubmodules | None = None
     """Layers that roles are built of instead of ``layer_spec``'s, with the same parameters, such as
     Transformer Engine's. Names, order and initial values are those of ``layer_spec``."""
     core_attention: CoreAttentionName = "sdpa"
@@ -127,6 +128,8 @@ class ModelDefinition:
             first, stop = role.experts
             config.expert_tensor_parallel_size = 1
             config.expert_model_parallel_size = config.num_moe_experts // (stop - first)
+            # Transformer Engine refuses to sort no tokens, as the experts of a rank may get.
+            config.moe_permute_fusion &= config.moe_token_dispatcher_type != "allgather"
         config.pipeline_model_parallel_size = 1
         config.context_parallel_size = 1
         config.sequence_parallel = self.sequence_parallel and role.tp > 1
@@ -272,16 +275,21 @@ class PackedGPTModel(GPTModel):
 
 _LOCAL_NAMES = {
     ".self_attention.linear_qkv.layer_norm_": ".input_layernorm.",
+    ".self_attention.linear_q_up_proj.layer_norm_": ".self_attention.q_layernorm.",
+    ".self_attention.linear_kv_up_proj.layer_norm_": ".self_attention.kv_layernorm.",
     ".mlp.linear_fc1.layer_norm_": ".pre_mlp_layernorm.",
 }
 """Name of a norm fused by Transformer Engine -> its name as a local module."""
+
+_GROUPED = re.compile(r"\.experts\.(linear_fc[12])\.(weight|bias)([0-9]+)$")
+"""An expert's parameter in Transformer Engine's grouped linear layer."""
 
 
 def global_name(local_name: str, role: Role) -> str:
     """The name in the whole model of local layers of a parameter of the stage."""
     if local_name == "output_layer.weight" and role.tied_embeddings:
         return "embedding.word_embeddings.weight"
-    parts = local_name.split(".")
+    parts = _GROUPED.sub(r".experts.local_experts.\3.\1.\2", local_name).split(".")
     if parts[:2] == ["decoder", "layers"]:
         parts[2] = str(int(parts[2]) + role.first_layer)
         if role.experts is not None and "local_experts" in parts:
@@ -427,17 +435,19 @@ class PackedNorm:
 
 def expert_layer_spec(config: TransformerConfig) -> TransformerBlockSubmodules:
     """Upstream's local layers of a model with experts, which may differ from layer to layer."""
+    return _upstream_layers(config, use_te=False)
+
+
+def te_layer_spec(config: TransformerConfig) -> TransformerBlockSubmodules:
+    """Upstream's layers of Transformer Engine's modules. Needs Transformer Engine."""
+    return _upstream_layers(config, use_te=True)
+
+
+def _upstream_layers(config: TransformerConfig, *, use_te: bool) -> TransformerBlockSubmodules:
     layers = get_gpt_decoder_layer_specs(
-        config, use_transformer_engine=False, normalization=config.normalization
+        config, use_transformer_engine=use_te, normalization=config.normalization
     )
     return TransformerBlockSubmodules(layer_specs=layers, layer_norm=WrappedTorchNorm)
-
-
-def te_layer_spec(config: TransformerConfig) -> ModuleSpec:
-    """Upstream's layer of Transformer Engine's modules. Needs Transformer Engine."""
-    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_with_transformer_engine_spec
-
-    return get_gpt_layer_with_transformer_engine_spec(qk_layernorm=config.qk_layernorm)
 
 
 def _te_replacements(attention: Any) -> dict[Any, Any]:
@@ -446,12 +456,17 @@ def _te_replacements(attention: Any) -> dict[Any, Any]:
 
     if not wrappers.HAVE_TE:
         return {}
+    from megatron.core.extensions.transformer_engine_spec_provider import TESpecProvider
+
     built_on_meta = (
         wrappers.TELayerNormColumnParallelLinear,
         wrappers.TEColumnParallelLinear,
         wrappers.TERowParallelLinear,
+        wrappers.TEColumnParallelGroupedLinear,
+        wrappers.TERowParallelGroupedLinear,
         wrappers.TELinear,
         wrappers.TENorm,
+        TESpecProvider().layer_norm(has_residual=True),
     )
     replaced = {wrapper: on_meta(wrapper) for wrapper in built_on_meta}
     return {**replaced, wrappers.TEDotProductAttention: attention}

@@ -32,12 +32,16 @@ def replace() -> None:
     # It loads the libraries that the binding needs, and all modules that import from it by name.
     import transformer_engine.pytorch  # noqa: F401
 
+    from tests.cuda_stand_in.te.permutation import PERMUTATIONS
+
     binding = import_module("transformer_engine_torch")
+    in_triton = import_module("transformer_engine.pytorch.triton.permutation")
     loaded = [each for name, each in sys.modules.items() if name.startswith("transformer_engine.")]
-    for kernel in _KERNELS:
+    of_module = [(binding, kernel) for kernel in _KERNELS]
+    for source, kernel in (*of_module, *((in_triton, kernel) for kernel in PERMUTATIONS)):
         name = kernel.__name__
         # Functions of Transformer Engine's Python side may have the name of what they call.
-        original = getattr(binding, name)
+        original = getattr(source, name)
         replacement = _after(original, kernel) if kernel in _AFTER_THE_BINDING else kernel
         for module in (binding, *loaded):
             if vars(module).get(name) is original:
@@ -57,7 +61,7 @@ def rmsnorm_fwd(
         scale = (x.square().mean(-1) + eps).rsqrt()
         return x * scale[:, None] * weight.float(), scale
 
-    _launch("rmsnorm_fwd", compute, (x, weight), (out, scale))
+    launch("rmsnorm_fwd", compute, (x, weight), (out, scale))
     return [out, None, scale]
 
 
@@ -72,7 +76,7 @@ def rmsnorm_bwd(grad: Tensor, x: Tensor, scale: Tensor, weight: Tensor, *others:
         mean = (scaled * normed).mean(-1, keepdim=True)
         return scale[:, None] * (scaled - normed * mean), (grad * normed).sum(0)
 
-    _launch("rmsnorm_bwd", compute, (grad, x, scale, weight), outs)
+    launch("rmsnorm_bwd", compute, (grad, x, scale, weight), outs)
     return list(outs)
 
 
@@ -97,7 +101,7 @@ def layernorm_fwd(
         normed = (x - mean[:, None]) * scale[:, None]
         return normed * weight.float() + bias.float(), mean, scale
 
-    _launch("layernorm_fwd", compute, (x, weight, bias), (out, mean, scale))
+    launch("layernorm_fwd", compute, (x, weight, bias), (out, mean, scale))
     return [out, mean, scale]
 
 
@@ -115,7 +119,7 @@ def layernorm_bwd(
         d_x = d_x - normed * (scaled * normed).mean(-1, keepdim=True)
         return d_x * scale[:, None], (grad * normed).sum(0), grad.sum(0)
 
-    _launch("layernorm_bwd", compute, (grad, x, mean, scale, weight), outs)
+    launch("layernorm_bwd", compute, (grad, x, mean, scale, weight), outs)
     return list(outs)
 
 
@@ -149,6 +153,58 @@ def generic_gemm(
     """
     _refuse(quantizer=quantizer, gelu=gelu, comm_overlap=comm_overlap, extra_output=extra_output)
     _refuse(scaled=alpha != 1.0 or (beta or 0.0) != float(accumulates))
+    name = "generic_gemm_accumulating" if accumulates else "generic_gemm"
+    sides = (a, is_a_transposed), (b, is_b_transposed)
+    return *_product(name, *sides, out, dtype, bias, is_backward, accumulates), None, None
+
+
+def te_general_grouped_gemm(
+    a: list[Tensor],
+    is_a_transposed: bool,
+    b: list[Tensor],
+    is_b_transposed: bool,
+    outs: list[Tensor],
+    dtype: Any,
+    sizes: list[int] | None,
+    biases: list[Tensor],
+    bias_type: Any,
+    is_single_output: bool,
+    gelu_inputs: list[Tensor],
+    is_backward: bool,
+    workspaces: list[Tensor],
+    workspace_size: int,
+    accumulates: bool,
+    *others: Any,
+) -> list[Tensor]:
+    """A kernel for each product that has elements; outputs may be rows of one.
+
+    The library spreads them over streams of its own, which wait for the caller's and it for them.
+    """
+    _refuse(bias=any(each.numel() for each in biases))
+    _refuse(gelu=any(each.numel() for each in gelu_inputs))
+    name = "grouped_gemm_accumulating" if accumulates else "grouped_gemm"
+    parts = outs[0].split(sizes) if is_single_output else outs
+    for left, right, out in zip(a, b, parts, strict=True):
+        sides = (left, is_a_transposed), (right, is_b_transposed)
+        if left.numel() and right.numel():
+            _product(name, *sides, out, dtype, None, is_backward, accumulates)
+        elif out.numel() and not accumulates:
+            out.zero_()
+    return biases
+
+
+def _product(
+    name: str,
+    left: tuple[Tensor, bool],
+    right: tuple[Tensor, bool],
+    out: Tensor | None,
+    dtype: Any,
+    bias: Tensor | None,
+    is_backward: bool,
+    accumulates: bool,
+) -> tuple[Tensor, Tensor | None]:
+    """``right @ left``, each possibly transposed, and in the backward the bias's gradient."""
+    (a, is_a_transposed), (b, is_b_transposed) = left, right
     a_flat, b_flat = a.flatten(0, -2), b.flatten(0, -2)
     columns = a_flat.size(0 if is_a_transposed else 1)
     shape = (b_flat.size(1), columns) if is_b_transposed else (*b.shape[:-1], columns)
@@ -171,9 +227,8 @@ def generic_gemm(
         return (product, b.sum(0)) if has_bias_gradient else (product,)
 
     outs = (out,) if bias_gradient is None else (out, bias_gradient)
-    name = "generic_gemm_accumulating" if accumulates else "generic_gemm"
-    _launch(name, compute, (a_flat, b_flat, bias, out), outs)
-    return out, bias_gradient, None, None
+    launch(name, compute, (a_flat, b_flat, bias, out), outs)
+    return out, bias_gradient
 
 
 def fused_attn_fwd(
@@ -223,7 +278,7 @@ def fused_attn_fwd(
         return (found, sums, torch.zeros(2, dtype=torch.int64))[: len(outs)]
 
     given = (query, key, value, lengths_q, lengths_k, borders_q, borders_k)
-    _launch("fused_attn_fwd", compute, given, tuple(outs))
+    launch("fused_attn_fwd", compute, given, tuple(outs))
     return outs
 
 
@@ -282,7 +337,7 @@ def fused_attn_bwd(
 
     cuts = (lengths_q, lengths_k, borders_q, borders_k)
     given = (query, key, value, out, grad.view(out.shape), kept[0], *cuts)
-    _launch("fused_attn_bwd", compute, given, tuple(outs[:3]))
+    launch("fused_attn_bwd", compute, given, tuple(outs[:3]))
     return outs
 
 
@@ -296,7 +351,7 @@ def thd_read_half_tensor(tensor: Tensor, borders: Tensor, half: int) -> Tensor:
     def compute(tensor: Tensor, borders: Tensor) -> Tensors:
         return (tensor.index_select(axis, _half(borders, half)),)
 
-    _launch("thd_read_half_tensor", compute, (tensor, borders), (out,))
+    launch("thd_read_half_tensor", compute, (tensor, borders), (out,))
     return out
 
 
@@ -312,7 +367,7 @@ def thd_second_half_lse_correction(
         found[:, at] = torch.logaddexp(lse[:, at], of_step[:, : at.numel()])
         return (found,)
 
-    _launch("thd_second_half_lse_correction", compute, (lse, of_step, borders), (lse,))
+    launch("thd_second_half_lse_correction", compute, (lse, of_step, borders), (lse,))
 
 
 def thd_read_second_half_lse(lse: Tensor, borders: Tensor, is_packed: bool, size: int) -> Tensor:
@@ -326,7 +381,7 @@ def thd_read_second_half_lse(lse: Tensor, borders: Tensor, is_packed: bool, size
         found[:, : at.numel()] = lse[:, at]
         return (found,)
 
-    _launch("thd_read_second_half_lse", compute, (lse, borders), (out,))
+    launch("thd_read_second_half_lse", compute, (lse, borders), (out,))
     return out
 
 
@@ -357,7 +412,7 @@ def thd_out_correction(
         return (found.view(out.shape),)
 
     given = (out, of_step, old_lse, lse, lse_of_step, borders)
-    _launch("thd_out_correction", compute, given, (out,))
+    launch("thd_out_correction", compute, given, (out,))
 
 
 def thd_grad_correction(
@@ -381,7 +436,7 @@ def thd_grad_correction(
                 found[at] = 0
         return (found,)
 
-    _launch("thd_grad_correction", compute, (grad, of_step, borders), (grad,))
+    launch("thd_grad_correction", compute, (grad, of_step, borders), (grad,))
 
 
 def thd_sequence_order_to_cp_rank_order(
@@ -390,7 +445,7 @@ def thd_sequence_order_to_cp_rank_order(
     """All tokens of a row, rank after rank."""
     tensor = tensor.contiguous()
     out = torch.empty_like(tensor)
-    _launch(
+    launch(
         "thd_sequence_order_to_cp_rank_order",
         lambda tensor, borders: (tensor[_rank_order(borders, size)],),
         (tensor, borders),
@@ -405,7 +460,7 @@ def thd_cp_rank_order_to_sequence_order(
     """The inverse of `thd_sequence_order_to_cp_rank_order`."""
     tensor = tensor.contiguous()
     out = torch.empty_like(tensor)
-    _launch(
+    launch(
         "thd_cp_rank_order_to_sequence_order",
         lambda tensor, borders: (tensor[_rank_order(borders, size).argsort()],),
         (tensor, borders),
@@ -425,7 +480,7 @@ def thd_copy_valid_tokens_from_per_split_to_rank_local(
             found[begin : begin + length] = tensor[begin : begin + length]
         return (found,)
 
-    _launch("thd_copy_valid_tokens", compute, (out, tensor, begins, lengths), (out,))
+    launch("thd_copy_valid_tokens", compute, (out, tensor, begins, lengths), (out,))
 
 
 def fused_rope_forward(
@@ -438,7 +493,8 @@ def fused_rope_forward(
     size: int,
     rank: int,
 ) -> Tensor:
-    """Packed rows, or a rank's part of them, rotated by their places in segments."""
+    """Packed rows, or a rank's part of them, rotated by their places in segments; without borders
+    (tokens, batch, heads, size)."""
     return _rotated("fused_rope_forward", tensor, angles, starts, interleaved, borders, size, rank)
 
 
@@ -467,19 +523,20 @@ def _rotated(
     size: int,
     rank: int,
 ) -> Tensor:
-    _refuse(starts=starts is not None, interleaved=interleaved, unpacked=borders is None)
+    _refuse(starts=starts is not None, interleaved=interleaved)
     out = _new(tensor.shape, tensor, tensor.dtype)
 
-    def compute(tensor: Tensor, angles: Tensor, borders: Tensor) -> Tensors:
+    def compute(tensor: Tensor, angles: Tensor, borders: Tensor | None) -> Tensors:
         places = []
-        for length in borders.diff().tolist():
+        for length in [tensor.size(0)] if borders is None else borders.diff().tolist():
             if size == 1:
                 places.append(torch.arange(length))
                 continue
             chunk = length // (2 * size)
             for number in (rank, 2 * size - 1 - rank):
                 places.append(torch.arange(number * chunk, (number + 1) * chunk))
-        turn = angles.flatten(0, 2)[torch.cat(places)].float().unsqueeze(1)
+        turn = angles.flatten(0, 2)[torch.cat(places)].float()
+        turn = turn.view(-1, *[1] * (tensor.dim() - 2), turn.size(-1))
         cos, sin = turn.cos(), turn.sin() * (1 if name == "fused_rope_forward" else -1)
         width = turn.size(-1)
         inner, rest = tensor.float().split([width, tensor.size(-1) - width], -1)
@@ -487,7 +544,7 @@ def _rotated(
         turned = inner * cos + torch.cat([-second, first], -1) * sin
         return (torch.cat([turned, rest], -1),)
 
-    _launch(name, compute, (tensor, angles, borders), (out,))
+    launch(name, compute, (tensor, angles, borders), (out,))
     return out
 
 
@@ -497,6 +554,7 @@ _KERNELS: tuple[Callable[..., Any], ...] = (
     layernorm_fwd,
     layernorm_bwd,
     generic_gemm,
+    te_general_grouped_gemm,
     fused_attn_fwd,
     fused_attn_bwd,
     thd_read_half_tensor,
@@ -527,7 +585,7 @@ def _after(original: Callable[..., Any], kernel: Callable[..., Any]) -> Callable
     return called
 
 
-def _launch(
+def launch(
     name: str,
     compute: Callable[..., Tensors],
     inputs: tuple[Tensor | None, ...],

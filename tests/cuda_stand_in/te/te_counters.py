@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.cuda_stand_in.counters import Case, count
-from tests.cuda_stand_in.test_counters import PACKED
+from tests.cuda_stand_in.counters import Case, Side, count
+from tests.cuda_stand_in.test_counters import MOST_LAUNCHES, PACKED
 
 pytestmark = pytest.mark.timeout(900)
 
@@ -31,3 +31,36 @@ def test_a_layer_launches_no_more_than_a_local_one(tp: int, tmp_path: Path) -> N
     ours, local = of_a_layer(True), of_a_layer(False)
     print(f"\ntp{tp}: {ours} launches against {local}")
     assert ours <= local
+
+
+@pytest.mark.parametrize("tp", [1, 2])
+@pytest.mark.parametrize("kind", ["experts", "latents"])
+def test_experts_and_latents_wait_and_launch_no_more_than_upstream(
+    tp: int, kind: str, tmp_path: Path
+) -> None:
+    """For every layer, of which the dispatcher of experts waits in each."""
+
+    def of_layers(side: Side, *, has_te: bool = True) -> tuple[float, float]:
+        case = Case(
+            side,
+            layers=2,
+            tp=tp,
+            micro_batches=8,
+            fused_gradients=True,
+            same_attention=True,
+            has_te=has_te,
+            has_experts=kind == "experts",
+            has_latents=kind == "latents",
+        )
+        few, more = count(case, tmp_path), count(replace(case, layers=4), tmp_path)
+        num_launches, num_waits = (
+            (getattr(more, name) - getattr(few, name)) / (2 * case.micro_batches)
+            for name in ("num_launches", "host_waits")
+        )
+        return num_launches, num_waits
+
+    ours, plain, local = of_layers("ours"), of_layers("plain"), of_layers("ours", has_te=False)
+    print(f"\n{kind}, tp{tp}, launches and waits: {ours}, plain {plain}, local layers {local}")
+    assert ours[0] <= MOST_LAUNCHES * plain[0]
+    assert ours[1] <= plain[1]
+    assert ours[0] < local[0]

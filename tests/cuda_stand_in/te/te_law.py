@@ -14,6 +14,8 @@ import torch
 from tests.cuda_stand_in.lone_ranks import log_of
 from tests.cuda_stand_in.order import check_order, read_log
 from tests.cuda_stand_in.pool import run_logged
+from tests.distributed.test_experts import MODELS as EXPERT_MODELS
+from tests.distributed.test_latent_attention import MODELS as LATENT_MODELS
 from tests.support.bf16_error import MOST_OF_ONE_PROCESS, worst_ratio
 from tests.support.gloo_pool import pool_of
 from tests.support.law import MAIN_MODEL, SPLITS, assert_law, law_job, waves
@@ -27,8 +29,10 @@ BF16_ON_THE_CPU = replace(MAIN_MODEL, dtype=torch.bfloat16, hidden_size=64)
 BF16_MODEL = replace(BF16_ON_THE_CPU, core_attention="te", has_te_layers=True)
 
 STRATEGIES = ("tp2+2*tp1", "cp4~", "pp2+tp2")
+# Products of weight gradients add to the arena.
 LAYERS = {"generic_gemm", "generic_gemm_accumulating", "rmsnorm_fwd", "rmsnorm_bwd"}
-"""Products of weight gradients add to the arena."""
+GROUPED = {"grouped_gemm", "grouped_gemm_accumulating"}
+SORT = {"permute_with_mask_map", "unpermute_with_mask_map"}
 ATTENTION = {"fused_attn_fwd", "fused_attn_bwd"}
 REORDER = {"thd_cp_rank_order_to_sequence_order", "thd_sequence_order_to_cp_rank_order"}
 KERNELS_OF = {
@@ -57,6 +61,28 @@ def test_layers_in_fp32(text: str, tmp_path: Path) -> None:
     assert kernels >= LAYERS
 
 
+@pytest.mark.parametrize("name", LATENT_MODELS)
+def test_latents_in_fp32(name: str, tmp_path: Path) -> None:
+    model = replace(LATENT_MODELS[name], dtype=torch.float32, has_te_layers=True)
+    for text in ("tp2+2*tp1", "cp4~"):
+        job = job_of(text, model)
+        runs, kernels = run(job, tmp_path / text)
+        assert_law(job, runs)
+        assert kernels >= LAYERS
+
+
+@pytest.mark.parametrize("name", EXPERT_MODELS)
+def test_experts_in_fp32(name: str, tmp_path: Path) -> None:
+    model = replace(EXPERT_MODELS[name], dtype=torch.float32, has_te_layers=True)
+    for text in ("tp2+2*tp1", "tp2cp2ep4", "pp2+cp2ep2"):
+        job = law_job(4, text, model)
+        runs, kernels = run(job, tmp_path / text)
+        assert_law(job, runs)
+        gathers = dict(model.variant)["moe_token_dispatcher_type"] == "allgather"
+        assert kernels >= LAYERS | GROUPED
+        assert (kernels >= SORT) is not (gathers and text == "tp2cp2ep4")
+
+
 @pytest.mark.parametrize("text", [*STRATEGIES, "tp2pp2"])
 def test_layers_and_attention_in_bf16(text: str, tmp_path: Path) -> None:
     kernels = run_in_bf16(job_of(text, BF16_MODEL), tmp_path)
@@ -79,6 +105,7 @@ def test_every_exchange_in_bf16(text: str, way: str, tmp_path: Path) -> None:
 
 def run(job: Job, folder: Path) -> tuple[list[RankRun], set[str]]:
     """All ranks and the kernels that they launch. NCCL calls match and have one order."""
+    folder.mkdir(exist_ok=True)
     runs: list[RankRun] = pool_of(4, "cuda").run(run_logged, folder, run_job, job)
     logs = [log_of(folder, rank) for rank in range(4)]
     report = check_order([read_log(log) for log in logs])

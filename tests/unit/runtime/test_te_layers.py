@@ -30,10 +30,19 @@ from tests.support.models import SmallModel
         ),
         ("decoder.layers.0.mlp.linear_fc1.weight", "decoder.layers.0.mlp.linear_fc1.weight"),
         ("decoder.final_layernorm.weight", "decoder.final_layernorm.weight"),
+        (
+            "decoder.layers.3.self_attention.linear_kv_up_proj.layer_norm_weight",
+            "decoder.layers.3.self_attention.kv_layernorm.weight",
+        ),
+        (
+            "decoder.layers.3.mlp.experts.linear_fc2.weight12",
+            "decoder.layers.3.mlp.experts.local_experts.16.linear_fc2.weight",
+        ),
     ],
 )
 def test_names(built: str, canonical: str) -> None:
-    assert global_name(built, Role(1, 0, 0, 4, 4, False)) == canonical
+    """On a rank whose first expert is number 4."""
+    assert global_name(built, Role(1, 0, 0, 4, 4, False, experts=(4, 20))) == canonical
 
 
 @pytest.mark.parametrize("bias", [False, True])
