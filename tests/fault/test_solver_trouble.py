@@ -1,6 +1,5 @@
 """Whatever HiGHS does, there is a plan: valid, no worse than the greedy one, and marked."""
 
-import dataclasses
 import functools
 import json
 import math
@@ -33,8 +32,6 @@ class FaultyHighs:
 
     num_met = 0
     """Number of faults that happened, by subclass."""
-    only_integer = False
-    """Whether the fault spares linear programs."""
 
     def __init__(self) -> None:
         self.highs = RealHighs()
@@ -49,9 +46,8 @@ class FaultyHighs:
 
     @property
     def is_faulty(self) -> bool:
-        is_met = bool(len(self.program.integrality_)) or not self.only_integer
-        type(self).num_met += is_met
-        return is_met
+        type(self).num_met += 1
+        return True
 
 
 class Raises(FaultyHighs):
@@ -124,7 +120,7 @@ class Answers(FaultyHighs):
             return self.highs.getInfo()
         values, cost = self.answer(), np.array(self.program.col_cost_)
         costs = float(cost @ values) if len(values) == len(cost) else 0.0
-        return SimpleNamespace(objective_function_value=costs, mip_dual_bound=costs)
+        return SimpleNamespace(objective_function_value=costs)
 
 
 class AnswersNothing(Answers):
@@ -151,22 +147,6 @@ class AnswersBelowTheLimits(Answers):
         return super().answer() - 1.0
 
 
-class AnswersInFractions(Answers):
-    """The linear relaxation's answer for an integer program."""
-
-    only_integer = True
-
-    def answer(self) -> np.ndarray[Any, np.dtype[np.float64]]:
-        relaxed = RealHighs()
-        relaxed.setOptionValue("output_flag", False)
-        program = self.program
-        kinds, program.integrality_ = program.integrality_, []
-        relaxed.passModel(program)
-        program.integrality_ = kinds
-        relaxed.run()
-        return np.array(relaxed.getSolution().col_value)
-
-
 class AnswersTheWorst(Answers):
     """The most expensive feasible answer, with a bound that claims it is optimal."""
 
@@ -182,24 +162,6 @@ class AnswersTheWorst(Answers):
         program.col_cost_, program.col_upper_ = cost, upper
         worst.run()
         return np.array(worst.getSolution().col_value)
-
-
-class ClaimsABoundTooHigh(Answers):
-    only_integer = True
-
-    def getInfo(self) -> Any:
-        honest = super().getInfo()
-        honest.mip_dual_bound += 1e4
-        return honest
-
-
-class ClaimsABoundThatIsNoNumber(Answers):
-    only_integer = True
-
-    def getInfo(self) -> Any:
-        honest = super().getInfo()
-        honest.mip_dual_bound = math.nan
-        return honest
 
 
 class ClaimsACheaperAnswer(Answers):
@@ -223,17 +185,14 @@ FAULTS = [
     AnswersInPart,
     AnswersNan,
     AnswersBelowTheLimits,
-    AnswersInFractions,
     AnswersTheWorst,
-    ClaimsABoundTooHigh,
-    ClaimsABoundThatIsNoNumber,
     ClaimsACheaperAnswer,
 ]
 
 
 @dataclass(frozen=True)
 class Case:
-    """A batch on a pool whose search runs linear and integer programs."""
+    """A batch on a pool whose search runs linear programs."""
 
     pool: Pool
     lengths: tuple[int, ...]
@@ -268,7 +227,6 @@ CASES = {
     "one class": Case(Pool.of(Strategy.parse("12*tp1", 12)), batch(0, 26, 300)),
     "classes": Case(Pool.of(Strategy.parse("tp2+4*tp1", 6)), batch(0, 24, 150)),
     "pipelines": Case(Pool.of(Strategy.parse("2*pp2", 4)), LONG_TAIL),
-    # An integer program bounds the number of waves.
     "waves": Case(Pool.of(Strategy.parse("cp4~", 4)), batch(1, 9, 300)),
 }
 
@@ -280,12 +238,11 @@ def case(request: pytest.FixtureRequest) -> Case:
 
 @pytest.fixture
 def break_highs(monkeypatch: pytest.MonkeyPatch) -> Callable[[type[FaultyHighs]], None]:
-    """Install a faulty HiGHS; clears cached shapes of pipelines, unless the fault spares them."""
+    """Install a faulty HiGHS; clears cached shapes of pipelines."""
 
     def install(fault: type[FaultyHighs]) -> None:
         fault.num_met = 0
-        if not fault.only_integer:
-            pipeline_bounds._best_shapes.cache_clear()
+        pipeline_bounds._best_shapes.cache_clear()
         monkeypatch.setattr(highspy, "Highs", fault)
 
     return install
@@ -305,7 +262,8 @@ def correct_plan(name: str) -> IterationPlan:
 @pytest.mark.parametrize(
     ("name", "fault"),
     [
-        *(("waves" if fault.only_integer else "classes", fault) for fault in FAULTS),
+        *(("classes", fault) for fault in FAULTS),
+        *(("waves", fault) for fault in (Raises, AnswersTheWorst)),
         *(("pipelines", fault) for fault in (Raises, AnswersNan, AnswersTheWorst)),
         ("one class", AnswersTheWorst),
     ],
@@ -326,7 +284,7 @@ def test_a_valid_marked_plan_comes_out(
     assert plan.dispatch.bound_s <= honest.dispatch.objective_s * (1 + 1e-9)
 
 
-@pytest.mark.parametrize("fault", [Overruns, AnswersInFractions])
+@pytest.mark.parametrize("fault", [Overruns, AnswersTheWorst])
 def test_the_same_fault_gives_the_same_plan(
     fault: type[FaultyHighs], break_highs: Callable[[type[FaultyHighs]], None]
 ) -> None:
@@ -365,33 +323,27 @@ def test_without_time_the_greedy_plan_is_marked(case: Case, limit_s: float) -> N
 def test_a_late_answer_is_not_used() -> None:
     """But an optimum is one on any machine."""
     clock = iter([0.0, 7.0, 0.0, 7.0]).__next__
-    model = market_split()
-    whole = SolverLimits(guard_s=5.0, num_nodes=0)
-    late = solve(model, whole, clock=clock)
-    assert (late.outcome, late.values, late.is_usable) == (Outcome.OVERRUN, None, False)
-    linear = dataclasses.replace(model, is_integral=None)
-    assert solve(linear, whole, clock=clock).outcome is Outcome.OPTIMAL
+    late = solve(half_of_all(), SolverLimits(guard_s=5.0, num_iterations=0), clock=clock)
+    assert (late.outcome, late.values) == (Outcome.OVERRUN, None)
+    whole = SolverLimits(guard_s=5.0)
+    assert solve(half_of_all(), whole, clock=clock).outcome is Outcome.OPTIMAL
 
 
 def test_a_zero_time_limit_is_an_overrun() -> None:
-    assert solve(market_split(), SolverLimits(guard_s=0.0)).outcome is Outcome.OVERRUN
+    assert solve(half_of_all(), SolverLimits(guard_s=0.0)).outcome is Outcome.OVERRUN
 
 
-def market_split() -> LinearModel:
-    """Split 30 weights in half by three measures at once: needs more than the root node."""
-    draws = np.random.default_rng(0)
-    weights = draws.integers(10, 99, size=(3, 30)).astype(np.float64)
-    num = weights.shape[1]
-    slack = np.eye(3)
-    half = np.floor(weights.sum(axis=1) / 2)
+def half_of_all() -> LinearModel:
+    """The cheapest half of 30 weights, by three measures at once."""
+    weights = np.random.default_rng(0).integers(10, 99, size=(3, 30)).astype(np.float64)
+    half = weights.sum(axis=1) / 2
     return LinearModel(
-        cost=np.concatenate((np.zeros(num), np.ones(6))),
-        lower=np.zeros(num + 6),
-        upper=np.concatenate((np.ones(num), np.full(6, np.inf))),
-        matrix=sparse(np.hstack((weights, slack, -slack))),
+        cost=np.arange(30.0),
+        lower=np.zeros(30),
+        upper=np.ones(30),
+        matrix=sparse(weights),
         row_lower=half,
         row_upper=half,
-        is_integral=np.concatenate((np.ones(num, dtype=bool), np.zeros(6, dtype=bool))),
     )
 
 

@@ -125,7 +125,7 @@ class LongSequences:
         """
         model, places = self._program(time_ms)
         solution = self._solver.solve(model, SolverLimits())
-        if solution.values is None or not solution.is_usable:
+        if solution.values is None:
             return None
         if self._leaves_tokens(solution.objective):
             return None

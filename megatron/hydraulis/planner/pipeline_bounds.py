@@ -227,7 +227,7 @@ def best_works_ms(
     columns = PipelineColumns(pipeline, len(least_ms), stages=range(pipeline.num_stages))
     model = _model(columns, [each_ms * scale for each_ms in least_ms], largest_ms * scale)
     solution = solver.solve(model, SolverLimits())
-    if not solution.is_usable or solution.values is None:
+    if solution.values is None:
         return None
     return [float(share) * total_ms for share in solution.values[: len(least_ms)]]
 

@@ -114,7 +114,7 @@ class Relaxation:
             return None
         model, modes = program
         solution = self.solver.solve(model, SolverLimits())
-        if not solution.is_usable or solution.values is None:
+        if solution.values is None:
             return None
         num_buckets, num_modes = len(self.buckets), len(modes)
         spread = solution.values[: num_buckets * num_modes].reshape(num_buckets, num_modes)

@@ -159,7 +159,7 @@ class StrategySearch:
 
     def _raise_bound(self) -> None:
         if self._waves_alone is not None:
-            self._raise_bound_by_waves(self._waves_alone, with_integers=False)
+            self._raise_bound_by_waves(self._waves_alone, is_thorough=False)
             return
         most_ms = self.found_ms * (1.0 - TARGET_GAP)
         if not self._excludes(most_ms):
@@ -169,7 +169,7 @@ class StrategySearch:
         if self._waves_alone is not None:
             # There is nothing to dispatch.
             self._improve(self.best)
-            self._raise_bound_by_waves(self._waves_alone, with_integers=True)
+            self._raise_bound_by_waves(self._waves_alone, is_thorough=True)
             return
         if self._has_pipelines:
             self._raise_bound()
@@ -224,14 +224,14 @@ class StrategySearch:
         if len(self._packers) == 1:
             bounds_ms.append(self.bound_ms)
         elif isinstance(packer, WavePacker) and max(bounds_ms) < (1.0 - TARGET_GAP) * self.found_ms:
-            bounds_ms.append(packer.bound_ms(shares[slowest], self.found_ms, with_integers=True))
+            bounds_ms.append(packer.bound_ms(shares[slowest], self.found_ms, is_thorough=True))
         return max(bounds_ms)
 
-    def _raise_bound_by_waves(self, packer: WavePacker, *, with_integers: bool) -> None:
+    def _raise_bound_by_waves(self, packer: WavePacker, *, is_thorough: bool) -> None:
         """With a single replica, the bound of its waves is that of the strategy."""
         if self.gap > TARGET_GAP:
             everything = range(len(self._batch))
-            bound_ms = packer.bound_ms(everything, self.found_ms, with_integers=with_integers)
+            bound_ms = packer.bound_ms(everything, self.found_ms, is_thorough=is_thorough)
             # The second one takes the fill of a pipeline into account.
             self.bound_ms = max(
                 self.bound_ms, bound_ms, replica_bound_ms(self._rising, packer.cost)

@@ -1,10 +1,9 @@
 """One guarded way to run HiGHS.
 
 A failure of the solver ends here as an outcome, never as an exception: the caller has a plan and
-keeps it. An answer is trusted as far as it can be checked: rows, limits, integrality and cost are
-recomputed, and the bound of a linear program is computed from its duals. Limits count nodes and
-simplex iterations, which are the same on every machine; the wall clock is a safety net, and a run
-that it ended is marked OVERRUN.
+keeps it. An answer is trusted as far as it can be checked: rows, limits and cost are recomputed,
+and the bound is computed from the duals. The limit counts simplex iterations, which are the same on
+every machine; the wall clock is a safety net, and a run that it ended is marked OVERRUN.
 """
 
 from __future__ import annotations
@@ -31,8 +30,6 @@ FloatArray = NDArray[np.float64]
 IntArray = NDArray[np.int64]
 
 _NUM_THREADS = 1
-# HiGHS's own default: how far an integer variable may be from a whole number.
-_INTEGRALITY_TOLERANCE = 1e-6
 # An answer that breaks a row by more than this share of its size is refused.
 _FEASIBILITY_TOLERANCE = 1e-5
 # Between equal objectives and bounds: other order of summation, HiGHS's tolerances.
@@ -52,7 +49,7 @@ class Outcome(enum.Enum):
 
     OPTIMAL = "optimal"
     LIMIT = "limit"
-    """The node or iteration limit was reached; answer and bound are valid."""
+    """The iteration limit was reached: no answer."""
     OVERRUN = "overrun"
     """The time limit was reached; the answer is dropped, as another machine may give another."""
     FAILED = "failed"
@@ -61,12 +58,10 @@ class Outcome(enum.Enum):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SolverLimits:
-    """When to stop. Nodes and iterations decide; guard_s is a safety net."""
+    """When to stop. Iterations decide; guard_s is a safety net."""
 
-    num_nodes: int = 1000
     num_iterations: int = 20_000
-    """Simplex iterations of a linear program."""
-    relative_gap: float = 1e-4
+    """Simplex iterations."""
     guard_s: float = 30.0
     """Wall clock. Programs here take milliseconds, so load alone does not reach it. It is less than
     ahead.GRACE_S, so a single program does not make a planner process count as hung."""
@@ -110,30 +105,21 @@ class LinearModel:
     """A."""
     row_lower: FloatArray
     row_upper: FloatArray
-    is_integral: NDArray[np.bool_] | None = None
-    """Which columns are integers; None for a linear program."""
 
 
 class ProgramBuilder:
     """A program under construction: columns and rows are added one by one."""
 
     def __init__(self) -> None:
-        self._columns: list[tuple[float, float, float, bool]] = []
+        self._columns: list[tuple[float, float, float]] = []
         self._columns_of_rows: list[int] = []
         self._values: list[float] = []
         self._nums_in_rows: list[int] = []
         self._limits: list[tuple[float, float]] = []
 
-    def column(
-        self,
-        *,
-        lower: float = 0.0,
-        upper: float = math.inf,
-        cost: float = 0.0,
-        is_integral: bool = False,
-    ) -> int:
+    def column(self, *, lower: float = 0.0, upper: float = math.inf, cost: float = 0.0) -> int:
         """Add a column; returns its index."""
-        self._columns.append((lower, upper, cost, is_integral))
+        self._columns.append((lower, upper, cost))
         return len(self._columns) - 1
 
     def row(self, entries: Mapping[int, float], lower: float, upper: float) -> None:
@@ -144,10 +130,8 @@ class ProgramBuilder:
         self._limits.append((lower, upper))
 
     def model(self) -> LinearModel:
-        """The program; a linear one if no column is an integer."""
-        lower, upper, cost, is_integral = (
-            np.array(of_columns) for of_columns in zip(*self._columns, strict=True)
-        )
+        """The program."""
+        lower, upper, cost = (np.array(each) for each in zip(*self._columns, strict=True))
         num_rows = len(self._limits)
         rows = np.repeat(np.arange(num_rows), self._nums_in_rows)
         columns = np.array(self._columns_of_rows, dtype=np.int64)
@@ -162,13 +146,12 @@ class ProgramBuilder:
             matrix=matrix,
             row_lower=row_lower,
             row_upper=row_upper,
-            is_integral=is_integral if is_integral.any() else None,
         )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Solution:
-    """Result of a run. Without an answer, values is None and the bound is -inf."""
+    """Result of a run. Unless it is OPTIMAL, values is None and the bound is -inf."""
 
     outcome: Outcome
     values: FloatArray | None = None
@@ -176,23 +159,20 @@ class Solution:
     bound: float = -math.inf
     """No feasible x costs less."""
     column_duals: FloatArray | None = None
-    """Reduced costs of a linear program."""
-
-    @property
-    def is_usable(self) -> bool:
-        """Whether there is an answer, the same on every machine."""
-        return self.outcome in (Outcome.OPTIMAL, Outcome.LIMIT) and self.values is not None
+    """Reduced costs."""
 
 
 def solve(
     model: LinearModel, limits: SolverLimits, *, clock: Callable[[], float] = time.perf_counter
 ) -> Solution:
-    """Solve a linear or mixed-integer program. Never raises."""
+    """Solve a linear program. Never raises."""
     if limits.guard_s <= 0.0:
         return Solution(outcome=Outcome.OVERRUN)
     start_s = clock()
     try:
-        solution = _run(model, limits)
+        highs = _new_highs(model, limits)
+        highs.run()
+        solution = _solution(highs, model)
     except Exception as error:  # Planning continues with the plan so far.
         logger.warning("the solver failed and its answer is not used: %r", error)
         return Solution(outcome=Outcome.FAILED)
@@ -215,7 +195,7 @@ def solve_series(
         for upper in uppers:
             limited = dataclasses.replace(model, upper=upper)
             if highs is None:
-                highs = _new_highs(limited, limits, presolve="off")
+                highs = _new_highs(limited, limits)
             else:
                 num = len(upper)
                 highs.changeColsBounds(num, np.arange(num, dtype=np.int32), model.lower, upper)
@@ -255,12 +235,7 @@ class Solver:
         self._seed = seed
 
     def solve(self, model: LinearModel, limits: SolverLimits) -> Solution:
-        """Like the function solve, but not beyond the deadline.
-
-        After an overrun no integer programs are run: the next one may take as long.
-        """
-        if self.trouble is Outcome.OVERRUN and model.is_integral is not None:
-            return Solution(outcome=Outcome.OVERRUN)
+        """Like the function solve, but not beyond the deadline."""
         guard_s = min(limits.guard_s, self.deadline.remaining_s)
         limits = dataclasses.replace(limits, guard_s=guard_s, seed=self._seed)
         solution = solve(model, limits)
@@ -269,39 +244,15 @@ class Solver:
         return solution
 
 
-def _run(model: LinearModel, limits: SolverLimits) -> Solution:
-    # Linear programs are small here: presolving costs more than it saves.
-    for presolve in ("choose", "off") if model.is_integral is not None else ("off",):
-        highs = _new_highs(model, limits, presolve)
-        highs.run()
-        # When it undoes its presolve, HiGHS may break a row by slightly more than its tolerance.
-        if highs.getModelStatus() != highspy.HighsModelStatus.kSolveError:
-            break
-    return _solution(highs, model)
-
-
-def _solution(highs: highspy.Highs, model: LinearModel) -> Solution:
-    """The checked answer of a run that has ended."""
-    outcome = _outcome(highs)
-    if outcome is Outcome.OVERRUN:
-        return Solution(outcome=outcome)
-    if model.is_integral is None:
-        return _linear_solution(highs, model, outcome)
-    return _integer_solution(highs, model, outcome)
-
-
-def _new_highs(model: LinearModel, limits: SolverLimits, presolve: str) -> highspy.Highs:
+def _new_highs(model: LinearModel, limits: SolverLimits) -> highspy.Highs:
     options: dict[str, bool | int | float | str] = {
         "output_flag": False,
         "threads": _NUM_THREADS,
         "random_seed": limits.seed,
         "time_limit": limits.guard_s,
-        "presolve": presolve,
+        "presolve": "off",  # it costs more than it saves, as the programs are small
+        "simplex_iteration_limit": limits.num_iterations,
     }
-    if model.is_integral is None:
-        options["simplex_iteration_limit"] = limits.num_iterations
-    else:
-        options |= {"mip_max_nodes": limits.num_nodes, "mip_rel_gap": limits.relative_gap}
     highs = highspy.Highs()  # type: ignore[no-untyped-call]
     for name, value in options.items():
         if highs.setOptionValue(name, value) != highspy.HighsStatus.kOk:
@@ -326,11 +277,6 @@ def _to_highs(model: LinearModel) -> highspy.HighsLp:
     program.a_matrix_.start_ = np.concatenate(([0], np.cumsum(counts))).astype(np.int32)
     program.a_matrix_.index_ = matrix.columns.astype(np.int32)
     program.a_matrix_.value_ = matrix.values
-    if model.is_integral is not None:
-        program.integrality_ = [
-            highspy.HighsVarType.kInteger if integral else highspy.HighsVarType.kContinuous
-            for integral in model.is_integral
-        ]
     return program
 
 
@@ -341,14 +287,16 @@ def _outcome(highs: highspy.Highs) -> Outcome:
         return Outcome.OVERRUN
     if status == kinds.kOptimal:
         return Outcome.OPTIMAL
-    if status in (kinds.kIterationLimit, kinds.kSolutionLimit):
+    if status == kinds.kIterationLimit:
         return Outcome.LIMIT
     # Every model here has an answer and a finite optimum.
     raise RuntimeError(f"HiGHS ends with the status {highs.modelStatusToString(status)}")
 
 
-def _linear_solution(highs: highspy.Highs, model: LinearModel, outcome: Outcome) -> Solution:
-    if outcome is Outcome.LIMIT:
+def _solution(highs: highspy.Highs, model: LinearModel) -> Solution:
+    """The checked answer of a run that has ended."""
+    outcome = _outcome(highs)
+    if outcome is not Outcome.OPTIMAL:
         return Solution(outcome=outcome)
     answer = highs.getSolution()
     values = np.array(answer.col_value, dtype=np.float64)
@@ -367,31 +315,11 @@ def _linear_solution(highs: highspy.Highs, model: LinearModel, outcome: Outcome)
     )
 
 
-def _integer_solution(highs: highspy.Highs, model: LinearModel, outcome: Outcome) -> Solution:
-    info = highs.getInfo()
-    bound = float(info.mip_dual_bound)
-    values = np.array(highs.getSolution().col_value, dtype=np.float64)
-    if math.isnan(bound):
-        raise RuntimeError("HiGHS gives no number for a bound")
-    if len(values) != len(model.cost) or not math.isfinite(info.objective_function_value):
-        if outcome is Outcome.OPTIMAL:
-            raise RuntimeError(f"HiGHS gives {len(values)} values for {len(model.cost)} columns")
-        return Solution(outcome=outcome, bound=bound)
-    objective = _checked_objective(model, values, info.objective_function_value)
-    if bound > objective + _OBJECTIVE_TOLERANCE * (1.0 + abs(objective)):
-        raise RuntimeError(f"HiGHS gives {objective:.9g} for what it bounds by {bound:.9g}")
-    return Solution(
-        outcome=outcome, values=values, objective=objective, bound=min(bound, objective)
-    )
-
-
 def _checked_objective(model: LinearModel, values: FloatArray, claimed: float) -> float:
-    """Cost of an answer; RuntimeError if it breaks a row, a limit or integrality."""
+    """Cost of an answer; RuntimeError if it breaks a row or a limit."""
     excess = _worst_excess(model, values)
     if not excess <= _FEASIBILITY_TOLERANCE:
         raise RuntimeError(f"HiGHS breaks a row or a limit by {excess:.2g} of its size")
-    if _worst_fraction(model, values) > _INTEGRALITY_TOLERANCE:
-        raise RuntimeError("HiGHS gives a fraction for a whole number")
     objective = float(model.cost @ values)
     scale = 1.0 + float(np.abs(model.cost) @ np.abs(values))
     if not abs(objective - claimed) <= _OBJECTIVE_TOLERANCE * scale:
@@ -406,14 +334,6 @@ def _worst_excess(model: LinearModel, values: FloatArray) -> float:
     of_rows = np.maximum(model.row_lower - rows, rows - model.row_upper) / scale
     of_columns = np.maximum(model.lower - values, values - model.upper) / (1.0 + np.abs(values))
     return float(np.concatenate(([0.0], of_rows, of_columns)).max())
-
-
-def _worst_fraction(model: LinearModel, values: FloatArray) -> float:
-    """Largest distance of an integer column from a whole number."""
-    if model.is_integral is None:
-        return 0.0
-    whole = values[model.is_integral]
-    return float(np.abs(whole - np.rint(whole)).max(initial=0.0))
 
 
 def _implied_upper(model: LinearModel) -> FloatArray:

@@ -17,13 +17,22 @@ of more than half a group's room or time are alone in their group (dual feasible
 some wave is as long as the longest sequence needs. The least ``Σ D_k`` is a bound on the sum over
 waves and hence, with the fill of a pipeline, on the time of the replica.
 
-Where the gap is wide, z_k has to be an integer: half a wave costs only half its constant.
+Fractions of waves would make the longest sequences too easy: a third of a wave with three times
+the sequence. So the waves of a class hold no more of a bucket than there is, and are as long as
+their share of it needs, N_b being all tokens of the bucket and t_bc the time of its shortest
+sequence on c columns:
+
+    Σ_c x_bck ≤ N_b·z_k       D_k ≥ τ_{k-1}·z_k + Σ_c max(0, t_bc - τ_{k-1})·x_bck / N_b
+
+Where the gap is wide, the classes that the answer uses are divided, and Σ z_k is at most the whole
+number below the answer's or at least that above: half a wave costs only half its constant.
 """
 
 import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 
 import numpy as np
 from numpy.typing import NDArray
@@ -33,7 +42,6 @@ from megatron.hydraulis.planner.costs import GroupCost, WaveCosts
 from megatron.hydraulis.planner.relaxation import make_buckets
 from megatron.hydraulis.planner.solver import (
     LinearModel,
-    Outcome,
     ProgramBuilder,
     Solver,
     SolverLimits,
@@ -43,14 +51,16 @@ FloatArray = NDArray[np.float64]
 
 _NUM_BUCKETS = 20
 _NUM_CLASSES = 8
-_DUAL_FEASIBLE_FUNCTIONS = (1, 2)
+_DUAL_FEASIBLE_FUNCTIONS = (1, 2, 3)
 # Least ratio of the borders of a class.
 _NARROWEST_CLASS = 1.02
 # Number of longest sequences whose times are borders of classes.
 _NUM_BORDER_LENGTHS = 4
-_LIMITS = SolverLimits(num_nodes=60, relative_gap=1e-3)
-# Gap above which the integer program is solved, which takes a few tenths of a second.
-_INTEGER_GAP = 0.01
+# Gap above which classes are divided, which takes a few tenths of a second.
+_WIDE_GAP = 0.01
+# Waves that count as none, and the least part of a class that is cut off.
+_FEW_WAVES = 1e-3
+_LEAST_PART = 0.1
 # Bounds and times are sums of floats in different orders.
 _ROUNDING = 1e-9
 
@@ -76,26 +86,36 @@ def wave_bound_ms(
     found_ms: float,
     solver: Solver,
     *,
-    with_integers: bool = True,
+    is_thorough: bool = True,
 ) -> float:
     """A lower bound for waves of these sequences; found_ms: time of the best packing so far.
 
-    with_integers: solve the integer program if the linear one leaves a gap, which takes some tenths
-    of a second.
+    is_thorough: divide classes if there is a gap, which takes some tenths of a second.
     """
     bound_ms = simple_bound_ms(costs, lengths)
     if not lengths or bound_ms >= found_ms * (1.0 - _ROUNDING):
         return min(bound_ms, found_ms)
-    program = _Program(costs, lengths, found_ms)
     # Fill of a pipeline, in addition to the sum over waves.
     fill_ms = (costs.pipeline.num_stages - 1) * costs.mean_coefficients.time_ms((min(lengths),))
-    for is_integral in (False, True) if with_integers else (False,):
-        solution = solver.solve(program.model(is_integral=is_integral), _LIMITS)
-        if solution.outcome in (Outcome.OPTIMAL, Outcome.LIMIT):
-            bound_ms = max(bound_ms, (solution.bound + fill_ms) * (1.0 - _ROUNDING))
-        if bound_ms >= found_ms * (1.0 - _INTEGER_GAP):
+    for sum_ms in _bounds_of_sum_ms(_Program(costs, lengths, found_ms), solver):
+        bound_ms = max(bound_ms, (sum_ms + fill_ms) * (1.0 - _ROUNDING))
+        if not is_thorough or bound_ms >= found_ms * (1.0 - _WIDE_GAP):
             break
     return min(bound_ms, found_ms)
+
+
+def _bounds_of_sum_ms(program: "_Program", solver: Solver) -> Iterator[float]:
+    """Bounds on the sum over waves; the later ones are tighter as a rule."""
+    borders_ms = program.even_borders_ms()
+    answer = solver.solve(program.model(borders_ms), SolverLimits())
+    yield answer.bound
+    if answer.values is None:
+        return
+    num_waves = math.floor(answer.values[: len(borders_ms) - 1].sum() + _FEW_WAVES)
+    borders_ms = program.divided(borders_ms, answer.values)
+    fewer = solver.solve(program.model(borders_ms, most=num_waves), SolverLimits())
+    more = solver.solve(program.model(borders_ms, fewest=num_waves + 1), SolverLimits())
+    yield min(fewer.bound, more.bound)
 
 
 def _longest_ms(costs: WaveCosts, lengths: Sequence[int]) -> float:
@@ -119,6 +139,8 @@ class _Cell:
 
     group: GroupCost
     wave_class: int
+    most_ms: float
+    """Longest time of the class."""
     num: int
     """Column of y."""
     total: int
@@ -142,19 +164,24 @@ class _Program:
         )
         self._low = np.array([bucket.low for bucket in self._buckets], dtype=np.float64)
         self._high = np.array([bucket.high for bucket in self._buckets], dtype=np.float64)
-        self._borders_ms = self._class_borders_ms(lengths)
+        self._longest_lengths = sorted(set(lengths), reverse=True)[:_NUM_BORDER_LENGTHS]
 
-    def model(self, *, is_integral: bool) -> LinearModel:
-        """The program; with is_integral the numbers of waves are integers."""
+    def model(
+        self, borders_ms: Sequence[float], *, fewest: int = 0, most: float = math.inf
+    ) -> LinearModel:
+        """The program for classes between these borders and a number of waves.
+
+        The first columns are the numbers of waves of the classes, the next ones their times.
+        """
         program = ProgramBuilder()
-        classes = range(len(self._borders_ms) - 1)
-        nums = [program.column(is_integral=is_integral) for _ in classes]
+        classes = range(len(borders_ms) - 1)
+        nums = [program.column() for _ in classes]
         totals = [program.column(cost=self._found_ms) for _ in classes]
         cells = [
-            _Cell(group, k, program.column(), program.column())
+            _Cell(group, k, borders_ms[k + 1], program.column(), program.column())
             for k in classes
             for group in self._costs.usable
-            if group.coefficients.c_ms <= self._borders_ms[k + 1]
+            if group.coefficients.c_ms <= borders_ms[k + 1]
         ]
         for cell in cells:
             for b, bucket in enumerate(self._buckets):
@@ -162,10 +189,7 @@ class _Program:
                     cell.tokens[b] = program.column()
         width = float(self._costs.width)
         for k, num, total in zip(classes, nums, totals, strict=True):
-            low, high = (
-                self._borders_ms[k] / self._found_ms,
-                self._borders_ms[k + 1] / self._found_ms,
-            )
+            low, high = borders_ms[k] / self._found_ms, borders_ms[k + 1] / self._found_ms
             in_class = [cell for cell in cells if cell.wave_class == k]
             _add_between(program, total, num, low, high)
             program.row({num: -width} | {c.num: float(c.group.size) for c in in_class}, 0.0, 0.0)
@@ -177,11 +201,11 @@ class _Program:
         first_long = next(
             k
             for k in classes
-            if self._borders_ms[k + 1] > self._longest_ms * (1.0 + _ROUNDING) or k == classes[-1]
+            if borders_ms[k + 1] > self._longest_ms * (1.0 + _ROUNDING) or k == classes[-1]
         )
-        fewest = -(-self._num_tokens // self._costs.most_tokens)
+        fewest = max(fewest, -(-self._num_tokens // self._costs.most_tokens))
         program.row(dict.fromkeys(nums[first_long:], 1.0), 1.0, math.inf)
-        program.row(dict.fromkeys(nums, 1.0), float(fewest), math.inf)
+        program.row(dict.fromkeys(nums, 1.0), float(fewest), most)
         for cell in cells:
             self._add_limits(program, cell)
         for b, bucket in enumerate(self._buckets):
@@ -191,6 +215,16 @@ class _Program:
             share = bucket.num_tokens / self._num_tokens
             entries = dict.fromkeys([*placed, program.column(cost=per_token)], 1.0)
             program.row(entries, share, share)
+            for k, num, total in zip(classes, nums, totals, strict=True):
+                in_class = [c for c in cells if c.wave_class == k and b in c.tokens]
+                low = borders_ms[k] / self._found_ms
+                times = [cell.group.time_ms((bucket.low,)) / self._found_ms for cell in in_class]
+                columns = [cell.tokens[b] for cell in in_class]
+                program.row(dict.fromkeys(columns, 1.0) | {num: -share}, -math.inf, 0.0)
+                if max(times, default=0.0) > low:
+                    more = [min(0.0, low - time) / share for time in times]
+                    entries = dict(zip(columns, more, strict=True))
+                    program.row({total: 1.0, num: -low} | entries, 0.0, math.inf)
         return program.model()
 
     def _add_limits(self, program: ProgramBuilder, cell: _Cell) -> None:
@@ -211,7 +245,7 @@ class _Program:
         add(per_token_ms * tokens / self._found_ms, {cell.num: constant, cell.total: -1.0})
         add(np.full(len(buckets), tokens / room_tokens), {cell.num: -1.0})
         shares = [low / room_tokens]
-        work_room_ms = self._borders_ms[cell.wave_class + 1] - coefficients.c_ms
+        work_room_ms = cell.most_ms - coefficients.c_ms
         if work_room_ms > 0.0:
             shares.append(per_token_ms * low / work_room_ms)
         for m in _DUAL_FEASIBLE_FUNCTIONS:
@@ -220,16 +254,28 @@ class _Program:
                 if counted.any():
                     add(counted, {cell.num: -1.0})
 
-    def _class_borders_ms(self, lengths: Sequence[int]) -> list[float]:
+    def divided(self, borders_ms: Sequence[float], answer: FloatArray) -> list[float]:
+        """Borders of the classes that an answer uses, each divided at the mean time of its waves,
+        and of what is between them."""
+        num_classes = len(borders_ms) - 1
+        found = {borders_ms[0], borders_ms[-1]}
+        for k, (low_ms, high_ms) in enumerate(pairwise(borders_ms)):
+            num, total = answer[k], answer[num_classes + k]
+            if num > _FEW_WAVES:
+                part_ms = _LEAST_PART * (high_ms - low_ms)
+                mean_ms = float(total * self._found_ms / num)
+                found |= {low_ms, high_ms, min(max(mean_ms, low_ms + part_ms), high_ms - part_ms)}
+        return sorted(found)
+
+    def even_borders_ms(self) -> list[float]:
         """Borders from 0 to just above found_ms.
 
         Some are where a long sequence begins to fit on fewer columns, the others are even.
         """
         highest = self._found_ms
-        longest = sorted(set(lengths), reverse=True)[:_NUM_BORDER_LENGTHS]
         of_lengths = [
             group.time_ms((length,)) * (1.0 - _ROUNDING)
-            for length in longest
+            for length in self._longest_lengths
             for group in self._costs.groups
             if group.padded(length) <= group.room_tokens
         ]
@@ -250,7 +296,7 @@ class _Program:
         return [0.0, *sorted(borders[:_NUM_CLASSES]), highest * (1.0 + _ROUNDING)]
 
     def _holds(self, cell: _Cell, length: int) -> bool:
-        limit_ms = self._borders_ms[cell.wave_class + 1] * (1.0 + _ROUNDING)
+        limit_ms = cell.most_ms * (1.0 + _ROUNDING)
         return length <= cell.group.room_tokens and cell.group.time_ms((length,)) <= limit_ms
 
 

@@ -5,10 +5,9 @@ possible. Sequences of equal length are interchangeable, so lengths are counted.
 the open group whose room it fills best, otherwise to a new group of the least size that runs it
 within the time.
 
-A replica's sequences are divided into waves one after the other, from the longest sequence on, each
-filled for a given time or for as long as its longest sequence takes in a smaller group, and then
-made as short as its own sequences allow. Of several given times the best are taken, and the
-sequences of pairs of waves are divided again. For a pipeline the order is searched as well, and
+A replica's sequences are divided into waves by beam search: one wave after the other from the
+longest sequence on, filled for several times and then made as short as its own sequences allow; the
+beginnings with the least estimates are continued. For a pipeline the order is searched as well, and
 exact 1F1B decides.
 """
 
@@ -16,11 +15,11 @@ import itertools
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import numpy as np
 
 from megatron.hydraulis.planner.costs import Pipeline, SchemeCost, WaveCosts
-from megatron.hydraulis.planner.greedy import best_fit
 from megatron.hydraulis.planner.pipeline_packing import Effort, ReplicaPacker
 from megatron.hydraulis.planner.plan import Packing
 from megatron.hydraulis.planner.replica_plan import ContextGroup
@@ -32,25 +31,16 @@ Counts = list[int]
 
 # Budget for packing one share without a solver.
 _GREEDY_EFFORT = 2e7
-# Times of waves that are tried: of at least so many waves, each so much longer than the one before.
-_GROWTH = 1.3
-_NUM_MORE_WAVES = 10
-# Around the best of them.
-_NEAR = (0.95, 1.05)
-_MOST_FACTOR = 1.6
-# A start is abandoned when its time is above this multiple of the best one's.
-_MOST_EXCESS = 1.15
-# Number of starts, with different numbers of waves, whose pairs are divided again.
-_NUM_DIVIDED = 3
 # Bisections between a wave's bound and its time, down to this share.
 _NUM_HALVINGS = 5
 _TIGHT = 1e-3
-# Number of times tried for the first of two waves that are divided again, and of rounds over pairs.
-_NUM_DIVISIONS = 6
-_NUM_ROUNDS = 3
+# Times up to this multiple of the bound are tried to fit sequences into one wave.
+_MOST_OVER_BOUND = 2.5
+# Times of waves are tried up to this multiple of what the columns need for all sequences.
+_MOST_OVER_MEAN = 1.1
+# About how much longer columns are busy than they need to be.
+_BUSY_OVER_LEAST = 1.05
 _LEAST_IMPROVEMENT = 1e-7
-# Pairs are skipped whose columns idle for less than this share of the time of all waves.
-_LEAST_IDLE = 5e-4
 # Cost of filling one wave, in the unit of Effort: per length and group considered.
 _FILL_EFFORT = 15.0
 # Maximum number of waves for which all swaps of two in a pipeline's order are tried.
@@ -107,6 +97,7 @@ class LengthTable:
         self.rooms = [g.room_tokens for g in costs.groups]
         self.constants_ms = [g.coefficients.c_ms for g in costs.groups]
         self.num_sizes = len(costs.groups)
+        self.most_tokens = costs.most_tokens
         self.usable = [i for i, group in enumerate(costs.groups) if group in costs.usable]
         """Indices of the sizes that can hold a sequence, rising."""
         self.least_size = [
@@ -209,6 +200,30 @@ def fill_wave(
     return Wave(groups, max(group.time_ms for group in groups)), left
 
 
+class Beam(NamedTuple):
+    """How widely waves are searched."""
+
+    num_beginnings: int
+    """Number of beginnings that are continued."""
+    growth: float
+    """Ratio of the times that are tried."""
+
+
+_QUICK = Beam(2, 1.3)
+_GREEDY = Beam(4, 1.2)
+_THOROUGH = Beam(16, 1.06)
+
+
+class _Beginning(NamedTuple):
+    """The first waves of a packing."""
+
+    left: Counts
+    """Of the sequences that are in none of them."""
+    taken_ms: float
+    """Sum of their times."""
+    waves: tuple[Wave, ...]
+
+
 class WaveSearch:
     """Searches waves for shares of one batch."""
 
@@ -218,45 +233,84 @@ class WaveSearch:
         self._width = table.costs.width
 
     def best(
-        self, counts: Counts, effort: Effort, *, is_thorough: bool, target_ms: float = 0.0
+        self, counts: Counts, effort: Effort, beams: Sequence[Beam], *, target_ms: float = 0.0
     ) -> list[Wave]:
-        """The best waves of several times; if thorough, after dividing pairs of waves again.
+        """The best waves that beams find, one after the other until target_ms is reached.
 
-        counts: of a share that has sequences. The search ends at target_ms.
+        counts: of a share that has sequences.
         """
-        starts = self._starts(counts, effort, target_ms)
-        if not is_thorough or self.time_ms(starts[0]) <= target_ms:
-            return starts[0]
-        found = [self.divide_pairs(waves, effort) for waves in starts[:_NUM_DIVIDED]]
+        best: list[Wave] = []
+        for beam in beams:
+            found = self._with_beam(beam, counts, effort)
+            if not best or self.time_ms(found) < self.time_ms(best):
+                best = found
+            if self.time_ms(best) <= target_ms:
+                break
+        return best
+
+    def _with_beam(self, beam: Beam, counts: Counts, effort: Effort) -> list[Wave]:
+        """The best waves found with one beam."""
+        beginnings = [_Beginning(counts, 0.0, ())]
+        found: list[list[Wave]] = []
+        least_ms = math.inf
+        while beginnings:
+            continued: dict[tuple[int, ...], _Beginning] = {}
+            for beginning in beginnings:
+                for time_ms in self._times_ms(beginning.left, beam.growth):
+                    filled = self._filled(beginning.left, time_ms, effort)
+                    if filled is None:
+                        continue
+                    wave, left = filled
+                    taken_ms = beginning.taken_ms + wave.time_ms
+                    known = continued.get(tuple(left))
+                    if known is None or taken_ms < known.taken_ms:
+                        continued[tuple(left)] = _Beginning(
+                            left, taken_ms, (*beginning.waves, wave)
+                        )
+            best = sorted(continued.values(), key=self._estimate_ms)
+            beginnings = []
+            for beginning in best[: 1 if effort.is_spent else beam.num_beginnings]:
+                shorter = self._with_shortest(beginning, effort)
+                if any(shorter.left):
+                    beginnings.append(shorter)
+                else:
+                    found.append(list(shorter.waves))
+                    least_ms = min(least_ms, shorter.taken_ms)
+            beginnings = [each for each in beginnings if each.taken_ms < least_ms]
         return min(found, key=self.time_ms)
 
-    def _starts(self, counts: Counts, effort: Effort, target_ms: float) -> list[list[Wave]]:
-        """Waves of several times, best first, one start for each number of waves."""
-        column_ms = self._column_ms(counts)
-        tried: list[tuple[float, int, float, list[Wave]]] = []
+    def _times_ms(self, counts: Counts, growth: float) -> list[float]:
+        """Times of the next wave to try, rising.
 
-        def attempt(time_ms: float) -> None:
-            least_ms = min((found[0] for found in tried), default=math.inf)
-            if tried and (effort.is_spent or least_ms <= target_ms):
-                return
-            most_ms = _MOST_EXCESS * least_ms
-            waves = self._cut_off(counts, time_ms, most_ms, effort)
-            if waves is not None:
-                tried.append((self.time_ms(waves), len(tried), time_ms, waves))
+        They are those of its longest sequence on every size, as on fewer columns it may leave room
+        for others that run as long, and even ones up to the mean of all columns.
+        """
+        table = self.table
+        longest = next(itertools.compress(range(len(counts)), counts))
+        least_ms, constant_ms = table.least_ms[longest], min(table.constants_ms)
+        of_sizes = zip(table.works_ms[longest], table.constants_ms, strict=True)
+        times_ms = {max(least_ms, work_ms + c_ms) for work_ms, c_ms in of_sizes} - {math.inf}
+        most_ms = _MOST_OVER_MEAN * self._column_ms(counts) / self._width + constant_ms
+        time_ms = max(least_ms, constant_ms)
+        while time_ms < most_ms * growth:
+            times_ms.add(time_ms)
+            time_ms *= growth
+        return sorted(times_ms)
 
-        for time_ms in self._times_ms(counts, column_ms):
-            attempt(time_ms)
-        if tried:
-            best_time_ms = min(tried)[2]
-            for factor in _NEAR:
-                attempt(best_time_ms * factor)
-        whole = self._undivided(counts)
-        if whole:
-            tried.append((self.time_ms(whole), len(tried), 0.0, whole))
-        by_num: dict[int, list[Wave]] = {}
-        for _, _, _, waves in sorted(tried, key=lambda found: found[:2]):
-            by_num.setdefault(len(waves), waves)
-        return list(by_num.values())
+    def _estimate_ms(self, beginning: "_Beginning") -> float:
+        """Time of all waves: those of a beginning, and about what the rest takes."""
+        left, table = beginning.left, self.table
+        num_waves = -(-math.sumprod(left, table.lengths) // table.most_tokens)
+        column_ms = _BUSY_OVER_LEAST * self._column_ms(left) / self._width
+        return beginning.taken_ms + column_ms + num_waves * min(table.constants_ms)
+
+    def _with_shortest(self, beginning: "_Beginning", effort: Effort) -> "_Beginning":
+        """The beginning with its last wave as short as its sequences allow."""
+        *waves, last = beginning.waves
+        shortest = self.shortest(last.counts(len(beginning.left)), effort, within=last)
+        assert shortest is not None  # there is one to start from
+        taken_ms = beginning.taken_ms - last.time_ms + shortest.time_ms
+        return _Beginning(beginning.left, taken_ms, (*waves, shortest))
 
     def time_ms(self, waves: Sequence[Wave]) -> float:
         """Time of the replica, in the best of the simple orders."""
@@ -278,7 +332,7 @@ class WaveSearch:
         time_ms = low_ms * (1.0 + 10 * _TIGHT)
         while best is None:
             best = self._whole(counts, time_ms, effort)
-            if best is None and time_ms > low_ms * _MOST_FACTOR**2:
+            if best is None and time_ms > low_ms * _MOST_OVER_BOUND:
                 return None
             time_ms *= 1.1
         for _ in range(_NUM_HALVINGS):
@@ -292,151 +346,6 @@ class WaveSearch:
                 low_ms = middle_ms
         return best
 
-    def divide_pairs(self, waves: Sequence[Wave], effort: Effort) -> list[Wave]:
-        """Divide the sequences of two waves again, as long as that helps."""
-        best = list(waves)
-        if len(best) < 2:
-            return best
-        num_lengths = len(self.table.lengths)
-        counts = [wave.counts(num_lengths) for wave in best]
-        stuck: set[tuple[int, int]] = set()
-        for _ in range(_NUM_ROUNDS):
-            idle_ms = [self._idle_ms(wave, of) for wave, of in zip(best, counts, strict=True)]
-            pairs = sorted(
-                itertools.combinations(range(len(best)), 2),
-                key=lambda pair: (-idle_ms[pair[0]] - idle_ms[pair[1]], pair),
-            )
-            changed: set[int] = set()
-            total_ms = math.fsum(wave.time_ms for wave in best)
-            for pair in pairs:
-                if effort.is_spent:
-                    return best
-                first, second = pair
-                idle = idle_ms[first] + idle_ms[second]
-                if pair in stuck or changed.intersection(pair) or idle < _LEAST_IDLE * total_ms:
-                    continue
-                found = self._divided(
-                    best[first], best[second], counts[first], counts[second], effort
-                )
-                better = None
-                if found is not None:
-                    better = list(best)
-                    better[first], better[second] = found
-                if better is not None and self.time_ms(better) < self.time_ms(best) * (
-                    1.0 - _LEAST_IMPROVEMENT
-                ):
-                    best = better
-                    for place in pair:
-                        counts[place] = best[place].counts(num_lengths)
-                    changed.update(pair)
-                else:
-                    stuck.add(pair)
-            if not changed:
-                break
-            stuck = {pair for pair in stuck if not changed.intersection(pair)}
-        return best
-
-    def _divided(
-        self, one: Wave, other: Wave, of_one: Counts, of_other: Counts, effort: Effort
-    ) -> tuple[Wave, Wave] | None:
-        """The best of several divisions of the sequences of two waves."""
-        pooled = [num + more for num, more in zip(of_one, of_other, strict=True)]
-        low_ms = next(itertools.compress(self.table.least_ms, pooled))
-        high_ms = max(max(one.time_ms, other.time_ms) * 1.05, low_ms)
-        best: tuple[Wave, Wave] | None = None
-        best_ms = one.time_ms + other.time_ms
-        for step in range(_NUM_DIVISIONS):
-            time_ms = low_ms + (high_ms - low_ms) * step / (_NUM_DIVISIONS - 1)
-            filled = self._filled(pooled, time_ms, effort)
-            if filled is None or not any(filled[1]):
-                continue
-            if filled[0].time_ms + self._least_ms(filled[1]) >= best_ms:
-                continue
-            # Most divisions fail here, at the cost of one filling.
-            rest = self._whole(filled[1], best_ms - filled[0].time_ms, effort)
-            if rest is not None:
-                rest = self.shortest(filled[1], effort, within=rest)
-            if rest is not None and filled[0].time_ms + rest.time_ms < best_ms:
-                best, best_ms = (filled[0], rest), filled[0].time_ms + rest.time_ms
-        return best
-
-    def _cut_off(
-        self, counts: Counts, time_ms: float, most_ms: float, effort: Effort
-    ) -> list[Wave] | None:
-        """Waves of about a time; None if they take most_ms or more, or a length does not fit."""
-        waves: list[Wave] = []
-        left = counts
-        taken_ms, column_ms = 0.0, self._column_ms(counts)
-        longest = 0
-        while any(left):
-            while not left[longest]:
-                longest += 1
-            found = self._filled_best(left, longest, time_ms, effort)
-            if found is None:
-                return None
-            wave, rest, members = found
-            shorter = self.shortest(members, effort, within=wave)
-            waves.append(wave if shorter is None else shorter)
-            column_ms -= self._column_ms(members)
-            taken_ms += waves[-1].time_ms
-            if taken_ms + column_ms / self._width >= most_ms:
-                return None
-            left = rest
-        return waves
-
-    def _filled_best(
-        self, counts: Counts, longest: int, time_ms: float, effort: Effort
-    ) -> tuple[Wave, Counts, Counts] | None:
-        """The wave in which columns idle for the least share, the rest, and its own counts.
-
-        It is filled for time_ms or for what the longest sequence takes on one of the sizes: on
-        fewer columns it may leave room for others that run as long.
-        """
-        least_ms = max(time_ms, self.table.least_ms[longest])
-        of_sizes = zip(self.table.works_ms[longest], self.table.constants_ms, strict=True)
-        times_ms = {least_ms, *(max(least_ms, work_ms + c_ms) for work_ms, c_ms in of_sizes)}
-        times_ms.discard(math.inf)
-        best: tuple[Wave, Counts, Counts] | None = None
-        least_idle = math.inf
-        for each_ms in sorted(times_ms):
-            filled = self._filled(counts, each_ms, effort)
-            if filled is None:
-                continue
-            wave, rest = filled
-            members = [num - more for num, more in zip(counts, rest, strict=True)]
-            idle = self._idle_ms(wave, members) / wave.time_ms if wave.time_ms else 0.0
-            if idle < least_idle:
-                best, least_idle = (wave, rest, members), idle
-        return best
-
-    def _undivided(self, counts: Counts) -> list[Wave]:
-        """Waves of a single group each, by best fit; none if a sequence does not fit."""
-        table, index = self.table, self.table.num_sizes - 1
-        places = [place for place, num in enumerate(counts) for _ in range(num)]
-        if any(table.tokens[place][index] > table.rooms[index] for place in places):
-            return []
-        tokens = [of_length[index] for of_length in table.tokens]
-        waves = []
-        for members in best_fit(places, tokens, table.rooms[index]):
-            group = OpenGroup(index, table.constants_ms[index], 0)
-            for place in members:
-                group.time_ms += table.works_ms[place][index]
-                group.num_tokens += tokens[place]
-                group.counts[place] = group.counts.get(place, 0) + 1
-            waves.append(Wave([group], group.time_ms))
-        return waves
-
-    def _times_ms(self, counts: Counts, column_ms: float) -> Iterator[float]:
-        """Times of waves to try, falling."""
-        num_tokens = sum(self.table.lengths[place] * num for place, num in enumerate(counts) if num)
-        fewest = max(1, -(-num_tokens // self.table.costs.most_tokens))
-        constant_ms = min(self.table.constants_ms)
-        mean_ms = column_ms / self._width
-        num_waves = fewest / _MOST_FACTOR
-        while num_waves <= 3 * fewest + _NUM_MORE_WAVES:
-            yield mean_ms / num_waves + constant_ms
-            num_waves *= _GROWTH
-
     def _column_ms(self, counts: Counts) -> float:
         return math.sumprod(counts, self.table.column_ms)
 
@@ -445,9 +354,6 @@ class WaveSearch:
         table = self.table
         longest = next(itertools.compress(table.least_ms, counts))
         return max(longest, self._column_ms(counts) / self._width + min(table.constants_ms))
-
-    def _idle_ms(self, wave: Wave, counts: Counts) -> float:
-        return wave.time_ms - self._column_ms(counts) / self._width
 
     def _whole(self, counts: Counts, time_ms: float, effort: Effort) -> Wave | None:
         filled = self._filled(counts, time_ms, effort, takes_all=True)
@@ -507,11 +413,11 @@ class WavePacker(ReplicaPacker):
 
     def pack(self, sequences: Sequence[int], effort: Effort) -> Packing:
         """The best of several packings; an infinite time if a sequence does not fit."""
-        return self._packed(sequences, effort, is_thorough=False)
+        return self._packed(sequences, effort, [_QUICK])
 
     def pack_thoroughly(self, sequences: Sequence[int], num_steps: int, effort: Effort) -> Packing:
-        """Also divides pairs of waves again."""
-        return self._packed(sequences, effort, is_thorough=True)
+        """Also searches more widely."""
+        return self._packed(sequences, effort, [_QUICK, _GREEDY, _THOROUGH])
 
     def exchanged(self, packed: Packing, gone: int | None, come: int | None) -> Packing:
         """Empty: a new packing is as quick."""
@@ -535,20 +441,18 @@ class WavePacker(ReplicaPacker):
             waves += _members(self._table, [wave], share, self.lengths)
         return _finished(self._waves, waves, self.lengths, keeps_order=True)
 
-    def bound_ms(self, sequences: Sequence[int], found_ms: float, *, with_integers: bool) -> float:
+    def bound_ms(self, sequences: Sequence[int], found_ms: float, *, is_thorough: bool) -> float:
         """Lower bound on the time of these sequences; the arguments are those of wave_bound_ms."""
         lengths = [self.lengths[sequence] for sequence in sequences]
-        return wave_bound_ms(
-            self._waves, lengths, found_ms, self._solver, with_integers=with_integers
-        )
+        return wave_bound_ms(self._waves, lengths, found_ms, self._solver, is_thorough=is_thorough)
 
-    def _packed(self, sequences: Sequence[int], effort: Effort, *, is_thorough: bool) -> Packing:
+    def _packed(self, sequences: Sequence[int], effort: Effort, beams: Sequence[Beam]) -> Packing:
         if not sequences:
             return Packing((), 0.0)
         counts = self._counts(sequences)
         if counts is None:
             return Packing((tuple(sequences),), math.inf)
-        waves = self._search.best(counts, effort, is_thorough=is_thorough)
+        waves = self._search.best(counts, effort, beams)
         members = _members(self._table, waves, sequences, self.lengths)
         return _finished(self._waves, members, self.lengths, keeps_order=False)
 
@@ -575,16 +479,15 @@ def pack_waves(
 ) -> Packing:
     """Pack the sequences of one replica into waves without a solver.
 
-    sequences: indices into lengths, each of which some group holds; is_thorough, target_ms: see
-    WaveSearch.best.
+    sequences: indices into lengths, each of which some group holds; is_thorough: search more widely
+    unless target_ms is reached.
     """
     if not sequences or cost.waves is None:
         return Packing((), 0.0)
     table = LengthTable(cost.waves, [lengths[sequence] for sequence in sequences])
     counts = table.counts([lengths[sequence] for sequence in sequences])
-    waves = WaveSearch(table).best(
-        counts, Effort(_GREEDY_EFFORT), is_thorough=is_thorough, target_ms=target_ms
-    )
+    beams = [_QUICK, _GREEDY] if is_thorough else [_QUICK]
+    waves = WaveSearch(table).best(counts, Effort(_GREEDY_EFFORT), beams, target_ms=target_ms)
     members = _members(table, waves, sequences, lengths)
     return _finished(cost.waves, members, lengths, keeps_order=False)
 
