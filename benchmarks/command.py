@@ -17,7 +17,7 @@ from typing import Any
 from rich.console import Console
 from rich.progress import MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-from megatron.hydraulis.terminal import progress_bars
+from megatron.hydraulis.terminal import ProgressBars
 
 
 def make_parser(module: str, description: str) -> argparse.ArgumentParser:
@@ -53,8 +53,8 @@ def torchrun(num_ranks: int, *words: str) -> None:
 
 
 def counted_progress(unit: str = "") -> Progress:
-    """Bars that count ``unit``, with the remaining time; nothing without a terminal."""
-    return progress_bars(MofNCompleteColumn(), TextColumn(unit), TimeRemainingColumn())
+    """Bars that count ``unit``, with the remaining time."""
+    return ProgressBars(MofNCompleteColumn(), TextColumn(unit), TimeRemainingColumn())
 
 
 def write_figures(console: Console, path: Path | None, figures: Any) -> None:

@@ -17,6 +17,7 @@ from rich.progress import (
     DownloadColumn,
     Progress,
     ProgressColumn,
+    TaskID,
     TextColumn,
     TimeRemainingColumn,
 )
@@ -34,49 +35,72 @@ def results_console(width: int = _WIDTH_WITHOUT_TERMINAL) -> Console:
     return console if console.is_terminal else Console(width=width)
 
 
-def progress_bars(*columns: ProgressColumn, is_shown: bool = True) -> Progress:
-    """Bars on stderr, so that stdout has only the results; disabled if stderr is no terminal.
+class ProgressBars(Progress):
+    """Bars on stderr, so that stdout has only the results; lines where stderr is no terminal.
 
-    columns: after the description and the bar.
+    Args:
+        columns: after the description and the bar.
+        is_shown: False for neither bars nor lines.
+        line_interval_s: between lines; a step within it prints none.
     """
-    console = Console(stderr=True)
-    return Progress(
-        TextColumn("{task.description}"),
-        BarColumn(),
-        *columns,
-        console=console,
-        transient=True,
-        disable=not (is_shown and console.is_terminal),
-    )
+
+    def __init__(
+        self,
+        *columns: ProgressColumn,
+        is_shown: bool = True,
+        line_interval_s: float = _LINE_INTERVAL_S,
+    ) -> None:
+        console = Console(stderr=True)
+        super().__init__(
+            TextColumn("{task.description}"),
+            BarColumn(),
+            *columns,
+            console=console,
+            transient=True,
+            disable=not (is_shown and console.is_terminal),
+        )
+        self._figures = columns
+        self._prints_lines = is_shown and self.disable
+        self._line_interval_s = line_interval_s
+        self._last_line_s = time.monotonic()
+
+    def advance(self, task_id: TaskID, advance: float = 1) -> None:
+        """Counts steps as done."""
+        super().advance(task_id, advance)
+        self._print_line(task_id)
+
+    def update(self, task_id: TaskID, **changes: Any) -> None:
+        """See Progress."""
+        super().update(task_id, **changes)
+        self._print_line(task_id)
+
+    def _print_line(self, task_id: TaskID) -> None:
+        now_s = time.monotonic()
+        if self._prints_lines and now_s - self._last_line_s >= self._line_interval_s:
+            self._last_line_s = now_s
+            (task,) = (task for task in self.tasks if task.id == task_id)
+            figures = " ".join(str(column(task)) for column in self._figures)
+            print(f"{task.description} ({figures})", file=sys.stderr, flush=True)
 
 
 class ByteProgress:
-    """Progress on standard error: a bar on a terminal, elsewhere a line every ten seconds.
-
-    The first bytes start the bar and with it a thread, so that processes can be forked before.
-    """
+    """Progress in bytes. The first ones start the bar and with it a thread, so that processes can
+    be forked before."""
 
     def __init__(self, what: str, num_bytes: int) -> None:
-        self._bar = progress_bars(DownloadColumn(), TimeRemainingColumn())
-        self._bar.add_task(what, total=num_bytes)
-        self._last_line_s = time.monotonic()
+        self._bars = ProgressBars(DownloadColumn(), TimeRemainingColumn())
+        self._task = self._bars.add_task(what, total=num_bytes)
 
     def __enter__(self) -> ByteProgress:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._bar.stop()
+        self._bars.stop()
 
     def advance(self, num_bytes: int) -> None:
         """Count bytes as done."""
-        self._bar.start()
-        (task,) = self._bar.tasks
-        self._bar.update(task.id, advance=num_bytes)
-        now_s = time.monotonic()
-        if self._bar.disable and now_s - self._last_line_s >= _LINE_INTERVAL_S:
-            self._last_line_s = now_s
-            done, total = size_text(int(task.completed)), size_text(int(task.total or 0))
-            print(f"{task.description}: {done} of {total}", file=sys.stderr, flush=True)
+        self._bars.start()
+        self._bars.advance(self._task, num_bytes)
 
 
 def size_text(num_bytes: int) -> str:

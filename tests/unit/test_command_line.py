@@ -5,11 +5,12 @@ import subprocess
 import sys
 
 import pytest
+from rich.progress import MofNCompleteColumn
 
 from megatron.hydraulis.__main__ import COMMANDS, TRAIN, main
 from megatron.hydraulis.command_line import CommandParser
 from megatron.hydraulis.errors import ConfigurationError
-from megatron.hydraulis.terminal import launch_command
+from megatron.hydraulis.terminal import ProgressBars, launch_command
 from tests.unit.argument_command import flag_parser
 
 OTHERS = [command for command in COMMANDS if command is not TRAIN]
@@ -133,3 +134,13 @@ def test_another_broken_pipe_is_an_error() -> None:
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
     assert done.returncode == 1
     assert "BrokenPipeError: to a worker" in done.stderr
+
+
+def test_progress_is_shown_in_lines_without_a_terminal(capsys: pytest.CaptureFixture[str]) -> None:
+    for interval_s, is_shown in ((0.0, True), (9.0, True), (0.0, False)):
+        bars = ProgressBars(MofNCompleteColumn(), is_shown=is_shown, line_interval_s=interval_s)
+        with bars:
+            task = bars.add_task("first", total=3)
+            bars.advance(task)
+            bars.update(task, advance=1, description="second")
+    assert capsys.readouterr() == ("", "first (1/3)\nsecond (2/3)\n")

@@ -188,19 +188,24 @@ class JobCosts:
     def with_widths(self) -> JobCosts:
         """With rows in the profile for all cp that are powers of two and have room in the job.
 
-        Without a model it is unchanged: the exchange would be free.
+        Narrower ones than a measured row only with ep: its groups of fewer ranks run in ``~`` alone
+        and may not have been measured. Without a model it is unchanged: the exchange would be free.
         """
         if self.model is None:
             return self
         known = {row.scheme for row in self.profile.schemes}
         num_ranks = self.model.cluster.num_ranks
-        assumed = tuple(
-            self._row(scheme)
+        widths = dict.fromkeys(
+            row.scheme.of_context_group(1 << power)
             for row in self.profile.schemes
-            for power in range(1, (num_ranks // row.scheme.num_ranks).bit_length())
-            if row.scheme.cp == 1
-            and row.max_tokens
-            and (scheme := row.scheme.of_context_group(1 << power)) not in known
+            if row.max_tokens and (row.scheme.cp == 1 or row.scheme.ep > 1)
+            for power in range((num_ranks // row.scheme.of_context_group(1).num_ranks).bit_length())
+        )
+        assumed = tuple(
+            row
+            for scheme in widths
+            if scheme not in known and scheme.as_replica.num_ranks <= num_ranks
+            if (row := self._row(scheme)).max_tokens
         )
         profile = replace(self.profile, schemes=(*self.profile.schemes, *assumed))
         return replace(self, profile=profile)

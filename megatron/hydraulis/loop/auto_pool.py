@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-import math
 import sys
-import time
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -34,7 +32,9 @@ from megatron.hydraulis.library.planning import (
 )
 from megatron.hydraulis.loop.startup import made_by_rank_0
 from megatron.hydraulis.planner.solver import native_prints_to_stderr
+from megatron.hydraulis.proposal.batches import draw_batches
 from megatron.hydraulis.proposal.candidates import Candidates
+from megatron.hydraulis.proposal.command import proposal_progress
 from megatron.hydraulis.proposal.propose import propose_for_corpus
 from megatron.hydraulis.strategy import Pool, Scheme, Strategy
 from megatron.hydraulis.strategy.pool import MADE_FOR
@@ -42,7 +42,6 @@ from megatron.hydraulis.strategy.pool import MADE_FOR
 FILE_NAME = "auto_pool.json"
 _NUM_BATCHES = 8
 """Few, as all ranks wait."""
-_LOG_INTERVAL_S = 5.0
 
 
 def pool_of_job(resolved: Resolved, *, has_cuda: bool, store: dist.Store | None) -> Pool:
@@ -165,55 +164,58 @@ def _proposed(resolved: Resolved, device: DeviceConstants, counts: LengthCounts)
     model = replace(analytic_cost_model(resolved, device), pool=None)
     if hydraulis.cost_profile is None:
         possible = possible_schemes(resolved.shape, num_ranks, ranks_per_node)
-        schemes = [scheme for scheme in possible if _is_allowed(resolved, scheme)]
-        profile = estimated_profile(model, schemes)
+        allowed = [scheme for scheme in possible if _is_allowed(resolved, scheme)]
+        profile = estimated_profile(model, allowed)
     else:
         profile = ProfileCostModel.read(hydraulis.cost_profile)
         profile.check_model(profiled_model(resolved), hydraulis.cost_profile, speaks=False)
-        schemes = [row.scheme for row in profile.schemes if _is_allowed(resolved, row.scheme)]
-    tp_degrees = [scheme.tp for scheme in schemes]
-    costs = JobCosts.of(profile, model, tp_degrees=tp_degrees, **regroup_settings(resolved))
-    if hydraulis.cost_profile is not None and (left_out := _not_measured(resolved, costs)):
+        profile = _allowed(resolved, profile)
+    costs = JobCosts.of(profile, model, **regroup_settings(resolved))
+    if hydraulis.cost_profile is not None and (left_out := _not_measured(resolved, costs, counts)):
         print(
             f"strategy pool: without {', '.join(left_out)}, which {hydraulis.cost_profile} lacks; "
             f"to offer them, measure them as well (hydraulis profile --schemes)",
             flush=True,
         )
-    logged_s = -math.inf
-
-    def log(what: str, done: int, total: int) -> None:
-        nonlocal logged_s
-        if time.monotonic() - logged_s >= _LOG_INTERVAL_S:
-            logged_s = time.monotonic()
-            print(f"proposing a strategy pool: {what} {done} of {total}", flush=True)
-
-    with native_prints_to_stderr():
+    with proposal_progress(is_shown=True) as on_progress, native_prints_to_stderr():
         return propose_for_corpus(
             counts,
             resolved.sizes,
             costs.profile,
             num_ranks=num_ranks,
             ranks_per_node=ranks_per_node,
-            schemes=schemes,
             num_batches=_NUM_BATCHES,
             seed=args.seed,
             row_quantum=row_quantum_tokens(resolved, device),
-            on_progress=log,
+            on_progress=on_progress,
         ).pool
 
 
-def _not_measured(resolved: Resolved, costs: JobCosts) -> list[str]:
-    """Widths of cp without a row, which training refuses, as far as a pool might use them."""
-    widths = costs.with_widths().profile
-    allowed = [row.scheme for row in widths.schemes if _is_allowed(resolved, row.scheme)]
-    pool = resolved.pool
-    useful = Candidates.of(widths, pool.num_ranks, pool.ranks_per_node, allowed).schemes
+def _not_measured(resolved: Resolved, costs: JobCosts, counts: LengthCounts) -> list[str]:
+    """Schemes without a row for some width of cp, which training refuses, as far as a pool might
+    use them; with ``~`` only those with ep, as the widths of others are schemes too."""
+    widths, pool = _allowed(resolved, costs.with_widths().profile), resolved.pool
+    batches = draw_batches(counts, resolved.sizes, _NUM_BATCHES, resolved.args.seed)
+    useful = Candidates.of(
+        widths, pool.num_ranks, pool.ranks_per_node, batches=batches, longest=counts.longest
+    )
     known = {row.scheme for row in costs.profile.schemes}
-    return [str(scheme) for scheme in useful if scheme not in known]
+    return [
+        str(scheme)
+        for scheme in useful.schemes
+        if not known.issuperset(scheme.group_schemes) and (scheme.ep > 1 or not scheme.splits_cp)
+    ]
+
+
+def _allowed(resolved: Resolved, profile: ProfileCostModel) -> ProfileCostModel:
+    rows = tuple(row for row in profile.schemes if _is_allowed(resolved, row.scheme))
+    return replace(profile, schemes=rows)
 
 
 def _is_allowed(resolved: Resolved, scheme: Scheme) -> bool:
-    """Whether the vocabulary and --cp-comm-type allow a scheme of at most the job's ranks."""
+    """Whether the vocabulary and --cp-comm-type allow a scheme, or the smallest replica with it as
+    a group, of at most the job's ranks."""
+    scheme = scheme.as_replica
     if scheme.num_ranks > resolved.pool.num_ranks or resolved.vocabulary.padded_size % scheme.tp:
         return False
     try:

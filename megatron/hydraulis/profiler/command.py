@@ -62,7 +62,7 @@ from megatron.hydraulis.runtime.memory import MemoryMeter, memory_meter
 from megatron.hydraulis.runtime.spans import SpanRecorder
 from megatron.hydraulis.strategy import Pool, Scheme, Strategy
 from megatron.hydraulis.strategy.notation import parse_scheme
-from megatron.hydraulis.terminal import print_next, progress_bars, propose_command
+from megatron.hydraulis.terminal import ProgressBars, print_next, propose_command
 
 _EXIT_STATUS_OF_ERROR = 2
 _EPILOG = (
@@ -408,8 +408,7 @@ class _StepReport:
 
     def __init__(self, num_steps: int, *, is_shown: bool) -> None:
         columns = (MofNCompleteColumn(), TimeElapsedColumn())
-        self._progress = progress_bars(*columns, is_shown=is_shown)
-        self._prints_lines = is_shown and self._progress.disable
+        self._progress = ProgressBars(*columns, is_shown=is_shown, line_interval_s=0.0)
         self._task = self._progress.add_task("profile", total=num_steps)
 
     def __enter__(self) -> _StepReport:
@@ -427,8 +426,6 @@ class _StepReport:
     def step(self, text: str) -> None:
         """Report a step that has ended."""
         self._progress.update(self._task, advance=1, description=text)
-        if self._prints_lines:
-            print(text, file=sys.stderr, flush=True)
 
 
 def training_defaults(model_flags: Sequence[str]) -> list[str]:

@@ -34,10 +34,10 @@ from megatron.hydraulis.proposal.propose import (
 )
 from megatron.hydraulis.strategy.notation import parse_terms
 from megatron.hydraulis.terminal import (
+    ProgressBars,
     launch_command,
     print_json,
     print_next,
-    progress_bars,
     results_console,
 )
 
@@ -169,11 +169,11 @@ def run(namespace: argparse.Namespace) -> int:
 
 @contextmanager
 def proposal_progress(*, is_shown: bool) -> Iterator[OnProgress]:
-    """A bar on stderr if that is a terminal."""
+    """Shows what is searched on stderr."""
     columns = (TextColumn("{task.completed} of {task.total}"), TimeElapsedColumn())
-    with progress_bars(*columns, is_shown=is_shown) as progress:
+    with ProgressBars(*columns, is_shown=is_shown) as progress:
         tasks = {
-            what: progress.add_task(what, total=None, visible=False)
+            what: progress.add_task(f"strategy pool, {what}", total=None, visible=False)
             for what in ("search", "bounds", "plans", "baselines")
         }
 

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from rich.progress import TextColumn, TimeRemainingColumn
+from rich.progress import TextColumn, TimeElapsedColumn
 
 from megatron.hydraulis.cost_model.limits import add_row_quantum
 from megatron.hydraulis.cost_model.profile import ProfileCostModel
@@ -48,10 +48,10 @@ from megatron.hydraulis.simulator.simulation import IterationTasks
 from megatron.hydraulis.simulator.ways import POOL, WAYS
 from megatron.hydraulis.strategy import Pool
 from megatron.hydraulis.terminal import (
+    ProgressBars,
     launch_command,
     print_json,
     print_next,
-    progress_bars,
     results_console,
 )
 
@@ -157,7 +157,7 @@ def run(namespace: argparse.Namespace) -> int:
     costs = options.costs_of_pool(profile, pool, path=namespace.cost_profile)
     sizes = batch_sizes(namespace)
     with (
-        progress_bars(TextColumn("{task.completed} batches"), TimeRemainingColumn()) as progress,
+        ProgressBars(TextColumn("{task.completed} batches"), TimeElapsedColumn()) as progress,
         native_prints_to_stderr(),
         BatchPlanning(namespace.processes) as planning,
     ):

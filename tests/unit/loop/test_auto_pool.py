@@ -102,6 +102,26 @@ def test_widths_of_cp_that_the_cost_profile_lacks_are_named(
     assert {(s.tp, s.cp) for strategy in pool.strategies for s in strategy.schemes} <= measured
 
 
+def test_experts_may_be_shared_by_columns(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """cp4~ep4: each rank has sequences of its own, and four share the experts."""
+    rows = [
+        {"tp": 1, "cp": cp, "pp": 1, "ep": 4, "a_ms_per_token2": 1e-4 / cp, "c_ms": 1.0,
+         "b_ms_per_token": 0.1 / cp, "max_tokens": 400 * cp}
+        for cp in (4, 1, 2)
+    ]  # fmt: skip
+    path = tmp_path / "profile.json"
+    about = {"device": "cpu", "source": "tests", "date": "2026-01-01"}
+    experts = ("--num-experts", "8", "--moe-ffn-hidden-size", "64", "--moe-router-topk", "2")
+    for measured in (rows[:1], rows):
+        path.write_text(json.dumps(about | {"schemes": measured}))
+        pool = proposed(tmp_path / str(len(measured)), 4, "--cost-profile", str(path), *experts)
+        names_it = "strategy pool: without cp4~ep4, which" in capsys.readouterr().out
+        is_offered = "cp4~ep4" in map(str, pool.strategies)
+        assert (is_offered, names_it) == ((False, True) if measured == rows[:1] else (True, False))
+
+
 def test_a_dry_run_writes_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     proposed(tmp_path, 2, "--dry-run")
     assert "not kept by a dry run" in capsys.readouterr().out
