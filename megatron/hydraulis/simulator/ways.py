@@ -28,10 +28,10 @@ chooses. Homogeneous strategies are those of the cost profile's schemes whose re
 and the pool's own. With experts they include ``cp8~ep8``, Megatron's expert parallelism over
 data-parallel ranks, see `Layout`. "megatron, cp" has pp 1 only; the groups of a wave pack their
 sequences into rows of what fits, and run as many of them, since they may share experts. For "best
-per batch" and "cp only" greedy plans select two strategies per batch for the certified planner; the
-tp of "cp only" is that of the fastest greedy plans over all batches, tp and ep of the other ways
-with cp the fastest simulated ones. If no scheme with cp was measured, these ways need model and
-links to estimate the cost of cp.
+per batch" and "cp only" greedy plans select two strategies per batch for the certified planner. The
+tp of "cp only", and the six strategies that "static, balanced" plans, have the fastest greedy plans
+of 16 batches; tp and ep of the other ways with cp are the fastest simulated ones. If no scheme with
+cp was measured, these ways need model and links to estimate the cost of cp.
 
 "equal groups" are the groups of equal width that FlexSP is compared with (arXiv 2412.01523, section
 6.1: the best width for each batch). The ceiling computes tokens at the rate of the scheme that
@@ -78,6 +78,10 @@ WAYS = (
 )
 _NUM_RANK_LIMITS = 3
 """Limits of a rank that "megatron, cp" may choose from: what fits, a half, a quarter."""
+
+_NUM_BALANCED = 6
+"""Static strategies that the certified planner gets; models with experts have over a hundred."""
+_NUM_GREEDY_BATCHES = 16
 
 Batches = Sequence[Sequence[int]]
 Works = list[IterationWork]
@@ -198,7 +202,7 @@ class Ways:
         if way == CEILING:
             return [self._ceiling()]
         if way == BALANCED:
-            pools = map(Pool.of, self.static())
+            pools = self._fastest(map(Pool.of, self.static()), self.profile, _NUM_BALANCED)
             return [(self.simulated, self.planned(pool, self.profile)) for pool in pools]
         found: list[tuple[CostModel, Works]] = []
         for layout in self.layouts():
@@ -330,15 +334,20 @@ class Ways:
         )
         if way == EQUAL_GROUPS:
             return [(simulated, works) for pool in pools.values() if (works := self._equal(pool))]
-        if not pools:
-            return []
-        times_s = {}
-        for tp, pool in pools.items():
-            limits = Limits(self.costs, row_quantum=self.row_quantum)
-            planner = GreedyPlanner(pool, self.costs, limits)
-            times_s[tp] = sum(planner.plan(batch).predicted_time_s for batch in self.batches)
-        best = pools[min(times_s, key=lambda tp: times_s[tp])]
-        return [(simulated, self.planned(best, self.costs, shortlists=True))]
+        best = self._fastest(pools.values(), self.costs, 1)
+        return [(simulated, self.planned(pool, self.costs, shortlists=True)) for pool in best]
+
+    def _fastest(self, pools: Iterable[Pool], cost_model: CostModel, num: int) -> list[Pool]:
+        """By greedy plans of the first batches."""
+        limits = Limits(cost_model, row_quantum=self.row_quantum)
+
+        def time_s(pool: Pool) -> float:
+            planner = GreedyPlanner(pool, cost_model, limits)
+            batches = self.batches[:_NUM_GREEDY_BATCHES]
+            return math.fsum(planner.plan(batch).predicted_time_s for batch in batches)
+
+        found = list(pools)
+        return sorted(found, key=time_s)[:num] if len(found) > num else found
 
     def _equal(self, pool: Pool) -> Works:
         """Each batch on the best strategy of one scheme; empty if none holds the limit."""
