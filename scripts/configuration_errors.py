@@ -13,7 +13,7 @@ import argparse
 import ast
 import re
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -143,14 +143,14 @@ class Reader:
         return Reader(self.known | {name: texts for name, texts in found.items() if texts})
 
 
-def _calls(function: ast.AST, names: Sequence[str]) -> Iterator[ast.Call]:
-    """Calls of any of the names in a function or module, without those in functions inside it."""
+def _calls(function: ast.AST) -> Iterator[tuple[str, ast.Call]]:
+    """Names and calls in a function or module, without those in functions inside it."""
     for node in ast.iter_child_nodes(function):
         match node:
-            case ast.Call(func=ast.Name(id=name) | ast.Attribute(attr=name)) if name in names:
-                yield node
+            case ast.Call(func=ast.Name(id=name) | ast.Attribute(attr=name)):
+                yield name, node
         if not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
-            yield from _calls(node, names)
+            yield from _calls(node)
 
 
 def messages_of(source: str, module: str) -> list[Message]:
@@ -161,6 +161,8 @@ def messages_of(source: str, module: str) -> list[Message]:
     Raises:
         UnreadableError: the text of an error is not in the source.
     """
+    if not any(name in source for name in ERRORS):
+        return []
     tree = ast.parse(source)
     constants = Reader(
         {
@@ -172,15 +174,21 @@ def messages_of(source: str, module: str) -> list[Message]:
         }
     )
     functions = [node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)]
+    calls: dict[ast.AST, list[tuple[str, ast.Call]]] = {
+        function: list(_calls(function)) for function in (tree, *functions)
+    }
     found: list[Message] = []
-    for function in (tree, *functions):
+    for function, named in calls.items():
+        errors = [call for name, call in named if name in ERRORS]
+        if not errors:
+            continue
         reader = constants if isinstance(function, ast.Module) else constants.within(function)
-        for error in _calls(function, ERRORS):
+        for error in errors:
             if not error.args or ast.unparse(error.args[0]) in PASSED_ON:
                 continue
             texts = [(error.lineno, text) for text in reader.texts(error.args[0])]
             if isinstance(function, ast.FunctionDef):
-                texts = list(_from_calls(functions, function, error.args[0], reader)) or texts
+                texts = list(_from_calls(calls, function, error.args[0], reader)) or texts
             if not texts:
                 raise UnreadableError(
                     f"{module}, line {error.lineno}: {ast.unparse(error.args[0])} is no text that "
@@ -191,7 +199,7 @@ def messages_of(source: str, module: str) -> list[Message]:
 
 
 def _from_calls(
-    functions: Sequence[ast.FunctionDef],
+    calls: Mapping[ast.AST, Sequence[tuple[str, ast.Call]]],
     function: ast.FunctionDef,
     message: ast.expr,
     reader: Reader,
@@ -200,9 +208,10 @@ def _from_calls(
     parameters = [each.arg for each in (*function.args.args, *function.args.kwonlyargs)]
     positional = parameters[parameters[:1] == ["self"] :]
     used = {each.id for each in ast.walk(message) if isinstance(each, ast.Name)}
-    for caller in functions:
-        theirs = Reader().within(caller)
-        for call in _calls(caller, [function.name]):
+    for caller, of_caller in calls.items():
+        mine = [call for name, call in of_caller if name == function.name]
+        theirs = Reader().within(caller) if mine else Reader()
+        for call in mine:
             given = dict(zip(positional, call.args, strict=False))
             given |= {keyword.arg: keyword.value for keyword in call.keywords if keyword.arg}
             for name in sorted(used & set(given)):
