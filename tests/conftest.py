@@ -5,7 +5,6 @@ import logging
 import os
 import sys
 from collections.abc import Generator, Iterator
-from pathlib import Path
 from typing import Any
 
 # Read when torch is first imported, by the tests below and by the workers forked from here: more
@@ -18,7 +17,6 @@ import pytest
 from hypothesis import HealthCheck, settings
 
 from megatron.hydraulis.quiet_imports import without_garbage_collection
-from tests.support.distributions import build_distributions
 
 # No deadline and no complaint of slowness: both are statements about the machine's load.
 common = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
@@ -61,9 +59,3 @@ def _no_worker_left_behind() -> Iterator[None]:
     gloo_pool = sys.modules.get("tests.support.gloo_pool")
     if gloo_pool is not None:
         gloo_pool.close_pools()
-
-
-@pytest.fixture(scope="session")
-def distributions(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
-    """The project's wheel and source distribution."""
-    return build_distributions(tmp_path_factory.mktemp("distributions"))

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.distributions import ROOT
+ROOT = Path(__file__).resolve().parents[2]
 
 
 @pytest.mark.nightly

@@ -1,23 +1,34 @@
-"""The wheel in an environment without the checkout, with the commands of a user."""
+"""What the wheel and the source distribution hold, and the wheel in an environment without the
+checkout, with the commands of a user."""
 
 from __future__ import annotations
 
+import email
 import json
 import os
 import shutil
 import subprocess
 import sys
 import sysconfig
+import tarfile
+import zipfile
 from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 
-from tests.support.distributions import ROOT
 from tests.support.forked_job import free_port
 from tests.support.tiny_corpus import SEQ_LENGTH, document_lengths, tiny_command
 
+ROOT = Path(__file__).resolve().parents[2]
 EXAMPLES = ROOT / "examples"
+_BUILD = """
+import sys
+from setuptools import build_meta
+folder = sys.argv[1]  # setuptools replaces sys.argv
+build_meta.build_wheel(folder)
+build_meta.build_sdist(folder)
+"""
 
 
 @dataclass(frozen=True)
@@ -105,6 +116,57 @@ def check_training(
     )
     records = (run_dir / "metrics.jsonl").read_text().splitlines()
     assert [json.loads(record)["iteration"] for record in records] == [1, 2]
+
+
+@pytest.fixture(scope="module")
+def distributions(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    """The project's wheel and source distribution, built from a clean copy of its files."""
+    folder = tmp_path_factory.mktemp("distributions")
+    copy = folder / "source"
+    copy.mkdir()
+    for name in ("setup.py", "pyproject.toml", "LICENSE"):
+        shutil.copy(ROOT / name, copy)
+    for name in ("megatron", "hydraulis_patches"):
+        shutil.copytree(ROOT / name, copy / name, ignore=shutil.ignore_patterns("__pycache__"))
+    built = subprocess.run(
+        [sys.executable, "-c", _BUILD, str(folder)],
+        cwd=copy,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert built.returncode == 0, built.stderr
+    (wheel,), (sdist,) = folder.glob("*.whl"), folder.glob("*.tar.gz")
+    return wheel, sdist
+
+
+def test_wheel_and_sdist_hold_licence_program_and_every_file_of_the_packages(
+    distributions: tuple[Path, Path],
+) -> None:
+    wheel, sdist = distributions
+    with zipfile.ZipFile(wheel) as archive:
+        in_wheel = set(archive.namelist())
+        info = next(name for name in in_wheel if name.endswith(".dist-info/METADATA"))
+        described = email.message_from_bytes(archive.read(info))
+        licence = archive.read(info.replace("METADATA", "licenses/LICENSE"))
+        scripts = archive.read(info.replace("METADATA", "entry_points.txt")).decode()
+    assert described["License-Expression"] == "Apache-2.0"
+    assert described.get_all("License-File") == ["LICENSE"]
+    assert described["Author"] is None
+    assert licence == (ROOT / "LICENSE").read_bytes()
+    assert "hydraulis = megatron.hydraulis.__main__:main" in scripts
+    with tarfile.open(sdist) as archive:
+        in_sdist = {name.partition("/")[2] for name in archive.getnames()}
+    assert {"LICENSE", "setup.py", "pyproject.toml"} <= in_sdist
+    files = {
+        str(file.relative_to(ROOT))
+        for package in ("megatron/hydraulis", "hydraulis_patches")
+        for file in (ROOT / package).rglob("*")
+        if file.is_file() and file.suffix not in (".pyc", ".md")
+    }
+    assert not files - in_wheel
+    assert not files - in_sdist
+    assert not {name for name in in_wheel if name.startswith(("tests/", "megatron/__init__"))}
 
 
 @pytest.mark.timeout(300)

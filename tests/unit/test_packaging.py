@@ -1,14 +1,11 @@
 """Rules for an installation: the namespace, the pins, the boundaries between layers."""
 
 import ast
-import email
 import hashlib
 import os
 import shutil
 import subprocess
 import sys
-import tarfile
-import zipfile
 from importlib import metadata
 from pathlib import Path
 
@@ -234,32 +231,3 @@ def test_the_licence_is_apache_2_verbatim_below_the_copyright_line() -> None:
     assert first == b"Copyright 2026 the Hydraulis on Megatron authors"
     assert not blank
     assert hashlib.sha256(text).hexdigest() == LICENCE_SHA256
-
-
-def test_wheel_and_sdist_hold_licence_program_and_every_file_of_the_packages(
-    distributions: tuple[Path, Path],
-) -> None:
-    wheel, sdist = distributions
-    with zipfile.ZipFile(wheel) as archive:
-        in_wheel = set(archive.namelist())
-        info = next(name for name in in_wheel if name.endswith(".dist-info/METADATA"))
-        described = email.message_from_bytes(archive.read(info))
-        licence = archive.read(info.replace("METADATA", "licenses/LICENSE"))
-        scripts = archive.read(info.replace("METADATA", "entry_points.txt")).decode()
-    assert described["License-Expression"] == "Apache-2.0"
-    assert described.get_all("License-File") == ["LICENSE"]
-    assert described["Author"] is None
-    assert licence == (ROOT / "LICENSE").read_bytes()
-    assert "hydraulis = megatron.hydraulis.__main__:main" in scripts
-    with tarfile.open(sdist) as archive:
-        in_sdist = {name.partition("/")[2] for name in archive.getnames()}
-    assert {"LICENSE", "setup.py", "pyproject.toml"} <= in_sdist
-    files = {
-        str(file.relative_to(ROOT))
-        for package in ("megatron/hydraulis", "hydraulis_patches")
-        for file in (ROOT / package).rglob("*")
-        if file.is_file() and file.suffix not in (".pyc", ".md")
-    }
-    assert not files - in_wheel
-    assert not files - in_sdist
-    assert not {name for name in in_wheel if name.startswith(("tests/", "megatron/__init__"))}

@@ -1,7 +1,10 @@
 """``predict-layouts``, ``recommend-layout`` and ``estimate``, end to end."""
 
 import argparse
+import contextlib
 import csv
+import functools
+import io
 import json
 import re
 from dataclasses import replace
@@ -187,15 +190,18 @@ def test_invalid_files_and_devices(tmp_path: Path, capsys: pytest.CaptureFixture
     assert not (tmp_path / "out.csv").exists()
 
 
-def recommended(capsys: pytest.CaptureFixture[str], *flags: str) -> dict[str, Any]:
+@functools.cache
+def recommended(*flags: str) -> dict[str, Any]:
+    """A search takes seconds."""
     batch = ["--global-batch-size", "2048", "--json"]
-    assert main(["recommend-layout", *LLAMA_13B, *JOB, *batch, *flags]) == 0
-    content: dict[str, Any] = json.loads(capsys.readouterr().out)
+    with contextlib.redirect_stdout(io.StringIO()) as output:
+        assert main(["recommend-layout", *LLAMA_13B, *JOB, *batch, *flags]) == 0
+    content: dict[str, Any] = json.loads(output.getvalue())
     return content
 
 
-def test_ranked_layouts_fit_and_come_fastest_first(capsys: pytest.CaptureFixture[str]) -> None:
-    content = recommended(capsys)
+def test_ranked_layouts_fit_and_come_fastest_first() -> None:
+    content = recommended()
     times = [row["predicted_step_time_s"] for row in content["ranked"]]
     assert times == sorted(times)
     assert all(row["predicted_fits"] for row in content["ranked"])
@@ -206,12 +212,10 @@ def test_ranked_layouts_fit_and_come_fastest_first(capsys: pytest.CaptureFixture
         assert sum(row["time_s"].values()) == pytest.approx(row["predicted_step_time_s"])
 
 
-def test_software_that_keeps_gradients_in_bf16_fits_the_fastest_measured_layout(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+def test_software_that_keeps_gradients_in_bf16_fits_the_fastest_measured_layout() -> None:
     """Measured (arXiv 2311.05610); with gradients in fp32 it does not fit."""
     firsts = [
-        recommended(capsys, *flags)["ranked"][0]
+        recommended(*flags)["ranked"][0]
         for flags in ((), ("--kernel", "flash_attention2 + RMS kernel"))
     ]
     degrees = [(row["micro_batch_size"], row["tp"], row["pp"]) for row in firsts]
@@ -224,8 +228,8 @@ def test_nodes_that_are_not_filled(capsys: pytest.CaptureFixture[str]) -> None:
     assert "nodes have 7 ranks each but 64 ranks do not fill" in capsys.readouterr().err
 
 
-def test_each_rejected_layout_names_its_rule(capsys: pytest.CaptureFixture[str]) -> None:
-    content = recommended(capsys)
+def test_each_rejected_layout_names_its_rule() -> None:
+    content = recommended()
     rules = {
         (row["micro_batch_size"], row["tp"], row["pp"], row["recompute"]): row["rule"]
         for row in content["ranked"]
@@ -237,7 +241,7 @@ def test_each_rejected_layout_names_its_rule(capsys: pytest.CaptureFixture[str])
     assert rules[4, 2, 4, None] in ("bubble_s", "wait_s", "imbalance_s")
     assert {row["rule"] for row in content["rejected"]} == {"memory"}
     assert all(" GB" in row["why"] for row in content["rejected"])
-    refused = recommended(capsys, "--global-batch-size", "7")["refused"]
+    refused = recommended("--global-batch-size", "7")["refused"]
     assert any("7 sequences are not a multiple of 64 replicas" in row["why"] for row in refused)
     divisions = [row["why"] for row in refused if row["rule"] == "division"]
     assert any("64 stages but the model has 40" in why for why in divisions)
