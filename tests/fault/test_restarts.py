@@ -1,6 +1,7 @@
 """A rank that is killed, frozen or raises: torchrun's agent starts the job again from the last
 complete checkpoint, and the losses are those of a run that nothing happened to. A node that is
-lost: the others continue without it.
+lost: the others continue without it. Ranks that leave and return between starts: 4, then 2, then 3
+ranks train one run.
 
 By default a rank is killed in every phase, and one is frozen; with HYPOTHESIS_PROFILE=nightly each
 kind in every phase on every rank. Most of the time is waiting for what will not come, so the jobs
@@ -9,6 +10,7 @@ of the default list run at the same time.
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import signal
@@ -204,6 +206,9 @@ FAULTS: dict[Action, tuple[Phase, ...]] = {
 }
 FIRST_RANKS = range(NUM_RANKS) if IS_NIGHTLY else (1,)
 
+ELASTIC_POOL = {"short": "4*tp1", "mixed": "tp2+2*tp1", "wide": "tp2pp2"}
+NUM_ELASTIC_ITERATIONS = 6
+
 Case = tuple[Action, int]
 """Kind of fault, and the rank that fails first or the node that is lost."""
 CASES: list[Case] = [
@@ -289,16 +294,17 @@ def prefix(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 @pytest.fixture(scope="module")
 def start(prefix: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Start]:
-    """Starts a case's job, and with the first those of all other cases of the default list."""
+    """Starts a case's job; those of the default list run from now on."""
     running: dict[Case, FaultyJob] = {}
 
     def start(case: Case) -> FaultyJob:
-        for each in (case,) if IS_NIGHTLY else (*CASES, LOST):
-            if each not in running:
-                starts = start_that_loses_a_node if each == LOST else start_faulty
-                running[each] = starts(*each, prefix, tmp_path_factory.mktemp("faulty"))
+        if case not in running:
+            starts = start_that_loses_a_node if case == LOST else start_faulty
+            running[case] = starts(*case, prefix, tmp_path_factory.mktemp("faulty"))
         return running[case]
 
+    for case in () if IS_NIGHTLY else (*CASES, LOST):
+        start(case)
     yield start
     for each in running.values():
         each.job.close()
@@ -313,14 +319,72 @@ def losses_without_faults(prefix: str, folder: Path, *, strategy: str) -> dict[i
 
 
 @pytest.fixture(scope="module")
-def expected(prefix: str, tmp_path_factory: pytest.TempPathFactory) -> dict[int, float]:
-    return losses_without_faults(prefix, tmp_path_factory.mktemp("alone"), strategy=STRATEGY)
+def expected(
+    prefix: str, start: Start, tmp_path_factory: pytest.TempPathFactory
+) -> dict[str, dict[int, float]]:
+    """Losses by strategy and iteration, found while jobs of `start` run."""
+    return {
+        strategy: losses_without_faults(prefix, tmp_path_factory.mktemp("alone"), strategy=strategy)
+        for strategy in (STRATEGY, ELASTIC_STRATEGY)
+    }
+
+
+@pytest.mark.usefixtures("start")
+def test_four_two_three_ranks_train_one_run(tmp_path: Path, prefix: str) -> None:
+    """One command line; the jobs with faults run meanwhile."""
+    pool = tmp_path / "pool.json"
+    entries = [{"name": name, "replicas": text} for name, text in ELASTIC_POOL.items()]
+    pool.write_text(json.dumps({"num_ranks": 4, "ranks_per_node": 4, "strategies": entries}))
+
+    def elastic_command(folder: Path, *extra: str) -> list[str]:
+        return tiny_command(
+            prefix,
+            folder / "run",
+            *("--strategy-pool", str(pool), "--elastic", "--split", "100,0,0"),
+            *("--train-iters", str(NUM_ELASTIC_ITERATIONS), *extra),
+        )
+
+    alone = tmp_path / "alone"
+    run_job(elastic_command(alone), 4, alone / "output").assert_succeeded()
+    expected = losses_of(alone / "run")
+    assert len(expected) == NUM_ELASTIC_ITERATIONS
+
+    folder = tmp_path / "changing"
+    save = str(folder / "save")
+    argv = elastic_command(
+        folder, "--save", save, "--load", save, "--save-interval", "2", "--exit-interval", "2"
+    )
+    outputs = {}
+    for num_ranks in (4, 2, 3):
+        outcome = run_job(argv, num_ranks, folder / f"on_{num_ranks}")
+        outcome.assert_succeeded()
+        outputs[num_ranks] = outcome.stdout + outcome.stderr
+    found = losses_of(folder / "run")
+    assert found == pytest.approx(expected, rel=ROUNDING)
+
+    assert "the strategies are for 4 ranks" not in outputs[4]
+    for num_ranks, lines in {
+        2: (
+            "the strategies are for 4 ranks but there are 2",
+            "strategy 'short': 4*tp1 becomes 2*tp1",
+            "strategy 'mixed': tp2+2*tp1 becomes tp2",
+            "strategy 'wide' is skipped: its tp2pp2 needs 4 ranks",
+            "it was written by 4 ranks, now 2 go on",
+        ),
+        3: (
+            "the strategies are for 4 ranks but there are 3",
+            "strategy 'mixed': tp2+2*tp1 becomes tp2+tp1",
+            "it was written by 2 ranks, now 3 go on",
+        ),
+    }.items():
+        for line in lines:
+            assert line in outputs[num_ranks], line
 
 
 @pytest.mark.parametrize(("action", "first_rank"), CASES)
 @pytest.mark.timeout(600)
 def test_the_job_goes_on_from_its_last_checkpoint(
-    action: Action, first_rank: int, start: Start, expected: dict[int, float]
+    action: Action, first_rank: int, start: Start, expected: dict[str, dict[int, float]]
 ) -> None:
     started = start((action, first_rank))
     num_faults = len(FAULTS[action])
@@ -328,7 +392,7 @@ def test_the_job_goes_on_from_its_last_checkpoint(
     outcome.assert_succeeded()
     assert len(started.injector.happened) == num_faults
     assert outcome.num_starts > num_faults
-    assert losses_of(started.folder / "run") == expected
+    assert losses_of(started.folder / "run") == expected[STRATEGY]
     output = outcome.output("[1-9]*")
     assert "loaded " in output
     latest = started.folder / "save" / "latest_checkpointed_iteration.txt"
@@ -349,18 +413,17 @@ def test_the_job_goes_on_from_its_last_checkpoint(
 
 
 @pytest.mark.timeout(600)
-def test_the_others_continue_without_a_lost_node(prefix: str, start: Start, tmp_path: Path) -> None:
+def test_the_others_continue_without_a_lost_node(
+    start: Start, expected: dict[str, dict[int, float]]
+) -> None:
     started = start(LOST)
-    expected = losses_without_faults(prefix, tmp_path, strategy=ELASTIC_STRATEGY)
     nodes = started.job.outcomes(200.0)
     assert len(started.injector.happened) == 1
     for number, node in enumerate(nodes):
         if number != LOST[1]:
             node.assert_succeeded()
     found = losses_of(started.folder / "run", rel=ROUNDING)
-    assert sorted(found) == sorted(expected)
-    for iteration, loss in expected.items():
-        assert found[iteration] == pytest.approx(loss, rel=ROUNDING)
+    assert found == pytest.approx(expected[ELASTIC_STRATEGY], rel=ROUNDING)
     output = "".join(node.output("[1-9]*") for node in nodes)
     assert "strategy 'tp2+tp1': tp2+tp1 becomes tp2" in output
     assert "it was written by 3 ranks, now 2 go on" in output

@@ -7,6 +7,7 @@ agent runs in a separate process, forked from one in which everything is importe
 
 from __future__ import annotations
 
+import logging
 import math
 import multiprocessing
 import os
@@ -173,6 +174,10 @@ def _agent_main(
     for descriptor in (1, 2):
         os.dup2(log, descriptor)
     sys.stdout = sys.stderr = os.fdopen(1, "w", buffering=1, closefd=False)
+    # torch's own handler imports its compiler for the first exception, which takes a second.
+    elastic = logging.getLogger("torch.distributed.elastic")
+    elastic.addHandler(logging.StreamHandler())
+    elastic.propagate = False
     # As scripts/slurm/job.sh does it: otherwise agents that have once started ranks without a node
     # send them to an outdated store when it joins (docs/faults.md).
     os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = str(int(num_nodes > 1))
@@ -190,7 +195,7 @@ def _agent_main(
         },
         local_addr="127.0.0.1",
         max_restarts=max_restarts,
-        monitor_interval=0.05,
+        monitor_interval=0.1,
         start_method="fork",
         shutdown_timeout=SHUTDOWN_S,
         logs_specs=DefaultLogsSpecs(log_dir=str(folder / "torchrun")),
