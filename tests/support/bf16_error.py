@@ -3,28 +3,14 @@
 from __future__ import annotations
 
 import re
-from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from functools import cache
-from unittest.mock import patch
 
 import numpy as np
-import torch
 
-from megatron.hydraulis.data.packed_batch import part_places
-from megatron.hydraulis.runtime.executor import make_forward_step
-from megatron.hydraulis.runtime.experts import SequenceRouter
 from tests.support.gloo_pool import Device, pool_of
 from tests.support.law import law_job, law_reference
-from tests.support.models import (
-    Job,
-    RankRun,
-    SmallModel,
-    assemble,
-    build_engine,
-    packs_of_rank,
-    run_job,
-)
+from tests.support.models import Job, RankRun, SmallModel, assemble, run_job
 
 MOST_OF_ONE_PROCESS = 2.0
 """Error of a gradient over that of the one-process run."""
@@ -87,54 +73,6 @@ def worst_ratio(model: SmallModel, gradients: Gradients, alone: SmallModel) -> f
         assert found["everything"] > LEAST_ERROR
         ratios += [found[kind] / error for kind, error in one_process(alone)[i].items()]
     return max(ratios)
-
-
-Choices = dict[tuple[int, int, int], frozenset[int]]
-"""(layer, sequence, place in it) -> the experts that the token passes."""
-
-
-def changed_choices(job: Job, num_ranks: int) -> tuple[float, float]:
-    """Of the first batch with the initial weights: the share of tokens, over the layers, that pass
-    other experts than on one process, and the relative difference of the loss."""
-    alone, loss_alone = _choices_of(law_job(1, "tp1", job.model), 1)
-    found, loss = _choices_of(job, num_ranks)
-    assert found.keys() == alone.keys()
-    num_changed = sum(found[token] != experts for token, experts in alone.items())
-    return num_changed / len(alone), abs(loss / loss_alone - 1.0)
-
-
-def _choices_of(job: Job, num_ranks: int) -> tuple[Choices, float]:
-    of_ranks = pool_of(num_ranks).run(_run_first_batch, job)
-    return {token: chosen for part, _ in of_ranks for token, chosen in part.items()}, of_ranks[0][1]
-
-
-def _run_first_batch(job: Job) -> tuple[Choices, float]:
-    engine = build_engine(job)
-    (strategy,) = engine.pool.strategies
-    assignment, batch = job.assignments[0], job.batches[0]
-    mine = packs_of_rank(strategy, assignment, batch, engine.rank, weights=job.weights_of(0))
-    replica = next(i for i, each in enumerate(strategy.replicas) if engine.rank in each.ranks)
-    num_seen: Counter[int] = Counter()
-    choices: Choices = {}
-
-    def note(router: SequenceRouter, chosen: torch.Tensor, padding_mask: object = None) -> None:
-        row, layer = router._row, router.layer
-        group, begin = row.cp_group, router.tp_group.rank() * len(chosen)
-        part = (1, 0) if group is None else (group.size(), group.rank())
-        sequences = assignment.replicas[replica][num_seen[layer]]
-        num_seen[layer] += 1
-        for place, number, position in zip(
-            *part_places(row.sequence_lengths, row.segment_lengths, *part), strict=True
-        ):
-            if begin <= place < begin + len(chosen):
-                experts = chosen[place - begin].nonzero().flatten().tolist()
-                choices[layer, sequences[number], int(position)] = frozenset(experts)
-
-    with patch.object(SequenceRouter, "_apply_expert_bias", note):
-        engine.forward_backward(strategy.name, mine, make_forward_step())
-    loss = engine.loss_of_last(1).mean
-    engine.discard_gradients()
-    return choices, loss
 
 
 def assert_little_is_added(model: SmallModel, gradients: Gradients) -> None:

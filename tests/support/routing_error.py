@@ -1,0 +1,166 @@
+"""Rounding errors in bf16 of models with experts, where rounding also changes tokens' experts.
+
+A token that passes another expert changes gradients more than all other rounding does, on one
+process as under every strategy. So errors are compared with the experts that exact arithmetic
+chooses for every token, and with free choices over many draws of weights and sequences.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import cache
+from types import SimpleNamespace
+from typing import Any
+from unittest.mock import patch
+
+import numpy as np
+import torch
+from megatron.core.transformer.moe.router import TopKRouter
+from torch import Tensor
+
+from megatron.hydraulis.data.packed_batch import part_places
+from megatron.hydraulis.runtime.experts import SequenceRouter
+from megatron.hydraulis.strategy import Strategy
+from tests.support.bf16_error import differences
+from tests.support.gloo_pool import pool_of
+from tests.support.law import law_job, random_weights
+from tests.support.models import Job, RankRun, SmallModel, assemble, run_job, sequences, spread
+from tests.support.reference import ReferenceRun, run_reference
+
+Choices = dict[tuple[int, int, int], tuple[int, ...]]
+"""(layer, sequence, place in it) -> the experts that the token passes."""
+
+
+@dataclass(frozen=True)
+class RoundedRuns:
+    """Runs of a strategy with many draws."""
+
+    errors: dict[str, float]
+    """Of the gradients of each kind of parameter; root mean squares over the draws."""
+    share_changed: float
+    """Of tokens and layers: those with other experts than in exact arithmetic."""
+    losses: tuple[float, ...]
+
+
+@cache
+def rounded_runs(model: SmallModel, text: str, num_draws: int, *, is_free: bool) -> RoundedRuns:
+    """One iteration for each draw; with one rank for ``tp1``, else with four.
+
+    Args:
+        model: in bf16, without recompute.
+        text: the strategy.
+        num_draws: of weights and sequences.
+        is_free: whether tokens choose their experts; if not, they are given the exact choices.
+    """
+    num_ranks = 1 if text == "tp1" else 4
+    squares: dict[str, list[float]] = {}
+    changed, losses = [], []
+    for seed in range(num_draws):
+        reference, exact = _exact_run(model, seed)
+        job = _job(text, num_ranks, model, seed)
+        results = pool_of(num_ranks).run(_run, job, None if is_free else exact)
+        runs: list[RankRun] = [run for run, _ in results]
+        made: Choices = {token: experts for _, part in results for token, experts in part.items()}
+        assert made.keys() == exact.keys()
+        changed.append(np.mean([made[token] != experts for token, experts in exact.items()]))
+        losses.append(runs[0].losses[0])
+        gradients = assemble(runs, [run.gradients[0] for run in runs])
+        for kind, error in differences(gradients, reference.gradients[0]).items():
+            squares.setdefault(kind, []).append(error**2)
+    errors = {kind: float(np.mean(each)) ** 0.5 for kind, each in squares.items()}
+    return RoundedRuns(errors, float(np.mean(changed)), tuple(losses))
+
+
+def _job(text: str, num_ranks: int, model: SmallModel, seed: int) -> Job:
+    rng = np.random.default_rng(seed)
+    lengths = rng.integers(8, 60, size=24).tolist()
+    num_replicas = len(Strategy.parse(text, num_ranks).replicas)
+    return replace(
+        law_job(num_ranks, text, model),
+        schedule=(0,),
+        assignments=(spread(len(lengths), num_replicas),),
+        batches=(sequences(rng, lengths, model.vocab_size),),
+        weights=(random_weights(rng, lengths, float(sum(lengths))),),
+        seed=seed,
+    )
+
+
+@cache
+def _exact_run(model: SmallModel, seed: int) -> tuple[ReferenceRun, Choices]:
+    found: tuple[ReferenceRun, Choices] = pool_of(1).run(_run_exactly, _job("tp1", 1, model, seed))[
+        0
+    ]
+    return found
+
+
+def _run_exactly(job: Job) -> tuple[ReferenceRun, Choices]:
+    made: Choices = {}
+    num_seen: Counter[int] = Counter()
+    right = TopKRouter.routing
+
+    def routing(router: Any, logits: Tensor, *others: Any, **named: Any) -> tuple[Tensor, Tensor]:
+        weights, chosen = right(router, logits, *others, **named)
+        layer = router.layer_number - 1
+        for place, experts in enumerate(_listed(chosen)):
+            made[layer, num_seen[layer], place] = experts
+        num_seen[layer] += 1
+        return weights, chosen
+
+    with patch.object(TopKRouter, "routing", routing):
+        return run_reference(job, torch.float64), made
+
+
+def _run(job: Job, given: Choices | None) -> tuple[RankRun, Choices]:
+    """On every rank; the choices are those of its own tokens."""
+    rank = torch.distributed.get_rank()
+    strategy = Strategy.parse(job.strategies[0], torch.distributed.get_world_size())
+    of_replicas = zip(job.assignments[0].replicas, strategy.replicas, strict=True)
+    rows = next((rows for rows, replica in of_replicas if rank in replica.ranks), ())
+    made: Choices = {}
+    num_seen: Counter[int] = Counter()
+    right = SequenceRouter.routing
+
+    def routing(router: Any, logits: Tensor, *others: Any, **named: Any) -> tuple[Tensor, Tensor]:
+        num_local = logits.shape[:-1].numel()
+        tokens = _tokens(router, num_local, rows[num_seen[router.layer]])
+        num_seen[router.layer] += 1
+
+        def choose(scores: Tensor, *others: Any) -> tuple[Tensor, Tensor]:
+            assert given is not None
+            *arguments, compute_topk = others
+            _, chosen = compute_topk(scores, *arguments)
+            for place, token in tokens.items():
+                chosen[place] = torch.tensor(given[token])
+            return scores.gather(1, chosen), chosen
+
+        if given is not None:
+            router.router_replay = SimpleNamespace(get_replay_topk=choose)
+        weights, chosen = right(router, logits, *others, **named)
+        experts = _listed(chosen)
+        made.update({token: experts[place] for place, token in tokens.items()})
+        return weights, chosen
+
+    with patch.object(SequenceRouter, "routing", routing):
+        return run_job(job), made
+
+
+def _tokens(
+    router: SequenceRouter, num_local: int, of_row: Sequence[int]
+) -> dict[int, tuple[int, int, int]]:
+    """Places among the rank's tokens -> keys of `Choices`; of a row of the given sequences."""
+    row = router._row
+    begin = router.tp_group.rank() * num_local
+    part = (1, 0) if row.cp_group is None else (row.cp_group.size(), row.cp_group.rank())
+    places = part_places(row.sequence_lengths, row.segment_lengths, *part)
+    return {
+        int(place) - begin: (router.layer, of_row[number], int(position))
+        for place, number, position in zip(*places, strict=True)
+        if begin <= place < begin + num_local
+    }
+
+
+def _listed(chosen: Tensor) -> list[tuple[int, ...]]:
+    """The experts of each token; ``chosen`` has shape (tokens, experts)."""
+    return [tuple(each.nonzero().flatten().tolist()) for each in chosen]
