@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import dataclasses
-from collections.abc import Callable
+import re
 from dataclasses import replace
+from functools import partial
 from typing import Any
 from unittest.mock import patch
 
@@ -14,14 +14,14 @@ import torch
 from megatron.core.transformer.moe.moe_layer import MoELayer
 
 from megatron.hydraulis.errors import ConfigurationError
-from megatron.hydraulis.runtime import catalogue as catalogue_module
 from megatron.hydraulis.runtime import experts as experts_module
 from megatron.hydraulis.runtime.engine import Engine
 from megatron.hydraulis.runtime.executor import make_forward_step
+from megatron.hydraulis.runtime.experts import SequenceRouter
 from megatron.hydraulis.runtime.outcome import RoutingFigures
-from megatron.hydraulis.transfer.canonical import Contribution, ParameterSpec
-from megatron.hydraulis.transfer.role import Role
+from megatron.hydraulis.transfer.canonical import Contribution
 from tests.support.bf16_error import MOST_OF_ONE_PROCESS
+from tests.support.broken_rules import Rule, described, forgotten, run_broken, wrong_with
 from tests.support.gloo_pool import pool_of
 from tests.support.law import (
     LENGTHS,
@@ -31,8 +31,8 @@ from tests.support.law import (
     check_law,
     law_cases,
     law_job,
+    law_reference,
     waves,
-    wrong_gradients,
 )
 from tests.support.models import (
     Job,
@@ -40,7 +40,6 @@ from tests.support.models import (
     SmallModel,
     build_engine,
     packs_of_rank,
-    run_job,
     use_fp64_loss,
 )
 from tests.support.reference import initial_parameters
@@ -152,7 +151,7 @@ def test_whole_experts_give_the_same_update_in_a_wave_of_eight(ep: int) -> None:
     check_law(waves(splits, MODELS["balanced, with z-loss"], ep=ep), 8)
 
 
-BF16_STRATEGIES = ("tp2+2*tp1", "tp4", "tp2cp2", "2*pp2", "4*tp1", "tp2cp2ep4")
+BF16_STRATEGIES = ("tp2+2*tp1", "tp4", "tp2cp2", "tp2cp2ep4")
 BF16_MODELS = ("top 2, gathered", "top 8 of 16", "balanced, with z-loss")
 
 
@@ -188,43 +187,46 @@ def test_bf16_adds_little(
             assert of_loss < 0.005
 
 
-def _run_with_whole_router_gradients(job: Job) -> RankRun:
-    right = catalogue_module._spec
-
-    def spec(*arguments: Any) -> ParameterSpec:
-        found = right(*arguments)
-        if not found.name.endswith("router.weight"):
-            return found
-        return dataclasses.replace(found, contribution=Contribution.REPLICATED)
-
-    with patch.object(catalogue_module, "_spec", spec):
-        return run_job(job)
+def _wrong_with(rule: Rule, num_ranks: int, text: str, matching: str) -> tuple[set[str], set[str]]:
+    """The parameters with wrong gradients, and those whose names match."""
+    model = MODELS["shared experts and a gate"]
+    wrong = wrong_with(rule, num_ranks, text, model)
+    return wrong, {name for name in law_reference(model).gradients[0] if re.search(matching, name)}
 
 
-def test_a_router_whose_partial_sums_are_dropped_is_found() -> None:
-    job = law_job(2, "tp2", MODELS["shared experts and a gate"])
-    wrong = wrong_gradients(job, pool_of(2).run(_run_with_whole_router_gradients, job))
-    assert wrong
-    assert all(name.endswith("router.weight") for name in wrong)
+_REPLICATED = {"contribution": Contribution.REPLICATED}
 
 
-def _run_with_experts_sent_once(job: Job) -> RankRun:
-    right = Role.contributes
+@pytest.mark.parametrize(
+    ("rule", "num_ranks", "text", "expected"),
+    [
+        pytest.param(
+            partial(described, r"router\.|gate_weight", **_REPLICATED),
+            *(2, "tp2ep2", r"router\.|gate_weight"),
+            id="routers and gates sent by one tp rank",
+        ),
+        pytest.param(
+            *(partial(forgotten, r"local_experts|router\.", 3), 4, "tp4ep2"),
+            r"local_experts\.[23]\.|router\.",
+            id="routers and whole experts not sent by a tp rank",
+        ),
+        pytest.param(
+            *(partial(forgotten, r"experts|router\.", 3), 4, "cp4ep2"),
+            r"local_experts\.[23]\.|shared_experts|router\.",
+            id="routers, whole and shared experts not sent by a cp rank",
+        ),
+    ],
+)
+def test_a_broken_rule_of_contribution_is_found(
+    rule: Rule, num_ranks: int, text: str, expected: str
+) -> None:
+    wrong, names = _wrong_with(rule, num_ranks, text, expected)
+    assert wrong == names
 
-    def contributes(role: Role, parameter: ParameterSpec) -> bool:
-        is_whole = role.experts is not None and parameter.experts is not None
-        return right(role, parameter) and not (is_whole and role.tp_rank > 1)
 
-    with patch.object(Role, "contributes", contributes):
-        return run_job(job)
-
-
-def test_whole_experts_that_not_all_holders_send_are_found() -> None:
-    """As one TP rank sends what all of them hold; here the first ep group sends."""
-    job = law_job(4, "tp4ep2", MODELS["shared experts and a gate"])
-    wrong = wrong_gradients(job, pool_of(4).run(_run_with_experts_sent_once, job))
-    assert wrong
-    assert all(".local_experts." in name for name in wrong)
+def test_gates_of_experts_that_are_not_cut_apart_are_found() -> None:
+    wrong, names = _wrong_with(partial(described, "experts.*fc1", stride=1), 2, "tp2", "experts")
+    assert names <= wrong
 
 
 def test_weights_of_tokens_do_not_weigh_what_balances_experts() -> None:
@@ -236,21 +238,40 @@ def test_weights_of_tokens_do_not_weigh_what_balances_experts() -> None:
     check_law(lighter, 2)
 
 
-def _run_without_scale(job: Job) -> RankRun:
-    with patch.object(Engine, "_scale_balancing", lambda *arguments: None):
-        return run_job(job)
+_COUNTS_OF_A_RANK = partial(patch, f"{experts_module.__name__}.dist")
 
 
-def _run_with_counts_of_a_rank(job: Job) -> RankRun:
-    with patch.object(experts_module, "dist"):
-        return run_job(job)
+@pytest.mark.parametrize(
+    "rule",
+    [_COUNTS_OF_A_RANK, partial(patch.object, Engine, "_scale_balancing")],
+    ids=["counts of a rank", "not scaled"],
+)
+def test_a_wrong_balancing_loss_is_found(rule: Rule) -> None:
+    wrong = wrong_with(rule, 2, "cp2", MODELS["balanced, with z-loss"])
+    assert {f"decoder.layers.{layer}.mlp.router.weight" for layer in range(2)} <= wrong
 
 
-@pytest.mark.parametrize("run", [_run_without_scale, _run_with_counts_of_a_rank])
-def test_a_wrong_balancing_loss_is_found(run: Callable[[Job], RankRun]) -> None:
-    job = law_job(2, "cp2", MODELS["balanced, with z-loss"])
-    wrong = wrong_gradients(job, pool_of(2).run(run, job))
-    assert {f"decoder.layers.{layer}.mlp.router.weight" for layer in range(2)} <= wrong.keys()
+def _count_padding_too(router: SequenceRouter, chosen: torch.Tensor, padding_mask: Any) -> None:
+    if torch.is_grad_enabled():
+        assert router.state is not None
+        router.state.counts[router.layer] += chosen.sum(dim=0)
+
+
+_COUNTS_WITH_PADDING = partial(
+    patch.object, SequenceRouter, "_apply_expert_bias", _count_padding_too
+)
+
+
+@pytest.mark.parametrize(
+    "rule",
+    [_COUNTS_OF_A_RANK, _COUNTS_WITH_PADDING],
+    ids=["of a rank", "with padding"],
+)
+def test_biases_by_wrong_counts_are_found(rule: Rule) -> None:
+    job = law_job(2, "cp2", MODELS["sigmoid scores in groups"])
+    expected = law_reference(job.model).biases
+    runs: list[RankRun] = pool_of(2).run(run_broken, job, rule)
+    assert not all(np.array_equal(run.biases, expected) for run in runs)
 
 
 def _call_twice(job: Job) -> str:

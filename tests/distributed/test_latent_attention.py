@@ -4,8 +4,7 @@ process, sequence by sequence and unpacked."""
 from __future__ import annotations
 
 import copy
-import dataclasses
-from collections.abc import Callable
+import re
 from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
@@ -18,10 +17,10 @@ from megatron.core.tensor_parallel import mappings
 from megatron.core.transformer import multi_latent_attention
 from megatron.core.transformer.multi_latent_attention import MLASelfAttention
 
-from megatron.hydraulis.runtime import catalogue as catalogue_module
 from megatron.hydraulis.runtime import model_building
-from megatron.hydraulis.transfer.canonical import Contribution, ParameterSpec
+from megatron.hydraulis.transfer.canonical import Contribution
 from tests.support.bf16_error import assert_little_is_added, gradients_of
+from tests.support.broken_rules import described, run_broken, wrong_with
 from tests.support.gloo_pool import pool_of
 from tests.support.law import (
     SHORT_MODEL,
@@ -30,10 +29,11 @@ from tests.support.law import (
     check_law,
     law_cases,
     law_job,
+    law_reference,
     waves,
     wrong_gradients,
 )
-from tests.support.models import Job, RankRun, SmallModel, run_job
+from tests.support.models import SmallModel
 
 pytestmark = pytest.mark.distributed
 
@@ -138,35 +138,26 @@ class _Upstreams(MLASelfAttention):
             )
 
 
-def _run_with_upstreams(job: Job) -> RankRun:
-    with patch.object(model_building, "LatentAttention", _Upstreams):
-        return run_job(job)
-
-
-def _run_with_whole_gradients(job: Job) -> RankRun:
-    right = catalogue_module._spec
-
-    def spec(*arguments: Any) -> ParameterSpec:
-        found = right(*arguments)
-        if not found.name.endswith(_PROJECTION):
-            return found
-        return dataclasses.replace(found, contribution=Contribution.REPLICATED)
-
-    with patch.object(catalogue_module, "_spec", spec):
-        return run_job(job)
-
-
+_UPSTREAMS = partial(patch, f"{model_building.__name__}.LatentAttention", _Upstreams)
 _PROJECTION = "self_attention.linear_kv_down_proj.weight"
 
 
-@pytest.mark.parametrize("run", [_run_with_upstreams, _run_with_whole_gradients])
-def test_lost_contributions_of_tp_ranks_are_found(run: Callable[[Job], RankRun]) -> None:
-    """Those that upstream's local layers lose are why the projections are our own."""
+def test_contributions_that_upstream_s_layers_lose_are_found() -> None:
+    """They are why the projections are our own."""
     model = _model(q_lora_rank=16, kv_lora_rank=16, qk_pos_emb_head_dim=8)
     job = law_job(1, "tp1", model)
-    assert not wrong_gradients(job, pool_of(1).run(run, job))
-    job = law_job(2, "tp2", model)
-    wrong = wrong_gradients(job, pool_of(2).run(run, job))
+    assert not wrong_gradients(job, pool_of(1).run(run_broken, job, _UPSTREAMS))
+    wrong = wrong_with(_UPSTREAMS, 2, "tp2", model)
     found = {name for name in wrong if name.startswith("decoder.layers.1.")}
-    above = {"decoder.layers.1.input_layernorm.weight"} if run is _run_with_upstreams else set()
-    assert found == {f"decoder.layers.1.{_PROJECTION}", *above}
+    layer = "decoder.layers.1"
+    assert found == {f"{layer}.{_PROJECTION}", f"{layer}.input_layernorm.weight"}
+
+
+def test_contributions_of_one_tp_rank_alone_are_found() -> None:
+    """All that every rank has of latents: their projections and norms."""
+    names = r"down_proj|self_attention\.(q|kv)_layernorm"
+    model = MODELS["plain"]
+    rule = partial(described, names, contribution=Contribution.REPLICATED)
+    expected = {name for name in law_reference(model).gradients[0] if re.search(names, name)}
+    assert len(expected) == 4 * model.num_layers
+    assert wrong_with(rule, 2, "tp2", model) == expected

@@ -8,9 +8,10 @@ the initial weights. T is 8 throughout: above every tp in use.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 from unittest.mock import patch
 
@@ -20,13 +21,13 @@ import torch
 from torch import Tensor
 
 from megatron.hydraulis.data.packed_batch import PackedBatch
-from megatron.hydraulis.runtime import catalogue as catalogue_module
 from megatron.hydraulis.runtime import executor
 from megatron.hydraulis.runtime.engine import Engine
 from megatron.hydraulis.runtime.executor import loss_func, make_forward_step
 from megatron.hydraulis.strategy import Strategy
-from megatron.hydraulis.transfer.canonical import Contribution, ParameterSpec
+from megatron.hydraulis.transfer.canonical import Contribution
 from tests.support import models
+from tests.support.broken_rules import Rule, described, forgotten, wrong_with
 from tests.support.comparison import relative_errors
 from tests.support.gloo_pool import WorkerFailure, pool_of
 from tests.support.law import (
@@ -168,100 +169,6 @@ def _equal(first: list[torch.Tensor], second: list[torch.Tensor]) -> bool:
     return len(first) == len(second) and all(map(torch.equal, first, second))
 
 
-def run_mutated(job: Job, mutation: str) -> RankRun:
-    """On every rank: the job with a mutation of `MUTATIONS`."""
-    with MUTATIONS[mutation]():
-        return run_job(job)
-
-
-def _qk_norms_replicated() -> Any:
-    def change(spec: ParameterSpec) -> ParameterSpec:
-        if not any(norm in spec.name for norm in catalogue_module.QK_NORMS):
-            return spec
-        return dataclasses.replace(spec, contribution=Contribution.REPLICATED)
-
-    return _with_specs(change)
-
-
-def _with_specs(change: Callable[[ParameterSpec], ParameterSpec]) -> Any:
-    right = catalogue_module._spec
-    return patch.object(catalogue_module, "_spec", lambda *arguments: change(right(*arguments)))
-
-
-def _contribution(wrong: Contribution, *, instead_of: Contribution) -> Any:
-    def change(spec: ParameterSpec) -> ParameterSpec:
-        if spec.contribution is not instead_of:
-            return spec
-        return dataclasses.replace(spec, contribution=wrong)
-
-    return lambda: _with_specs(change)
-
-
-def _halves_not_cut_apart() -> Any:
-    return _with_specs(lambda spec: dataclasses.replace(spec, stride=1))
-
-
-def _engine_without_overlap(*arguments: Any, **named: Any) -> Engine:
-    return Engine(*arguments, **{**named, "overlap": False})
-
-
-@contextmanager
-def _running(run: Callable[..., Any]) -> Iterator[None]:
-    """Another `Engine._run`, without overlap, which would send gradients before it drops them."""
-    with (
-        patch.object(Engine, "_run", run),
-        patch.object(models, "Engine", _engine_without_overlap),
-    ):
-        yield
-
-
-@contextmanager
-def _tied_output_end_forgotten() -> Iterator[None]:
-    right = Engine._run
-
-    def run(self: Engine, runtime: Any, *others: Any) -> Any:
-        reports = right(self, runtime, *others)
-        role = None if runtime.bound is None else runtime.bound.role
-        if role is not None and not role.has_embedding and role.has_output:
-            for bound in runtime.arena.bound.values():
-                if bound.name.startswith("embedding."):
-                    bound.gradient.zero_()
-        return reports
-
-    with _running(run):
-        yield
-
-
-@contextmanager
-def _second_cp_rank_forgotten() -> Iterator[None]:
-    right = Engine._run
-
-    def run(self: Engine, runtime: Any, batches: Any, *others: Any) -> Any:
-        reports = right(self, runtime, batches, *others)
-        if any(batch.context_rank == 1 for batch in batches):
-            runtime.arena.zero_gradients()
-        return reports
-
-    with _running(run):
-        yield
-
-
-@contextmanager
-def _offset_of_second_cp_rank_forgotten() -> Iterator[None]:
-    right = Engine._run
-
-    def run(self: Engine, runtime: Any, batches: Any, *others: Any) -> Any:
-        reports = right(self, runtime, batches, *others)
-        if any(batch.context_rank == 1 for batch in batches):
-            for bound in runtime.arena.bound.values():
-                if bound.name.endswith("softmax_offset"):
-                    bound.gradient.zero_()
-        return reports
-
-    with _running(run):
-        yield
-
-
 @contextmanager
 def _mean_of_each_micro_batch() -> Iterator[None]:
     def mean_loss(mask: Tensor, output: Tensor) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
@@ -275,18 +182,16 @@ def _mean_of_each_micro_batch() -> Iterator[None]:
         yield
 
 
-MUTATIONS: dict[str, Callable[[], Any]] = {
-    "q/k norms replicated": _qk_norms_replicated,
-    "sequence-parallel norms replicated": _contribution(
-        Contribution.REPLICATED, instead_of=Contribution.PARTIAL
-    ),
-    "replicated biases summed": _contribution(
-        Contribution.PARTIAL, instead_of=Contribution.REPLICATED
-    ),
-    "gate and up not cut apart": _halves_not_cut_apart,
-    "tied output end forgotten": _tied_output_end_forgotten,
-    "second cp rank forgotten": _second_cp_rank_forgotten,
-    "offset of second cp rank forgotten": _offset_of_second_cp_rank_forgotten,
+_REPLICATED = {"contribution": Contribution.REPLICATED}
+_PARTIAL = {"contribution": Contribution.PARTIAL}
+MUTATIONS: dict[str, Rule] = {
+    "q/k norms replicated": partial(described, r"\.[qk]_layernorm\.", **_REPLICATED),
+    "sequence-parallel norms replicated": partial(described, "layernorm", **_REPLICATED),
+    "replicated biases summed": partial(described, r"fc2\.bias|position_emb", **_PARTIAL),
+    "gate and up not cut apart": partial(described, "fc1", stride=1),
+    "tied output end forgotten": partial(forgotten, r"^embedding\.", 1),
+    "second cp rank forgotten": partial(forgotten, "", 1),
+    "offset of second cp rank forgotten": partial(forgotten, "softmax_offset", 1),
     "mean of each micro-batch": _mean_of_each_micro_batch,
 }
 
@@ -407,10 +312,7 @@ class TestMutationsAreDetected:
     """The comparison detects every mutation, in the expected parameters."""
 
     def wrong(self, mutation: str, num_ranks: int, text: str, model: SmallModel) -> set[str]:
-        job = law_job(num_ranks, text, model)
-        errors = wrong_gradients(job, pool_of(num_ranks).run(run_mutated, job, mutation))
-        assert max(errors.values()) > 1e-3, errors
-        return set(errors)
+        return wrong_with(MUTATIONS[mutation], num_ranks, text, model)
 
     def test_the_unbroken_rules_pass(self) -> None:
         job = law_job(3, "tp2+tp1", MODELS["q/k norms, no sequence parallelism"])
