@@ -13,9 +13,9 @@ counted and not named, so none can be exchanged for another. For waves of class 
 
 z_k waves and y_ck groups of c columns, D their total time, x_bck tokens. A bucket's sequences count
 as long as its shortest, ``low``; it cannot be in groups that cannot hold that within τ_k. Sequences
-of more than half a group's room or time are alone in their group (dual feasible functions), and
-some wave is as long as the longest sequence needs. The least ``Σ D_k`` is a bound on the sum over
-waves and hence, with the fill of a pipeline, on the time of the replica.
+of more than half a group's room or time are alone in their group (dual feasible functions). The
+least ``Σ D_k`` is a bound on the sum over waves and hence, with the fill of a pipeline, on the time
+of the replica.
 
 Fractions of waves would make the longest sequences too easy: a third of a wave with three times
 the sequence. So the waves of a class hold no more of a bucket than there is, and are as long as
@@ -28,7 +28,6 @@ Where the gap is wide, the classes that the answer uses are divided, and Σ z_k 
 number below the answer's or at least that above: half a wave costs only half its constant.
 """
 
-import itertools
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
@@ -51,11 +50,9 @@ FloatArray = NDArray[np.float64]
 
 _NUM_BUCKETS = 20
 _NUM_CLASSES = 8
+# Ratio of the borders of all classes but the first: most and least.
+_WIDEST, _NARROWEST = 16.0, 1.2
 _DUAL_FEASIBLE_FUNCTIONS = (1, 2, 3)
-# Least ratio of the borders of a class.
-_NARROWEST_CLASS = 1.02
-# Number of longest sequences whose times are borders of classes.
-_NUM_BORDER_LENGTHS = 4
 # Gap above which classes are divided, which takes a few tenths of a second.
 _WIDE_GAP = 0.01
 # Waves that count as none, and the least part of a class that is cut off.
@@ -155,7 +152,6 @@ class _Program:
     def __init__(self, costs: WaveCosts, lengths: Sequence[int], found_ms: float) -> None:
         self._costs = costs
         self._found_ms = found_ms
-        self._longest_ms = _longest_ms(costs, lengths)
         self._num_tokens = sum(lengths)
         rooms = [group.room_tokens for group in costs.groups if group.room_tokens > 0]
         borders = {room // 2 for room in rooms} | set(rooms)
@@ -164,7 +160,6 @@ class _Program:
         )
         self._low = np.array([bucket.low for bucket in self._buckets], dtype=np.float64)
         self._high = np.array([bucket.high for bucket in self._buckets], dtype=np.float64)
-        self._longest_lengths = sorted(set(lengths), reverse=True)[:_NUM_BORDER_LENGTHS]
 
     def model(
         self, borders_ms: Sequence[float], *, fewest: int = 0, most: float = math.inf
@@ -198,13 +193,7 @@ class _Program:
             )
             for cell in in_class:
                 _add_between(program, cell.total, cell.num, low, high)
-        first_long = next(
-            k
-            for k in classes
-            if borders_ms[k + 1] > self._longest_ms * (1.0 + _ROUNDING) or k == classes[-1]
-        )
         fewest = max(fewest, -(-self._num_tokens // self._costs.most_tokens))
-        program.row(dict.fromkeys(nums[first_long:], 1.0), 1.0, math.inf)
         program.row(dict.fromkeys(nums, 1.0), float(fewest), most)
         for cell in cells:
             self._add_limits(program, cell)
@@ -268,32 +257,11 @@ class _Program:
         return sorted(found)
 
     def even_borders_ms(self) -> list[float]:
-        """Borders from 0 to just above found_ms.
-
-        Some are where a long sequence begins to fit on fewer columns, the others are even.
-        """
-        highest = self._found_ms
-        of_lengths = [
-            group.time_ms((length,)) * (1.0 - _ROUNDING)
-            for length in self._longest_lengths
-            for group in self._costs.groups
-            if group.padded(length) <= group.room_tokens
-        ]
-        lowest = max(highest / 16.0, min(group.coefficients.c_ms for group in self._costs.groups))
-        ratio = max((highest / lowest) ** (1.0 / _NUM_CLASSES), _NARROWEST_CLASS)
-        even = [lowest * ratio**step for step in range(_NUM_CLASSES)]
-        borders: list[float] = []
-        needed = [self._longest_ms * (1.0 - _ROUNDING)]
-        # Alternately, so that neither kind takes all places.
-        for border in [*needed, *itertools.chain(*itertools.zip_longest(even[::-1], of_lengths))]:
-            if border is None:
-                continue
-            is_apart = all(
-                max(border, other) > _NARROWEST_CLASS * min(border, other) for other in borders
-            )
-            if 0.0 < border < highest * (1.0 - _ROUNDING) and is_apart:
-                borders.append(border)
-        return [0.0, *sorted(borders[:_NUM_CLASSES]), highest * (1.0 + _ROUNDING)]
+        """Borders from 0 to just above found_ms with equal ratios."""
+        highest = self._found_ms * (1.0 + _ROUNDING)
+        constant_ms = min(group.coefficients.c_ms for group in self._costs.groups)
+        lowest = max(highest / _WIDEST, min(constant_ms, highest / _NARROWEST))
+        return [0.0, *np.geomspace(lowest, highest, _NUM_CLASSES + 1).tolist()]
 
     def _holds(self, cell: _Cell, length: int) -> bool:
         limit_ms = cell.most_ms * (1.0 + _ROUNDING)
