@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
-from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 
 from benchmarks.inputs import llama_shape
 from megatron.hydraulis.data.packed_batch import PackedBatch, pack
@@ -38,13 +38,18 @@ class Workload:
     num_micro_batches: int = 8
     """Of the global batch; distributed evenly over the replicas."""
     dtype: torch.dtype = torch.float32
-    experts: Mapping[str, Any] = field(default_factory=dict)
-    """Fields of upstream's configuration, of a model with experts."""
+    variant: Mapping[str, Any] = field(default_factory=dict)
+    """Other fields of upstream's configuration, as of a model with experts or latents."""
     core_attention: Any = SegmentAttention
     """A class of the runtime, for both sides."""
     optimizer: AdamWSettings = field(
         default_factory=lambda: AdamWSettings(lr=1e-3, weight_decay=0.1, eps=1e-8, clip_grad=1.0)
     )
+
+    @property
+    def has_latents(self) -> bool:
+        """Whether attention is multi-latent."""
+        return "kv_lora_rank" in self.variant
 
     @property
     def num_tokens_per_micro_batch(self) -> int:
@@ -53,7 +58,7 @@ class Workload:
 
     def transformer(self, *, tp: int = 1, pp: int = 1, ep: int = 1) -> TransformerConfig:
         """Upstream's configuration; of the whole model if all degrees are 1."""
-        return TransformerConfig(
+        return (MLATransformerConfig if self.has_latents else TransformerConfig)(
             num_layers=self.shape.num_layers,
             hidden_size=self.shape.hidden_size,
             ffn_hidden_size=self.shape.ffn_hidden_size,
@@ -82,7 +87,7 @@ class Workload:
             calculate_per_token_loss=True,
             batch_p2p_sync=False,
             use_cpu_initialization=not torch.cuda.is_available(),
-            **self.experts,
+            **self.variant,
         )
 
     def definition(self) -> ModelDefinition:
@@ -97,8 +102,13 @@ class Workload:
 
     def layers(self, num_layers: int) -> TransformerBlockSubmodules:
         """Upstream's local layers with the packed attention and norms that both sides use."""
-        number = self.experts.get("num_moe_experts")
-        layer = copy.deepcopy(get_gpt_layer_local_spec(number, normalization="RMSNorm"))
+        spec = get_gpt_layer_local_spec(
+            self.variant.get("num_moe_experts"),
+            normalization="RMSNorm",
+            qk_layernorm=self.has_latents,
+            multi_latent_attention=self.has_latents,
+        )
+        layer = copy.deepcopy(spec)
         layer.submodules.input_layernorm = PackedNorm
         layer.submodules.pre_mlp_layernorm = PackedNorm
         layer.submodules.self_attention.submodules.core_attention = self.core_attention

@@ -19,6 +19,8 @@ from tests.support.checkpoints import differing_keys, make_engine, save_engine, 
 from tests.support.gloo_pool import RankPool, pool_of
 from tests.support.plain_checkpoints import (
     EXPERTS_WORKLOAD,
+    LATENTS_WORKLOAD,
+    NAMED_LATENTS_WORKLOAD,
     NAMED_WORKLOAD,
     PLAIN_WORKLOAD,
     load_and_train,
@@ -70,10 +72,11 @@ def train(engine: Any, strategy: str, iterations: range) -> list[float]:
         (2, 1, 1, PLAIN_WORKLOAD),
         (1, 2, 1, PLAIN_WORKLOAD),
         (1, 1, 2, EXPERTS_WORKLOAD),
+        (1, 2, 1, LATENTS_WORKLOAD),
         pytest.param(2, 2, 1, EXPERTS_WORKLOAD, marks=pytest.mark.nightly),
         pytest.param(1, 2, 2, NAMED_WORKLOAD, marks=pytest.mark.nightly),
     ],
-    ids=["tp2", "pp2", "ep2", "tp2pp2 with experts", "ep2pp2, other names"],
+    ids=["tp2", "pp2", "ep2", "pp2, latents", "tp2pp2, experts", "ep2pp2, other names"],
 )
 def test_a_megatron_job_continues_here(
     tp: int, pp: int, ep: int, workload: Workload, tmp_path: Path
@@ -88,7 +91,7 @@ def test_a_megatron_job_continues_here(
     assert _num_steps(source, optimizer, iteration=-1) == NUM_ITERATIONS
     expected = whole_tensors(source)
     new_names = renamed_norms(expected.keys())
-    assert bool(new_names) == (workload is EXPERTS_WORKLOAD)
+    assert bool(new_names) == (workload in (EXPERTS_WORKLOAD, LATENTS_WORKLOAD))
     expected = {new_names.get(key, key): tensor for key, tensor in expected.items()}
     iterations = range(NUM_ITERATIONS, NUM_ITERATIONS + 2)
     ours = str(tmp_path / "ours")
@@ -104,9 +107,10 @@ def test_a_megatron_job_continues_here(
     [
         (2, 1, PLAIN_WORKLOAD),
         (1, 2, NAMED_WORKLOAD),
+        (1, 1, NAMED_LATENTS_WORKLOAD),
         pytest.param(2, 1, NAMED_WORKLOAD, marks=pytest.mark.nightly),
     ],
-    ids=["tp2", "ep2", "tp2 with experts"],
+    ids=["tp2", "ep2", "latents", "tp2 with experts"],
 )
 def test_our_job_continues_in_plain_megatron(
     tp: int, ep: int, workload: Workload, tmp_path: Path

@@ -7,7 +7,7 @@ import queue
 from argparse import Namespace
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -16,12 +16,14 @@ import torch.distributed as dist
 from megatron.core import dist_checkpointing
 from megatron.core.dist_checkpointing.mapping import ShardedObject
 from megatron.core.dist_checkpointing.strategies import filesystem_async
+from megatron.core.transformer.multi_latent_attention import MLASelfAttention
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 
 from benchmarks.inputs import llama_shape
 from benchmarks.plain_megatron import PlainMegatronSide
 from benchmarks.workload import Workload
 from hydraulis_patches.cpu_backend import CpuTorch
+from tests.support.reference import local_latent_attention
 
 CUDA_MODULES = (
     "megatron.core.dist_checkpointing.strategies.async_utils",
@@ -44,15 +46,27 @@ PLAIN_WORKLOAD = Workload(
 )
 
 
+_FUSED_WITH = {
+    "pre_mlp_layernorm.": "mlp.linear_fc1.",
+    "self_attention.q_layernorm.": "self_attention.linear_q_up_proj.",
+    "self_attention.kv_layernorm.": "self_attention.linear_kv_up_proj.",
+}
+
+
 @dataclass(frozen=True, kw_only=True)
 class NamedAsTransformerEngine(Workload):
-    """Norms before experts are called as in upstream's layers of Transformer Engine."""
+    """Norms of layers with experts or latents are called as in upstream's layers of Transformer
+    Engine."""
 
     def layers(self, num_layers: int) -> TransformerBlockSubmodules:
-        """As the workload's, with another name."""
+        """As the workload's, with other names."""
         layers = super().layers(num_layers)
         for layer in layers.layer_specs:
-            layer.submodules.sharded_state_dict_keys_map.pop("pre_mlp_layernorm.", None)
+            names = layer.submodules.sharded_state_dict_keys_map
+            if self.has_latents:
+                names |= {norm: f"{linear}layer_norm_" for norm, linear in _FUSED_WITH.items()}
+            else:
+                names.pop("pre_mlp_layernorm.", None)
         return layers
 
 
@@ -60,7 +74,7 @@ _EXPERTS: dict[str, Any] = {
     "shape": PLAIN_WORKLOAD.shape,
     "lengths": PLAIN_WORKLOAD.lengths,
     "num_micro_batches": PLAIN_WORKLOAD.num_micro_batches,
-    "experts": {
+    "variant": {
         "num_moe_experts": 4,
         "moe_ffn_hidden_size": 16,
         "moe_router_load_balancing_type": "none",
@@ -72,6 +86,22 @@ _EXPERTS: dict[str, Any] = {
 }
 EXPERTS_WORKLOAD = Workload(**_EXPERTS)
 NAMED_WORKLOAD = NamedAsTransformerEngine(**_EXPERTS)
+_LATENTS: dict[str, Any] = {
+    "shape": replace(PLAIN_WORKLOAD.shape, num_query_groups=4),
+    "lengths": PLAIN_WORKLOAD.lengths,
+    "num_micro_batches": PLAIN_WORKLOAD.num_micro_batches,
+    "variant": {
+        "q_lora_rank": 12,
+        "kv_lora_rank": 9,
+        "qk_head_dim": 4,
+        "qk_pos_emb_head_dim": 6,
+        "v_head_dim": 8,
+        "rope_type": "yarn",
+        "qk_layernorm": True,
+    },
+}
+LATENTS_WORKLOAD = Workload(**_LATENTS)
+NAMED_LATENTS_WORKLOAD = NamedAsTransformerEngine(**_LATENTS)
 
 
 def put_writer_on_cpu() -> None:
@@ -91,9 +121,13 @@ class PlainMegatron:
         self, *, tp: int, pp: int, ep: int = 1, workload: Workload = PLAIN_WORKLOAD
     ) -> None:
         put_writer_on_cpu()
-        self.side = PlainMegatronSide(
-            workload, tp=tp, pp=pp, ep=ep, overlaps_gradients=False, has_fused_adamw=True
-        )
+        with local_latent_attention():
+            self.side = PlainMegatronSide(
+                workload, tp=tp, pp=pp, ep=ep, overlaps_gradients=False, has_fused_adamw=True
+            )
+        for module in self.side._model.modules():
+            if isinstance(module, MLASelfAttention):
+                module.register_forward_pre_hook(_without_cp_size, with_kwargs=True)
 
     def train(self, iterations: range) -> list[float]:
         """Losses."""
@@ -159,6 +193,12 @@ def extra_states_of_norms(data: torch.Tensor | None) -> dict[str, ShardedObject]
     """The extra state of Transformer Engine's norms, here only of the last one."""
     key = "decoder.final_layernorm._extra_state"
     return {key: ShardedObject(key, data, (1,), (0,), replica_id=dist.get_rank())}
+
+
+def _without_cp_size(module: Any, inputs: Any, named: dict[str, Any]) -> Any:
+    """Upstream's latent attention refuses rows that say how many cp ranks they have."""
+    row = replace(named["packed_seq_params"], local_cp_size=None)
+    return inputs, named | {"packed_seq_params": row}
 
 
 @contextmanager

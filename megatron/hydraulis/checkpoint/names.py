@@ -41,8 +41,9 @@ _BIAS = ".router.expert_bias"
 """End of the names of routers' biases."""
 _LAYER_OF_NAME = 2
 """Of the parts of a name, which one numbers the layer."""
-_NORM = "layernorm.weight"
-"""End of the keys of norms that are not fused with a linear layer."""
+_HAVE_EXTRA_STATES = ("layernorm.weight", "_down_proj.weight")
+"""Ends of the keys of modules that have extra states in Megatron, but not here: norms that are not
+fused with a linear layer, projections to latents."""
 
 
 @dataclass(frozen=True)
@@ -165,8 +166,9 @@ class StoredModel:
     objects: tuple[str, ...]
     """Keys of the objects that Megatron stores, and asks for, besides: extra states.
 
-    Those of norms are included, which only Transformer Engine's have, so that a model with its
-    layers finds all that it asks for. Ours are None, which its modules ignore.
+    Those of norms are included, which only Transformer Engine's have, and of projections to
+    latents, so that Megatron's own model finds all that it asks for. Ours are None, which its
+    modules ignore.
     """
 
     @classmethod
@@ -212,7 +214,7 @@ def _object_keys(state: Any) -> tuple[str, ...]:
         if is_main_replica(leaf.replica_id)
     }
     for leaf in _leaves(state, ShardedTensor):
-        if leaf.key.endswith(_NORM):
+        if leaf.key.endswith(_HAVE_EXTRA_STATES):
             # Megatron cuts these objects along the axes of layers alone.
             axes = leaf.prepend_axis_num
             keys.add(
