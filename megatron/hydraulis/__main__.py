@@ -25,6 +25,8 @@ class Command:
     name: str
     help: str
     module: str
+    takes_launch_options: bool = False
+    """Whether it takes all options of Megatron, of which most have no effect."""
 
 
 TRAIN = Command(
@@ -70,31 +72,37 @@ _COMMANDS_BY_TOPIC = {
             "estimate",
             "estimate a cost profile without measurements",
             "megatron.hydraulis.cost_model.estimate_command",
+            takes_launch_options=True,
         ),
         Command(
             "advise",
             "say what a pool would gain, and what to run",
             "megatron.hydraulis.advise.command",
+            takes_launch_options=True,
         ),
         Command(
             "propose",
             "propose a pool of strategies for a corpus",
             "megatron.hydraulis.proposal.command",
+            takes_launch_options=True,
         ),
         Command(
             "simulate",
             "estimate iteration times of a pool without a GPU",
             "megatron.hydraulis.simulator.command",
+            takes_launch_options=True,
         ),
         Command(
             "recommend-layout",
             "rank the layouts of fixed-length training",
             "megatron.hydraulis.cost_model.recommend_layout_command",
+            takes_launch_options=True,
         ),
         Command(
             "predict-layouts",
             "predict time, MFU and memory of fixed-length layouts",
             "megatron.hydraulis.cost_model.predict_layouts_command",
+            takes_launch_options=True,
         ),
     ),
     "plans": (
@@ -102,6 +110,7 @@ _COMMANDS_BY_TOPIC = {
             "plan",
             "find the best plan for one batch of lengths",
             "megatron.hydraulis.planner.command",
+            takes_launch_options=True,
         ),
         Command(
             "check-plan",
@@ -174,10 +183,25 @@ def _run_command(program: str, command: Command, arguments: Sequence[str]) -> in
     parser = CommandParser(
         prog=f"{program} {command.name}",
         description=f"{command.help[0].upper()}{command.help[1:]}.",
+        accept=_without_launch_options if command.takes_launch_options else None,
     )
     module.add_arguments(parser)
     status: int = module.run(parser.parse_args(arguments))
     return status
+
+
+def _without_launch_options(words: Sequence[str]) -> list[str]:
+    """Words that are no options of Megatron; a line on stderr says which have no effect.
+
+    Raises ConfigurationError for options that training refuses.
+    """
+    from megatron.hydraulis.flags.parser import FlagParser  # imports torch
+
+    flags, rest = FlagParser().parse_upstream(words)
+    ignored = [*flags.as_typed, *(typed for typed, _ in flags.taken)]
+    if ignored:
+        print(f"options without effect here: {', '.join(ignored)}", file=sys.stderr, flush=True)
+    return rest
 
 
 def _read_command(program: str, first: Sequence[str]) -> Command:

@@ -7,7 +7,7 @@ import difflib
 import os
 import select
 import sys
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, NoReturn
 
@@ -21,9 +21,22 @@ class CommandParser(argparse.ArgumentParser):
     """A parser with a usage line that names what is required only, and errors that name the flag
     that was probably meant."""
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
+    def __init__(
+        self, *args: Any, accept: Callable[[Sequence[str]], list[str]] | None = None, **kwargs: Any
+    ) -> None:
+        """accept: takes words that are no arguments, and returns those that are an error."""
         super().__init__(*args, **{"formatter_class": _ShortUsage} | kwargs)
         self._words: Sequence[str] = ()
+        self._accept = accept
+
+    def parse_args(self, args: Any = None, namespace: Any = None) -> Any:
+        """As argparse, but for words that are accepted."""
+        namespace, rest = self.parse_known_args(args, namespace)
+        if rest and self._accept is not None:
+            self._words = rest = self._accept(rest)
+        if rest:
+            self.error(f"unrecognized arguments: {' '.join(rest)}")
+        return namespace
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
         """As argparse; keeps the words for `error`."""

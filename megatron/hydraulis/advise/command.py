@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import math
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 from statistics import fmean
@@ -15,7 +15,6 @@ import numpy as np
 from rich.table import Table
 
 from megatron.hydraulis.cost_model.analytic import AnalyticCostModel
-from megatron.hydraulis.cost_model.device import device_constants
 from megatron.hydraulis.cost_model.estimate_command import estimated_profile, possible_schemes
 from megatron.hydraulis.cost_model.interface import Coefficients, CostModel
 from megatron.hydraulis.cost_model.job_costs import JobCosts
@@ -24,11 +23,13 @@ from megatron.hydraulis.cost_model.pipeline import pipeline_time_ms
 from megatron.hydraulis.cost_model.profile import NOTHING_HIDDEN, ProfileCostModel
 from megatron.hydraulis.cost_model.shape_arguments import (
     add_job_arguments,
+    add_layer_arguments,
     add_profile_argument,
     add_regroup_arguments,
     job_options,
     job_ranks,
-    num_gate_tensors,
+    layer_settings,
+    parameter_bytes,
     print_bf16_advice,
     shape_of,
 )
@@ -314,6 +315,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_job_arguments(job)
     add_profile_argument(job, " (default: estimated for all schemes that fit)", required=False)
     add_row_quantum(job)
+    add_layer_arguments(parser.add_argument_group("layers"))
     add_regroup_arguments(parser)
     output = parser.add_argument_group("output")
     output.add_argument(
@@ -384,24 +386,28 @@ def run(namespace: argparse.Namespace) -> int:
 
 def _costs(namespace: argparse.Namespace, num_ranks: int, ranks_per_node: int) -> JobCosts:
     """By the given profile or an estimate, with all widths of cp."""
+    options = job_options(namespace)
     if namespace.cost_profile is not None:
         profile = ProfileCostModel.read(namespace.cost_profile)
-    elif namespace.device is None:
+        shape = options.shape or (None if profile.model is None else profile.model.shape)
+        layers = {} if shape is None else layer_settings(namespace, shape)
+    elif options.device is None:
         raise ConfigurationError(
             "advice needs the times of a device but there is neither --device nor --cost-profile; "
             "give one of them"
         )
     else:
-        shape, device = shape_of(namespace), device_constants(namespace.device)
+        shape, device = shape_of(namespace), options.device
+        layers = layer_settings(namespace, shape)
         model = AnalyticCostModel(
             shape=shape,
             device=device,
             cluster=device.cluster(num_ranks, ranks_per_node),
-            cp_comm_type="auto",
-            num_gate_tensors=num_gate_tensors(namespace),
+            parameter_bytes=parameter_bytes(namespace),
+            **layers,
         )
         profile = estimated_profile(model, possible_schemes(shape, num_ranks, ranks_per_node))
-    costs = job_options(namespace).costs(
+    costs = replace(options, layers=layers).costs(
         profile,
         num_ranks=num_ranks,
         ranks_per_node=ranks_per_node,

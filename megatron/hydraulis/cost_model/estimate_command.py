@@ -9,7 +9,6 @@ from collections.abc import Iterable, Sequence
 from rich.table import Table
 
 from megatron.hydraulis.cost_model.analytic import AnalyticCostModel
-from megatron.hydraulis.cost_model.context import CP_COMM_TYPES
 from megatron.hydraulis.cost_model.device import (
     DeviceConstants,
     communicators_text,
@@ -20,13 +19,14 @@ from megatron.hydraulis.cost_model.profile import (
     ProfiledModel,
     ProfiledScheme,
 )
-from megatron.hydraulis.cost_model.recompute import KEPT_TEXT, SELECTIVE_MODULES, Recompute
 from megatron.hydraulis.cost_model.shape_arguments import (
     add_device_argument,
     add_job_arguments,
+    add_layer_arguments,
     add_shape_arguments,
     job_ranks,
-    num_gate_tensors,
+    layer_settings,
+    parameter_bytes,
     shape_of,
 )
 from megatron.hydraulis.cost_model.staging import PoolFootprint
@@ -43,10 +43,15 @@ from megatron.hydraulis.terminal import (
     results_console,
 )
 
-_BF16_BYTES, _FP32_BYTES = 2, 4
+_FP32_BYTES = 4
 _NS_PER_MS, _US_PER_MS = 1e6, 1e3
+_EXIT_NOTHING_FITS = 1
 _MOST_STAGES = 8
 """Of schemes that are not named: longer pipelines rarely win with few micro-batches."""
+
+
+class NothingFits(ConfigurationError):
+    """No scheme holds the model."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -63,75 +68,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="schemes to estimate, for example tp4pp2 (default: all of powers of two that fit)",
     )
     add_job_arguments(job, ", without --pool", required=False)
-    job.add_argument("--fp32", action="store_true", help="train in fp32 (default: bf16)")
-    job.add_argument(
-        "--sequence-parallel",
-        action=argparse.BooleanOptionalAction,
-        default=True,
-        help="split activations between layers over the tp ranks (default: on)",
-    )
-    job.add_argument(
-        "--cp-comm-type",
-        choices=CP_COMM_TYPES,
-        default="auto",
-        help="how cp ranks exchange keys and values, as in training (default: %(default)s)",
-    )
-    job.add_argument(
-        "--transformer-impl",
-        choices=("local", "transformer_engine"),
-        default="local",
-        help="layers, as in training, which take different memory (default: %(default)s)",
-    )
-    job.add_argument(
-        "--moe-grouped-gemm",
-        action="store_true",
-        help="products of all experts in one call, by layers of Transformer Engine",
-    )
-    job.add_argument("--qk-layernorm", action="store_true", help="norms of queries and keys")
-    job.add_argument(
-        "--softmax-type",
-        choices=("vanilla", "off-by-one", "learnable"),
-        default="vanilla",
-        help="of core attention, as in training, where others take more memory (default: vanilla)",
-    )
-    job.add_argument(
-        "--apply-layernorm-1p",
-        action="store_true",
-        help="norms around one, which take more memory in local layers",
-    )
-    job.add_argument(
-        "--loss-chunk-tokens",
-        type=int,
-        metavar="N",
-        help="tokens whose logits exist at the same time, as in training",
-    )
-    job.add_argument(
-        "--recompute-granularity",
-        choices=("full", "selective"),
-        help="recompute activations: full, all of a layer; selective, --recompute-modules "
-        "(default: none)",
-    )
-    job.add_argument(
-        "--recompute-method",
-        choices=("uniform", "block"),
-        help="which layers are recomputed, with full",
-    )
-    job.add_argument(
-        "--recompute-num-layers",
-        type=int,
-        default=0,
-        metavar="N",
-        help="number of layers that are recomputed, with full",
-    )
-    job.add_argument(
-        "--recompute-modules",
-        nargs="+",
-        default=[],
-        choices=SELECTIVE_MODULES,
-        metavar="MODULE",
-        help=f"parts recomputed with selective: {', '.join(SELECTIVE_MODULES)} "
-        "(default: core_attn)",
-    )
+    add_layer_arguments(job)
     output = parser.add_argument_group("output")
     output.add_argument(
         "--out",
@@ -145,37 +82,26 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(namespace: argparse.Namespace) -> int:
     """Estimate, write and print; returns the exit status.
 
-    Raises ConfigurationError or StrategyError for invalid flags and files.
+    It is 1 if no scheme holds the model. Raises ConfigurationError or StrategyError for invalid
+    flags and files.
     """
     shape = shape_of(namespace)
     device = device_constants(namespace.device)
     schemes, num_ranks, ranks_per_node, pool = _schemes(namespace, shape)
-    recompute = _recompute(namespace)
-    is_grouped = namespace.moe_grouped_gemm
-    has_te = is_grouped or namespace.transformer_impl == "transformer_engine"
     model = AnalyticCostModel(
         shape=shape,
         device=device,
         cluster=device.cluster(num_ranks, ranks_per_node),
-        parameter_bytes=_FP32_BYTES if namespace.fp32 else _BF16_BYTES,
-        sequence_parallel=namespace.sequence_parallel,
-        recompute=recompute,
-        cp_comm_type=namespace.cp_comm_type,
-        qk_norms=namespace.qk_layernorm,
-        num_gate_tensors=num_gate_tensors(namespace),
-        softmax_type=namespace.softmax_type,
-        loss_chunk_tokens=namespace.loss_chunk_tokens,
-        has_wide_norms=namespace.apply_layernorm_1p and not has_te,
-        has_te_layers=has_te,
-        groups_experts=is_grouped and shape.num_experts > 0,
-        fuses_rope=has_te and not shape.v_head_dim,
-        has_te_attention=has_te and namespace.softmax_type == "vanilla",
+        parameter_bytes=parameter_bytes(namespace),
         pool=pool,
+        **layer_settings(namespace, shape),
     )
-    for module in set(recompute.modules) - set(model.recompute.modules):
-        print(f"--recompute-modules {module}: {KEPT_TEXT}", file=sys.stderr, flush=True)
     is_given = namespace.pool is not None or namespace.schemes is not None
-    profile = estimated_profile(model, schemes, keeps_all=is_given)
+    try:
+        profile = estimated_profile(model, schemes, keeps_all=is_given)
+    except NothingFits as error:
+        print(f"error: {error}", file=sys.stderr)
+        return _EXIT_NOTHING_FITS
     if namespace.out is not None:
         write_output(namespace.out, profile.to_json())
     if namespace.json:
@@ -198,8 +124,7 @@ def estimated_profile(
 ) -> ProfileCostModel:
     """The cost profile of schemes, by default without those that do not hold the model.
 
-    Raises StrategyError for a scheme that cannot divide the model, ConfigurationError if none
-    holds it.
+    Raises StrategyError for a scheme that cannot divide the model, NothingFits if none holds it.
     """
     device, cluster = model.device, model.cluster
     for scheme in schemes:
@@ -210,11 +135,8 @@ def estimated_profile(
         for scheme in schemes
         if (limit := model.max_tokens(scheme)) or keeps_all
     ]
-    if not rows:
-        raise ConfigurationError(
-            f"a cost profile needs a scheme that holds the model but on {cluster.num_ranks} ranks "
-            f"of {device.name} none of {len(schemes)} does; give more ranks or recompute"
-        )
+    if not any(row.max_tokens for row in rows):
+        raise _nothing_fits(model, schemes)
     return ProfileCostModel(
         device=device.name,
         source=(
@@ -228,6 +150,23 @@ def estimated_profile(
             recompute=str(model.recompute),
         ),
         schemes=tuple(rows),
+    )
+
+
+def _nothing_fits(model: AnalyticCostModel, schemes: Sequence[Scheme]) -> NothingFits:
+    """The error, with the scheme that needs the least memory."""
+    memory = model.memory
+
+    def least_bytes(scheme: Scheme) -> float:
+        row = scheme.token_quantum
+        return max(memory.peak_bytes(scheme, stage, row) for stage in range(scheme.pp))
+
+    best = min(schemes, key=least_bytes)
+    return NothingFits(
+        f"a cost profile needs a scheme that holds the model but on {model.cluster.num_ranks} "
+        f"ranks of {model.device.name} none of {len(schemes)} does: {best} needs "
+        f"{least_bytes(best) / 1e9:.1f} GB of {memory.usable_bytes / 1e9:.1f} GB with the shortest "
+        f"micro-batch; give more ranks, schemes of more ranks, or recompute"
     )
 
 
@@ -300,18 +239,6 @@ def _schemes(
         else:
             found = [parse_scheme(text, label="--schemes") for text in namespace.schemes]
     return schemes_of_job(found, num_ranks), num_ranks, ranks_per_node, footprint
-
-
-def _recompute(namespace: argparse.Namespace) -> Recompute:
-    modules = tuple(namespace.recompute_modules)
-    if namespace.recompute_granularity == "selective" and not modules:
-        modules = ("core_attn",)  # upstream's default
-    return Recompute(
-        granularity=namespace.recompute_granularity,
-        method=namespace.recompute_method,
-        num_layers=namespace.recompute_num_layers,
-        modules=modules,
-    )
 
 
 def _table(profile: ProfileCostModel) -> Table:

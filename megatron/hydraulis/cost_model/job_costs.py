@@ -22,6 +22,7 @@ import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
 from megatron.hydraulis.cost_model.analytic import AnalyticCostModel
 from megatron.hydraulis.cost_model.device import DeviceConstants, described_device
@@ -47,8 +48,8 @@ class JobOptions:
     grad_reduce_in_bf16: bool = False
     overlaps: bool = True
     """False for --no-regroup-overlap."""
-    num_gate_tensors: int = 0
-    """See `AnalyticCostModel`."""
+    layers: Mapping[str, Any] = field(default_factory=dict)
+    """Fields of `AnalyticCostModel` about layers."""
 
     def costs(
         self,
@@ -94,9 +95,8 @@ class JobOptions:
             device=device,
             cluster=replace(cluster, **links),
             parameter_bytes=4 if is_fp32 else 2,
-            cp_comm_type="auto",
-            num_gate_tensors=self.num_gate_tensors,
             expert_load=profile.expert_load or EXPERT_LOAD,
+            **{"cp_comm_type": "auto"} | dict(self.layers),
         )
         return JobCosts.of(
             profile,

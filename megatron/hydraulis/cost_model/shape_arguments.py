@@ -9,10 +9,12 @@ from collections.abc import Iterable, Mapping
 from functools import partial
 from typing import Any
 
+from megatron.hydraulis.cost_model.context import CP_COMM_TYPES
 from megatron.hydraulis.cost_model.device import DEVICE_NAMES, device_constants
 from megatron.hydraulis.cost_model.interface import usual_times_ms
 from megatron.hydraulis.cost_model.job_costs import JobOptions
 from megatron.hydraulis.cost_model.profile import ProfileCostModel
+from megatron.hydraulis.cost_model.recompute import KEPT_TEXT, SELECTIVE_MODULES, Recompute
 from megatron.hydraulis.errors import ConfigurationError
 from megatron.hydraulis.model_shape import (
     ModelShape,
@@ -33,6 +35,8 @@ _LINK_FLAGS = {
     "inter_node": "--inter-node-gb-per-s",
 }
 
+ROUTER_BYTES = {"fp32": 4, "fp64": 8}
+"""Of a score, by --moe-router-dtype."""
 _NEEDED = ("--num-layers", "--hidden-size", "--num-attention-heads")
 # Sizes of latent attention, with upstream's defaults; None if one matrix makes the queries.
 _LATENTS = {
@@ -76,7 +80,9 @@ _OTHERS = (
 def add_shape_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the flags that shape_of and given_shape read."""
     group = parser.add_argument_group(
-        "model", "given by --model FILE, or by --num-layers and so on, as in Megatron"
+        "model",
+        "given by --model FILE, or by --num-layers and so on, as in Megatron; its other options "
+        "are accepted, so that those of a launch script can be given",
     )
     group.add_argument(
         "--model",
@@ -216,6 +222,138 @@ def add_pool_argument(parser: argparse._ActionsContainer) -> None:
     parser.add_argument("--pool", required=True, metavar="FILE", help="pool of strategies, JSON")
 
 
+def add_layer_arguments(parser: argparse._ActionsContainer) -> None:
+    """Declare the flags that layer_settings and parameter_bytes read, as in training."""
+    parser.add_argument("--fp32", action="store_true", help="train in fp32 (default: bf16)")
+    parser.add_argument(
+        "--sequence-parallel",
+        action=argparse.BooleanOptionalAction,
+        default=True,
+        help="split activations between layers over the tp ranks (default: on)",
+    )
+    parser.add_argument(
+        "--cp-comm-type",
+        choices=CP_COMM_TYPES,
+        default="auto",
+        help="how cp ranks exchange keys and values, as in training (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--transformer-impl",
+        choices=("local", "transformer_engine"),
+        default="local",
+        help="layers, as in training, which take different memory (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--no-rope-fusion", action="store_true", help="rotate queries and keys by three kernels"
+    )
+    parser.add_argument(
+        "--moe-grouped-gemm",
+        action="store_true",
+        help="products of all experts in one call, by layers of Transformer Engine",
+    )
+    parser.add_argument("--qk-layernorm", action="store_true", help="norms of queries and keys")
+    parser.add_argument(
+        "--moe-router-dtype", choices=tuple(ROUTER_BYTES), help="precision of routers, if higher"
+    )
+    parser.add_argument(
+        "--softmax-type",
+        choices=("vanilla", "off-by-one", "learnable"),
+        default="vanilla",
+        help="of core attention, as in training, where others take more memory (default: vanilla)",
+    )
+    parser.add_argument(
+        "--apply-layernorm-1p",
+        action="store_true",
+        help="norms around one, which take more memory in local layers",
+    )
+    parser.add_argument(
+        "--loss-chunk-tokens",
+        type=int,
+        metavar="N",
+        help="tokens whose logits exist at the same time, as in training",
+    )
+    parser.add_argument(
+        "--recompute-granularity",
+        choices=("full", "selective"),
+        help="recompute activations: full, all of a layer; selective, --recompute-modules "
+        "(default: none)",
+    )
+    parser.add_argument(
+        "--recompute-activations",
+        action="store_const",
+        const="selective",
+        dest="recompute_granularity",
+        help="as --recompute-granularity selective",
+    )
+    parser.add_argument(
+        "--recompute-method",
+        choices=("uniform", "block"),
+        help="which layers are recomputed, with full",
+    )
+    parser.add_argument(
+        "--recompute-num-layers",
+        type=int,
+        default=0,
+        metavar="N",
+        help="number of layers that are recomputed, with full",
+    )
+    parser.add_argument(
+        "--recompute-modules",
+        nargs="+",
+        default=[],
+        choices=SELECTIVE_MODULES,
+        metavar="MODULE",
+        help=f"parts recomputed with selective: {', '.join(SELECTIVE_MODULES)} "
+        "(default: core_attn)",
+    )
+
+
+def parameter_bytes(namespace: argparse.Namespace) -> int:
+    """Of a parameter in training."""
+    return 4 if namespace.fp32 else 2
+
+
+def layer_settings(namespace: argparse.Namespace, shape: ModelShape) -> dict[str, Any]:
+    """Fields of `AnalyticCostModel` about layers and how they are trained.
+
+    Says on stderr which recomputation a model with experts does without. Raises ConfigurationError
+    for recomputation that is described in part.
+    """
+    recompute = _recompute(namespace)
+    if shape.num_experts:
+        for module in set(recompute.modules) - set(recompute.with_experts.modules):
+            print(f"--recompute-modules {module}: {KEPT_TEXT}", file=sys.stderr, flush=True)
+    is_grouped = namespace.moe_grouped_gemm and shape.num_experts > 0
+    has_te = is_grouped or namespace.transformer_impl == "transformer_engine"
+    return {
+        "sequence_parallel": namespace.sequence_parallel,
+        "recompute": recompute,
+        "cp_comm_type": namespace.cp_comm_type,
+        "qk_norms": namespace.qk_layernorm,
+        "num_gate_tensors": num_gate_tensors(namespace),
+        "softmax_type": namespace.softmax_type,
+        "loss_chunk_tokens": namespace.loss_chunk_tokens,
+        "has_wide_norms": namespace.apply_layernorm_1p and not has_te,
+        "router_bytes": ROUTER_BYTES.get(namespace.moe_router_dtype, 0),
+        "has_te_layers": has_te,
+        "groups_experts": is_grouped,
+        "fuses_rope": has_te and not (shape.v_head_dim or namespace.no_rope_fusion),
+        "has_te_attention": has_te and namespace.softmax_type == "vanilla",
+    }
+
+
+def _recompute(namespace: argparse.Namespace) -> Recompute:
+    modules = tuple(namespace.recompute_modules)
+    if namespace.recompute_granularity == "selective" and not modules:
+        modules = ("core_attn",)  # upstream's default
+    return Recompute(
+        granularity=namespace.recompute_granularity,
+        method=namespace.recompute_method,
+        num_layers=namespace.recompute_num_layers,
+        modules=modules,
+    )
+
+
 def add_device_argument(
     parser: argparse._ActionsContainer, note: str = "", *, required: bool = True
 ) -> None:
@@ -274,7 +412,7 @@ def job_options(namespace: argparse.Namespace) -> JobOptions:
         },
         grad_reduce_in_bf16=namespace.grad_reduce_in_bf16,
         overlaps=not namespace.no_regroup_overlap,
-        num_gate_tensors=num_gate_tensors(namespace),
+        layers={"num_gate_tensors": num_gate_tensors(namespace)},
     )
 
 

@@ -252,6 +252,20 @@ class FlagParser:
             args, tuple(honoured), tuple(taken.values()), unknown, attempted, frozenset(wrong)
         )
 
+    def parse_upstream(self, words: Sequence[str]) -> tuple[ParsedFlags, list[str]]:
+        """Parse upstream's options among the words of a command line; returns all other words too.
+
+        Raises ConfigurationError as `parse`.
+        """
+        upstream: list[str] = []
+        others: list[str] = []
+        belongs = others
+        for word in words:
+            if word.startswith("--"):
+                belongs = upstream if word.split("=")[0] in self._upstream else others
+            belongs.append(word)
+        return self.parse(upstream), others
+
     def _row(self, option: str) -> Row | None:
         """The row of an option of upstream, or of a former one of ours; None for our own."""
         if option in FORMER_OPTIONS:

@@ -14,7 +14,7 @@ from megatron.hydraulis.cost_model.device import DeviceConstants
 from megatron.hydraulis.cost_model.interface import CostModel, usual_times_ms
 from megatron.hydraulis.cost_model.limits import CUDA_ROW_QUANTUM, Limits
 from megatron.hydraulis.cost_model.profile import ProfileCostModel, ProfiledModel
-from megatron.hydraulis.cost_model.shape_arguments import num_gate_tensors
+from megatron.hydraulis.cost_model.shape_arguments import ROUTER_BYTES, num_gate_tensors
 from megatron.hydraulis.cost_model.staging import PoolFootprint
 from megatron.hydraulis.errors import ConfigurationError, StrategyError
 from megatron.hydraulis.flags.arguments import Resolved
@@ -286,7 +286,7 @@ def analytic_cost_model(
             resolved.args.layernorm_zero_centered_gamma
             and resolved.args.transformer_impl == "local"
         ),
-        router_bytes={"fp32": 4, "fp64": 8}.get(resolved.args.moe_router_dtype, 0),
+        router_bytes=ROUTER_BYTES.get(resolved.args.moe_router_dtype, 0),
         num_score_tensors=_num_score_tensors(resolved.args),
         has_te_layers=has_te_layers,
         groups_experts=resolved.args.moe_grouped_gemm,

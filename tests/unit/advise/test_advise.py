@@ -105,8 +105,10 @@ def test_gradients_in_bf16_are_advised_and_count(
 def test_an_estimate_and_the_next_commands(
     job: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert main([*job, "--device", "h100-80g"]) == 0
-    text = capsys.readouterr().out
+    layers = ["--device", "h100-80g", "--qk-layernorm", "--recompute-activations"]
+    assert main([*job, *layers, "--bf16"]) == 0
+    text, err = capsys.readouterr()
+    assert "options without effect here: --bf16\n" in err
     assert text.startswith("Train with ")
     assert "Times are estimates for h100, not measured." in text
     following = [line for line in text.splitlines() if line.startswith("next: ")]
@@ -120,6 +122,10 @@ def test_an_estimate_and_the_next_commands(
     profile = ProfileCostModel.read(tmp_path / "advice" / "cost_profile.json")
     for strategy in pool.strategies:
         assert all(profile.max_tokens(scheme) for scheme in strategy.schemes)
+    assert main(["estimate", *MODEL, *layers, "--num-ranks", "8", "--json"]) == 0
+    estimate = json.loads(capsys.readouterr().out)
+    assert all(row in estimate["schemes"] for row in profile.to_json()["schemes"])
+    assert estimate["model"]["recompute"] == "selective core_attn"
 
 
 def test_the_bound_takes_the_cheapest_scheme_that_holds_a_sequence() -> None:

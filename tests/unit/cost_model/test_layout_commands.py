@@ -343,9 +343,46 @@ def test_all_schemes_that_fit_are_the_default(capsys: pytest.CaptureFixture[str]
     assert {Scheme(tp=8), Scheme(tp=8, cp=2), Scheme(tp=4, pp=4)} <= schemes
     assert all(row.max_tokens > 0 and row.scheme.num_ranks <= 16 for row in profile.schemes)
     assert Scheme() not in schemes, "one rank does not hold 32B parameters"
-    alone = ["estimate", *LLAMA_32B, "--device", "h100", "--num-ranks", "1"]
-    assert main(alone) == 2
-    assert "on 1 ranks of h100 none of 1 does" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        ("--num-ranks 1", "on 1 ranks of h100 none of 1 does: tp1 needs .* GB of 69.0 GB"),
+        ("--num-ranks 16 --schemes tp1 tp2", "on 16 ranks of h100 none of 2 does: tp2 needs 135"),
+    ],
+)
+def test_an_estimate_that_nothing_fits_is_an_error(
+    flags: str, message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "profile.json"
+    job = ["--device", "h100", "--out", str(out), *flags.split()]
+    assert main(["estimate", *LLAMA_32B, *job]) == 1
+    assert re.search(message, capsys.readouterr().err)
+    assert not out.exists()
+
+
+LAUNCH_OPTIONS = (
+    "--normalization RMSNorm --disable-bias-linear --bf16 --qk-layernorm --recompute-activations "
+    "--micro-batch-size 1 --tensor-model-parallel-size 2 --lr 1e-4"
+)
+
+
+def test_options_of_a_launch_script_are_accepted(capsys: pytest.CaptureFixture[str]) -> None:
+    job = ["estimate", *LLAMA_13B, "--device", "h100", "--schemes", "tp4", "--num-ranks", "8"]
+    assert main([*job, "--json", *LAUNCH_OPTIONS.split()]) == 0
+    out, err = capsys.readouterr()
+    (line,) = err.splitlines()
+    ignored = "--normalization RMSNorm, --disable-bias-linear, --bf16, "
+    assert line.startswith(f"options without effect here: {ignored}")
+    assert "--lr 1e-4" in line
+    assert main([*job, "--json", "--qk-layernorm", "--recompute-granularity", "selective"]) == 0
+    assert capsys.readouterr() == (out, "")
+    assert main([*job, "--fp16"]) == 2
+    assert "--fp16 is not honoured" in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        main([*job, "--bf16", "--rank-per-node", "8"])
+    assert "did you mean --ranks-per-node instead of --rank-per-node?" in capsys.readouterr().err
 
 
 def test_recomputation_takes_longer_and_holds_more(capsys: pytest.CaptureFixture[str]) -> None:
