@@ -13,6 +13,7 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.training.models.gpt import GPTModelBuilder
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
+from megatron.hydraulis.cost_model.analytic import AnalyticCostModel
 from megatron.hydraulis.cost_model.device import device_constants
 from megatron.hydraulis.flags import describe as description_module
 from megatron.hydraulis.flags.arguments import Resolved, gpt_model_config
@@ -247,3 +248,22 @@ def test_there_is_no_advice_on_transfers_without_a_limit_of_the_cost_model(tmp_p
     typed = ("--vocab-size", "2000000000", "--max-tokens-per-micro-batch", "128")
     planning = Planning.of(parse(tmp_path, *typed), device_constants("cpu"), None)
     assert planning.bf16_advice(1000.0) is None
+
+
+@pytest.mark.parametrize(
+    ("flags", "number"),
+    [
+        ("", 0),
+        ("--moe-router-pre-softmax --moe-aux-loss-coeff 0.01 --moe-z-loss-coeff 0.001", 4),
+        ("--moe-router-score-function sigmoid --moe-aux-loss-coeff 0", 1),
+    ],
+)
+def test_memory_counts_the_scores_that_the_router_keeps(
+    flags: str, number: int, tmp_path: Path
+) -> None:
+    typed = f"{_LLAMA} --num-experts 4 --moe-ffn-hidden-size 24 {flags}"
+    resolved = parse(tmp_path, *typed.split())
+    planning = Planning.of(resolved, device_constants("cpu"), None)
+    cost_model = planning.limits.cost_model
+    assert isinstance(cost_model, AnalyticCostModel)
+    assert cost_model.num_score_tensors == number
