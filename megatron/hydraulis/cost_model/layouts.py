@@ -55,6 +55,8 @@ class FixedLengthJob:
     num_sequences: int
     """Sequences of a step: the global batch."""
     ranks_per_node: int = RANKS_PER_NODE
+    groups_experts: bool = False
+    """Whether products of all experts run in one call, by layers of Transformer Engine."""
 
     def __post_init__(self) -> None:
         _check_sizes(
@@ -311,12 +313,15 @@ def cost_model_of(
         )
     if shape.num_experts or layout.ep > 1:
         layout.strategy(job)
+    is_grouped = job.groups_experts and shape.num_experts > 0
     return AnalyticCostModel(
         shape=job.shape,
         device=device,
         cluster=device.cluster(job.num_ranks, min(job.num_ranks, job.ranks_per_node)),
         sequence_parallel=layout.sequence_parallel,
         recompute=_EVERY_LAYER if layout.recomputes_layers else NO_RECOMPUTE,
+        has_te_layers=is_grouped,
+        groups_experts=is_grouped,
         software=software,
     )
 

@@ -3,7 +3,7 @@
 import argparse
 import csv
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from megatron.hydraulis.cost_model.device import device_constants
@@ -15,6 +15,7 @@ from megatron.hydraulis.cost_model.layouts import (
 )
 from megatron.hydraulis.cost_model.shape_arguments import (
     add_device_argument,
+    add_grouping_argument,
     add_shape_arguments,
     given_shape,
 )
@@ -65,6 +66,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     add_shape_arguments(parser)
     add_device_argument(parser, f"; {RANKS_PER_NODE} ranks a node")
+    add_grouping_argument(parser)
     parser.add_argument(
         "--out",
         required=True,
@@ -85,7 +87,8 @@ def run(namespace: argparse.Namespace) -> int:
     predictions = []
     for row in rows:
         try:
-            predictions.append(predict_layout(row.job, row.layout, device))
+            job = replace(row.job, groups_experts=namespace.moe_grouped_gemm)
+            predictions.append(predict_layout(job, row.layout, device))
         except ConfigurationError as error:
             raise ConfigurationError(f"{row.where}: {error}") from None
     write_predictions(namespace.out, rows, predictions)

@@ -21,6 +21,7 @@ from megatron.hydraulis.cost_model.layouts import (
 )
 from megatron.hydraulis.cost_model.shape_arguments import (
     add_device_argument,
+    add_grouping_argument,
     add_job_arguments,
     add_shape_arguments,
     job_ranks,
@@ -87,6 +88,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="NAME",
         help=f"one of {SOFTWARE_NAMES} (default: %(default)s)",
     )
+    add_grouping_argument(job)
     output = parser.add_argument_group("output")
     output.add_argument(
         "--top", type=int, default=10, metavar="N", help="layouts to print (default: %(default)s)"
@@ -114,6 +116,7 @@ def run(namespace: argparse.Namespace) -> int:
         ranks_per_node=ranks_per_node,
         sequence_tokens=namespace.seq_length,
         num_sequences=namespace.global_batch_size,
+        groups_experts=namespace.moe_grouped_gemm,
     )
     search = search_layouts(job, device_constants(namespace.device), namespace.kernel)
     if namespace.json:

@@ -246,11 +246,7 @@ def add_layer_arguments(parser: argparse._ActionsContainer) -> None:
     parser.add_argument(
         "--no-rope-fusion", action="store_true", help="rotate queries and keys by three kernels"
     )
-    parser.add_argument(
-        "--moe-grouped-gemm",
-        action="store_true",
-        help="products of all experts in one call, by layers of Transformer Engine",
-    )
+    add_grouping_argument(parser)
     parser.add_argument("--qk-layernorm", action="store_true", help="norms of queries and keys")
     parser.add_argument(
         "--moe-router-dtype", choices=tuple(ROUTER_BYTES), help="precision of routers, if higher"
@@ -305,6 +301,15 @@ def add_layer_arguments(parser: argparse._ActionsContainer) -> None:
         metavar="MODULE",
         help=f"parts recomputed with selective: {', '.join(SELECTIVE_MODULES)} "
         "(default: core_attn)",
+    )
+
+
+def add_grouping_argument(parser: argparse._ActionsContainer) -> None:
+    """Declare --moe-grouped-gemm, as in training."""
+    parser.add_argument(
+        "--moe-grouped-gemm",
+        action="store_true",
+        help="products of all experts in one call, by layers of Transformer Engine",
     )
 
 
