@@ -85,14 +85,14 @@ def test_a_dry_run_without_gpu_is_for_the_device_of_the_profile(
     profile = {"source": "s", "date": "2026-01-01", "schemes": [row | {"max_tokens": 512}]}
     corpus = tiny_corpus.write_corpus(tmp_path / "real")
     predicted_ms = []
-    for device in ("h100", "cpu"):
+    for device, named in (("h100", ()), ("cpu", ()), ("cpu", ("--device", "h100"))):
         path = tmp_path / "profile.json"
         path.write_text(json.dumps(profile | {"device": device}))
         typed = ("--dry-run", "--cost-profile", str(path), "--data-path", corpus)
-        _dry_run(parse(tmp_path, *typed, "--hidden-size", "1024"))
+        _dry_run(parse(tmp_path, *typed, "--hidden-size", "1024", *named))
         (text,) = re.findall(r"regrouping and optimizer (\S+) ms", capsys.readouterr().out)
         predicted_ms.append(float(text))
-    assert predicted_ms[0] < predicted_ms[1] / 10
+    assert predicted_ms[0] == predicted_ms[2] < predicted_ms[1] / 10
     path.write_text(json.dumps(profile | {"device": "h100", "schemes": [row | {"max_tokens": 50}]}))
     with pytest.raises(ConfigurationError, match=r"trains 96 tokens but no replica .* than 50 "):
         _dry_run(parse(tmp_path, *typed))

@@ -48,7 +48,7 @@ NO_UPDATE_DEPENDS_ON = """
     strategy strategy_pool strategy_schedule balance_pipeline_layers no_sequence_parallel
     sequence_parallel tensor_model_parallel_size pipeline_model_parallel_size
     context_parallel_size expert_model_parallel_size expert_tensor_parallel_size
-    regroup_owners_for no_regroup_overlap elastic ranks_per_node
+    regroup_owners_for no_regroup_overlap elastic ranks_per_node device
     distributed_backend distributed_timeout_minutes
     cost_profile refit_cost_profile refit_drift memory_trial max_tokens_per_micro_batch
     row_quantum_tokens loss_chunk_tokens plan_ahead plan_time_limit plan_dir replay_plans

@@ -221,6 +221,16 @@ def test_text_names_every_stage_with_ranks_and_parameters(tmp_path: Path) -> Non
     assert len(settings) == 1 + len(description["given"]), "only what was given"
 
 
+def test_text_names_the_experts_of_a_rank(tmp_path: Path) -> None:
+    typed = "--num-experts 4 --disable-bias-linear --moe-ffn-hidden-size 48 --swiglu"
+    strategy = ("--strategy", "tp2+tp2ep2+tp1+pp2")
+    text = format_description(describe(parse(tmp_path, *typed.split(), *strategy, num_ranks=7)))
+    lines = text.splitlines()
+    column = lines[2].index("experts a rank")
+    assert [line[column:] for line in lines[3:8]] == ["1/2 of each", "2 of 4", "all", "all", ""]
+    assert "256, 4 experts of ffn 48 in 4 layers, 2 a token: " in text
+
+
 def test_what_to_check_first_comes_first_and_a_warning_once(tmp_path: Path) -> None:
     typed = ("--num-workers", "4", "--rampup-batch-size", "2", "2", "12")
     lines = format_description(describe(parse(tmp_path, *typed))).splitlines()

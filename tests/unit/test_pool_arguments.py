@@ -272,9 +272,7 @@ def test_a_strategy_that_does_not_hold_the_model_is_skipped_with_numbers(tmp_pat
     (line,) = plan_with.left_out
     assert "'short' is skipped" in line
     gigabytes = f"{device.memory_bytes / 1e9:.3g} GB"
-    assert (
-        f"on tp1 it holds 0 in the {gigabytes} of a CPU rank (for GPUs, give --cost-profile" in line
-    )
+    assert f"on tp1 it holds 0 in the {gigabytes} of a CPU rank (for GPUs, give --device" in line
     assert "of which 0 GB are kept free" in line
     assert f"take {gigabytes}" in line
     with pytest.raises(ConfigurationError, match=r"'short' is none of its 2 \(.*is skipped"):

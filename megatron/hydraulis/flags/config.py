@@ -202,6 +202,10 @@ class HydraulisConfig:
     """Number of ranks per node (ranks). Default: LOCAL_WORLD_SIZE, else 8, or all of a job that
     does not fill nodes of 8."""
 
+    device: str | None = field(default=None, metadata=_flag("NAME"))
+    """Device for which --dry-run predicts, for example h100. Default: that of --cost-profile, else
+    this machine's."""
+
     num_ranks: int | None = field(default=None, metadata=_flag("N"))
     """Number of ranks of the job that --dry-run describes (ranks). Default: WORLD_SIZE; on one
     process, those of --strategy."""
@@ -356,7 +360,7 @@ FIELDS_BY_TOPIC: Mapping[str, tuple[str, ...]] = MappingProxyType(
             "skip_nan_iterations",
             "max_skipped_in_a_row",
         ),
-        "Without training": ("dry_run", "num_ranks"),
+        "Without training": ("dry_run", "device", "num_ranks"),
         "Launch scripts of others": ("ignore_unknown_options",),
     }
 )

@@ -260,7 +260,7 @@ def run(namespace: argparse.Namespace) -> int:
     replaced = f"in place of the call in {call.place}; " if call.place else ""
     print(
         f"command      {replaced}to check its flags: hydraulis train FLAGS --num-ranks "
-        f"{num_ranks or 'N'} --dry-run, without a GPU also --cost-profile FILE"
+        f"{num_ranks or 'N'} --dry-run, without a GPU also --device NAME"
     )
     if call.place and not launch.is_torchrun:
         variables = "RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT"

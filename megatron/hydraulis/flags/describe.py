@@ -13,6 +13,7 @@ from megatron.hydraulis.flags.arguments import Resolved
 from megatron.hydraulis.flags.defaults import Difference
 from megatron.hydraulis.flags.samples import num_iterations, sample_tokens
 from megatron.hydraulis.model_shape import ModelShape, layers_with_experts
+from megatron.hydraulis.observability.console import model_text
 from megatron.hydraulis.strategy import Replica, Scheme, Strategy
 from megatron.hydraulis.strategy.notation import ranks_text
 
@@ -255,7 +256,7 @@ def num_parameters_of(resolved: Resolved) -> int:
 
 
 def _describe_replica(resolved: Resolved, replica: Replica) -> dict[str, Any]:
-    scheme = replica.scheme
+    scheme, num_experts = replica.scheme, resolved.shape.num_experts
     return {
         "scheme": str(scheme),
         "ranks": list(replica.ranks),
@@ -264,7 +265,14 @@ def _describe_replica(resolved: Resolved, replica: Replica) -> dict[str, Any]:
             str(rank): num_parameters_of_rank(resolved.args, resolved.shape, replica, rank)
             for rank in replica.ranks
         },
+        **({"experts_per_rank": _experts_text(scheme, num_experts)} if num_experts else {}),
     }
+
+
+def _experts_text(scheme: Scheme, num_experts: int) -> str:
+    if scheme.ep == 1:
+        return f"1/{scheme.tp} of each" if scheme.tp > 1 else "all"
+    return f"{scheme.experts_per_rank(num_experts)} of {num_experts}"
 
 
 def _to_json(value: object) -> Any:
@@ -277,7 +285,7 @@ def _to_json(value: object) -> Any:
 
 def format_description(description: dict[str, Any]) -> str:
     """The description as text: a table per strategy, what differs, the model, what was given."""
-    model, hydraulis = description["model"], description["hydraulis"]
+    hydraulis = description["hydraulis"]
     lines = [f"ranks        {description['num_ranks']} ({description['ranks_per_node']} a node)"]
     for strategy in description["strategies"]:
         lines += _strategy_lines(strategy)
@@ -287,11 +295,7 @@ def format_description(description: dict[str, Any]) -> str:
         f"cost model   {description['cost_model']}",
         f"groups       {communicators_text(description['most_communicators_of_a_rank'])}",
         *option_lines(description),
-        f"model        {model['num_layers']} layers, hidden {model['hidden_size']}, "
-        f"ffn {model['ffn_hidden_size']}, {model['num_attention_heads']} heads of "
-        f"{model['kv_channels']}, {model['num_query_groups']} query groups, vocabulary "
-        f"{model['vocab_size_unpadded']} padded to {model['vocab_size']}: "
-        f"{model['num_parameters']:,} parameters",
+        f"model        {model_text(description['model'])}",
         f"run folder   {hydraulis['run_dir']}",
         *block_lines(
             "settings",
@@ -306,20 +310,26 @@ def _strategy_lines(strategy: dict[str, Any]) -> list[str]:
     """One line for the strategy, then a table with one row per stage of its replicas."""
     name, text = strategy["name"], strategy["strategy"]
     idle = ranks_text(strategy["idle_ranks"]) or "none"
-    rows = [("replica", "scheme", "stage", "ranks", "layers", "parameters a rank", "most tokens")]
+    has_experts = any("experts_per_rank" in replica for replica in strategy["replicas"])
+    of_stage = ("stage", "ranks", "layers", "parameters a rank")
+    experts = "experts a rank" if has_experts else ""
+    rows = [("replica", "scheme", *of_stage, "most tokens", experts)]
     for index, replica in enumerate(strategy["replicas"]):
         num_layers_of_stages = replica["layers_per_stage"]
         width = len(replica["ranks"]) // len(num_layers_of_stages)
         for stage, num_layers in enumerate(num_layers_of_stages):
             ranks = replica["ranks"][stage * width : (stage + 1) * width]
             num_parameters = replica["num_parameters_per_rank"][str(ranks[0])]
-            index_shown, scheme_shown, limit_shown = (
-                (str(index), replica["scheme"], f"{replica['max_tokens_per_micro_batch']:,}")
-                if stage == 0
-                else ("", "", "")
+            of_stage = (str(stage), ranks_text(ranks), str(num_layers), f"{num_parameters:,}")
+            index_shown, scheme_shown, limit_shown, experts = (
+                str(index),
+                replica["scheme"],
+                f"{replica['max_tokens_per_micro_batch']:,}",
+                replica.get("experts_per_rank", ""),
             )
-            stage_shown = (str(stage), ranks_text(ranks), str(num_layers), f"{num_parameters:,}")
-            rows.append((index_shown, scheme_shown, *stage_shown, limit_shown))
+            if stage:
+                index_shown = scheme_shown = limit_shown = experts = ""
+            rows.append((index_shown, scheme_shown, *of_stage, limit_shown, experts))
     widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
     shown = text if name == text else f"{name} = {text}"
     return [

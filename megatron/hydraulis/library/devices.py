@@ -18,7 +18,9 @@ _MAJOR_OF_HOPPER = 9
 """Compute capability from which the constants of H100 are nearer than those of A100."""
 
 
-def constants_of_this_rank(*, has_cuda: bool, speaks: bool) -> DeviceConstants:
+def constants_of_this_rank(
+    *, has_cuda: bool, speaks: bool, named: str | None = None
+) -> DeviceConstants:
     """Constants of this rank's current device for the analytic cost model.
 
     A GPU without documented constants gets those of the nearest generation: they rank strategies
@@ -27,7 +29,12 @@ def constants_of_this_rank(*, has_cuda: bool, speaks: bool) -> DeviceConstants:
     Args:
         has_cuda: whether the job runs on GPUs.
         speaks: whether this rank tells the user that predictions are not calibrated.
+        named: the device to take instead, of a dry run.
+
+    Raises ConfigurationError for an unknown name.
     """
+    if named is not None:
+        return device_constants(named)
     if not has_cuda:
         return device_constants("cpu")
     properties = torch.cuda.get_device_properties(torch.cuda.current_device())

@@ -359,8 +359,8 @@ def _memory_numbers(model: CostModel, scheme: Scheme, source: str) -> str:
     whose = "rank"
     if device.name == "cpu":
         whose = (
-            "CPU rank (for GPUs, give --cost-profile of hydraulis profile, or of hydraulis "
-            "estimate --device)"
+            "CPU rank (for GPUs, give --device NAME to a dry run, or --cost-profile of hydraulis "
+            "profile)"
         )
     return (
         f"in the {device.memory_bytes / 1e9:.3g} GB of a {whose}, of which "

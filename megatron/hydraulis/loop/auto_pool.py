@@ -69,7 +69,8 @@ def pool_of_job(resolved: Resolved, *, has_cuda: bool, store: dist.Store | None)
 
 def _kept_or_proposed(resolved: Resolved, *, has_cuda: bool) -> Pool:
     path = Path(resolved.hydraulis.run_dir) / FILE_NAME
-    device = constants_of_this_rank(has_cuda=has_cuda, speaks=False)
+    named = resolved.hydraulis.device
+    device = constants_of_this_rank(has_cuda=has_cuda, speaks=False, named=named)
     lengths = _training_lengths(resolved)
     made_for = _made_for(resolved, device, lengths)
     if path.exists():

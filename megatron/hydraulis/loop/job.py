@@ -124,9 +124,12 @@ class Job:
         self._profile = read_cost_profile(resolved)
         rank = int(os.environ.get("RANK", "0"))
         self._device = constants_of_this_rank(
-            has_cuda=has_cuda, speaks=rank == 0 and self._profile is None
+            has_cuda=has_cuda,
+            speaks=rank == 0 and self._profile is None,
+            named=resolved.hydraulis.device,
         )
-        if resolved.hydraulis.dry_run and self._profile is not None and not has_cuda:
+        is_known = has_cuda or resolved.hydraulis.device is not None
+        if resolved.hydraulis.dry_run and self._profile is not None and not is_known:
             self._device = described_device(self._profile.device) or self._device
         self._planning = self._plan()
 
@@ -152,7 +155,8 @@ class Job:
         if length:
             print(f"training     {length}")
         print(format_description(self._planning.description_of(self._resolved)))
-        if self._has_cuda or self._profile is not None:  # otherwise limits need not be the job's
+        # Otherwise limits need not be the job's.
+        if self._profile is not None or self._device.name != "cpu":
             self.check_longest(corpora)
 
     def choose_core_attention(self) -> None:

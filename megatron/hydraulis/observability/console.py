@@ -6,7 +6,8 @@ import datetime
 import math
 import statistics
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from typing import Any
 
 from megatron.hydraulis.observability.records import IterationRecord
 from megatron.hydraulis.observability.report_data import Prediction, Run, StaticStrategy
@@ -91,6 +92,9 @@ def _closing_rows(run: Run) -> Iterator[tuple[str, str]]:
     yield "tokens/s", count_text(totals.tokens_per_s)
     yield "padding", share_text(totals.padding_fraction)
     yield "imbalance, median (worst)", f"{totals.imbalance:.2f} ({totals.worst_imbalance:.2f})"
+    if totals.expert_load is not None:
+        worst = totals.worst_expert_load
+        yield "expert load, median (worst)", f"{totals.expert_load:.2f} ({worst:.2f})"
     if len(used) == 1:
         yield "strategy", used[0].name
     else:
@@ -151,6 +155,25 @@ def tokens_text(num_tokens: int, trained_tokens: int) -> str:
     """'12,288', or '12,288 (3,072 trained)' if some are not."""
     trained = "" if trained_tokens == num_tokens else f" ({trained_tokens:,} trained)"
     return f"{num_tokens:,}{trained}"
+
+
+def model_text(model: Mapping[str, Any]) -> str:
+    """The sizes of a model in the configuration of a run."""
+    text = (
+        f"{model.get('num_layers')} layers, hidden {model.get('hidden_size')}, "
+        f"ffn {model.get('ffn_hidden_size')}, {model.get('num_attention_heads')} heads of "
+        f"{model.get('kv_channels')}, {model.get('num_query_groups')} query groups, vocabulary "
+        f"{model.get('vocab_size_unpadded')} padded to {model.get('vocab_size')}"
+    )
+    if model.get("num_experts"):
+        text += (
+            f", {model['num_experts']} experts of ffn {model['expert_ffn_hidden_size']} in "
+            f"{model['num_expert_layers']} layers, {model['experts_per_token']} a token"
+        )
+        shared = model["shared_expert_ffn_hidden_size"]
+        text += f" and shared ones of ffn {shared}" if shared else ""
+    parameters = model.get("num_parameters")
+    return text + (f": {parameters:,} parameters" if isinstance(parameters, int) else "")
 
 
 def factor_text(value: float | None) -> str:

@@ -22,6 +22,7 @@ from megatron.hydraulis.errors import HydraulisError
 from megatron.hydraulis.observability.records import (
     CONFIG_FILE_NAME,
     METRICS_FILE_NAME,
+    SUMMARY_FILE_NAME,
     IterationRecord,
     read_metrics,
 )
@@ -49,6 +50,9 @@ class PoolReplica:
     ranks: tuple[int, ...]
     max_tokens: int | None
     """Most tokens of a micro-batch."""
+    experts: str = ""
+    """Of a layer on each rank, in words; empty without experts, and in configurations of versions
+    that did not write it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -235,6 +239,7 @@ def _strategies(config: Mapping[str, Any], notes: list[str]) -> tuple[PoolStrate
                         scheme=str(replica["scheme"]),
                         ranks=tuple(int(rank) for rank in replica["ranks"]),
                         max_tokens=replica.get("max_tokens_per_micro_batch"),
+                        experts=str(replica.get("experts_per_rank", "")),
                     )
                     for replica in strategy["replicas"]
                 ),
@@ -291,9 +296,13 @@ def _interruptions(run: Run) -> list[str]:
     notes = []
     last, wanted = run.records[-1].iteration, run.num_train_iters
     if wanted is not None and last < wanted:
+        # Written when a run ends without an error; a new start moves it away.
+        has_ended = (run.folder / SUMMARY_FILE_NAME).is_file()
         notes.append(
-            f"The run has reached iteration {last} of {wanted}: it was interrupted or is still "
-            "running."
+            f"The run ended at iteration {last} of {wanted}, as one of its --exit options asks."
+            if has_ended
+            else f"The run has reached iteration {last} of {wanted}: it was interrupted or is "
+            "still running."
         )
     num_missing = last - run.records[0].iteration + 1 - len(run.records)
     if num_missing:
@@ -348,6 +357,12 @@ class Totals:
     gather_wait_fraction: float | None
     """Share of the iterations' time, on the logging rank."""
     scatter_wait_fraction: float | None
+    expert_load: float | None
+    """Median of `IterationRecord.expert_load`; None without experts."""
+    worst_expert_load: float | None
+    balancing_loss: float | None
+    """Of the last iteration that has one, like the next; None without any."""
+    router_bias_range: tuple[float, float] | None
     slowdown: float | None
     """Measured / predicted time in the last third over that in the first third; None if there are
     few iterations."""
@@ -528,6 +543,7 @@ def _totals(run: Run, measured: Sequence[MeasuredReplica]) -> Totals:
     num_tokens = sum(record.num_tokens for record in records)
     num_padding = math.fsum(record.num_padding for record in records)
     imbalances = [record.imbalance for record in records]
+    loads = [record.expert_load for record in records if record.expert_load is not None]
     return Totals(
         num_iterations=len(records),
         first_iteration=records[0].iteration,
@@ -560,6 +576,10 @@ def _totals(run: Run, measured: Sequence[MeasuredReplica]) -> Totals:
         regroup_bytes=_mean(record.regroup_bytes for record in records),
         gather_wait_fraction=_share_of_time(steady, "gather_wait_s"),
         scatter_wait_fraction=_share_of_time(steady, "scatter_wait_s"),
+        expert_load=_median(loads),
+        worst_expert_load=max(loads, default=None),
+        balancing_loss=_last(record.balancing_loss for record in records),
+        router_bias_range=_last(record.router_bias_range for record in records),
         slowdown=_slowdown(steady),
     )
 
@@ -776,3 +796,8 @@ def _median(values: Iterable[float]) -> float | None:
 def _mean(values: Iterable[float | None]) -> float | None:
     known = [value for value in values if value is not None]
     return statistics.fmean(known) if known else None
+
+
+def _last[T](values: Iterable[T | None]) -> T | None:
+    known = [value for value in values if value is not None]
+    return known[-1] if known else None

@@ -6,7 +6,7 @@ import argparse
 import dataclasses
 import json
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from html import escape
 from pathlib import Path
 from typing import Any
@@ -20,6 +20,7 @@ from megatron.hydraulis.observability.console import (
     factors_text,
     gain_text,
     loss_text,
+    model_text,
     seconds_text,
     share_text,
     tokens_text,
@@ -28,7 +29,7 @@ from megatron.hydraulis.observability.records import (
     REPORT_FILE_NAME,
     REPORT_PICTURES_FOLDER_NAME,
 )
-from megatron.hydraulis.observability.report_data import Run, read_run
+from megatron.hydraulis.observability.report_data import Run, Totals, read_run
 from megatron.hydraulis.observability.report_figures import ReportFigure, figures_of
 
 SECURITY = "default-src 'none'; style-src 'unsafe-inline'; img-src data:"
@@ -202,6 +203,7 @@ def _tiles(run: Run) -> str:
         ("Plan gap, median", share_text(totals.plan_gap), worst_gap),
         ("Plan wait, total", seconds_text(totals.plan_wait_s), waited),
         ("Regrouping per iteration", bytes_text(totals.regroup_bytes), waits),
+        *_expert_tile(totals),
     ]
     shown = "".join(
         f'<div class="card"><dt>{escape(name)}</dt>'
@@ -209,6 +211,17 @@ def _tiles(run: Run) -> str:
         for name, value, more in tiles
     )
     return f'<dl class="tiles">{shown}</dl>'
+
+
+def _expert_tile(totals: Totals) -> Iterator[tuple[str, str, str]]:
+    if totals.expert_load is None:
+        return
+    more = [f"busiest expert / mean, worst {totals.worst_expert_load:.2f}"]
+    if totals.balancing_loss is not None:
+        more.append(f"balancing loss {totals.balancing_loss:.4f}")
+    if totals.router_bias_range is not None:
+        more.append("biases {:.3g} to {:.3g}".format(*totals.router_bias_range))
+    yield "Expert load, median", f"{totals.expert_load:.2f}", ", ".join(more)
 
 
 def _static(run: Run) -> str:
@@ -355,7 +368,7 @@ def _configuration(run: Run) -> str:
     pairs: list[tuple[str, str]] = [
         ("ranks", f"{run.config.get('num_ranks')}, {run.config.get('ranks_per_node')} per node"),
         ("cost model", str(run.config.get("cost_model"))),
-        ("model", _model(run.config.get("model") or {})),
+        ("model", model_text(run.config.get("model") or {})),
         ("global batch", _global_batch(run, hydraulis)),
         ("longest sequence", f"{run.setting('settings', 'seq_length')} tokens"),
         ("plans ahead", str(hydraulis.get("plan_ahead"))),
@@ -363,14 +376,17 @@ def _configuration(run: Run) -> str:
         ("data", ", ".join(map(str, run.setting("settings", "data_path") or ["–"]))),
         ("run folder", str(run.folder)),
     ]
-    pairs += [("not in the pool", str(line)) for line in run.config.get("left_out") or ()]
+    for name, key in (("changed in the pool", "pool_changes"), ("not in the pool", "left_out")):
+        pairs += [(name, str(line)) for line in run.config.get(key) or ()]
     shown = "".join(f"<dt>{escape(name)}</dt><dd>{escape(value)}</dd>" for name, value in pairs)
+    has_experts = any(replica.experts for each in run.strategies for replica in each.replicas)
     limits = _table(
         [
             {
                 "strategy": strategy.name,
                 "scheme": replica.scheme,
                 "ranks": _ranks(replica.ranks),
+                **({"experts a rank": replica.experts} if has_experts else {}),
                 "most tokens of a micro-batch": count_text(replica.max_tokens),
             }
             for strategy in run.strategies
@@ -391,18 +407,9 @@ def _configuration(run: Run) -> str:
     )
 
 
-def _model(model: Mapping[str, Any]) -> str:
-    parameters = model.get("num_parameters")
-    return (
-        f"{model.get('num_layers')} layers, hidden {model.get('hidden_size')}, ffn "
-        f"{model.get('ffn_hidden_size')}, {model.get('num_attention_heads')} heads, vocabulary "
-        f"{model.get('vocab_size_unpadded')}"
-        + (f"; {parameters:,} parameters" if isinstance(parameters, int) else "")
-    )
-
-
 def _iteration_table(run: Run) -> str:
     records = run.records[-MAX_ROWS:]
+    has_experts = run.numbers.totals.expert_load is not None
     rows = [
         {
             "iteration": str(record.iteration),
@@ -416,6 +423,7 @@ def _iteration_table(run: Run) -> str:
             "plan gap": share_text(record.plan_gap),
             "plan wait": seconds_text(record.plan_wait_s),
             "regrouping": bytes_text(record.regroup_bytes),
+            **({"expert load": factor_text(record.expert_load)} if has_experts else {}),
         }
         for record in records
     ]

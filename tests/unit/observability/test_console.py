@@ -42,6 +42,8 @@ def test_the_load_of_experts_is_shown_if_there_are_some() -> None:
     record = make_record(expert_load=1.234, router_bias_range=(-0.5, 0.25))
     assert " | expert load: 1.23 | ETA " in iteration_suffix(record, 1.0)
     assert IterationRecord.from_json(record.to_json()) == record
+    rows = rows_of(closing_table(make_run(record, make_record(2), make_record(3, expert_load=2.0))))
+    assert rows["expert load, median (worst)"] == "1.62 (2.00)"
 
 
 def test_eta_leaves_out_the_first_iteration_and_one_slow_one() -> None:

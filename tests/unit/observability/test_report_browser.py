@@ -1,5 +1,6 @@
 """The page of a report in a real browser, if one is installed."""
 
+import dataclasses
 import json
 import re
 import shutil
@@ -139,7 +140,12 @@ def probe(page: Path, width: int, *flags: str) -> dict[str, Any]:
 def page(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Of a pool, with a trace of its first strategy's iterations."""
     run_dir = tmp_path_factory.mktemp("run")
-    records = make_pool_records()
+    records = [
+        dataclasses.replace(
+            record, expert_load=1.875, balancing_loss=1.0321, router_bias_range=(-0.01, 0.02)
+        )
+        for record in make_pool_records()
+    ]
     write_run(run_dir, records)
     write_config(run_dir, ("pairs", "long", "tp2+2*tp1"), train_iters=20)
     write_trace(run_dir / "trace", [record for record in records if record.strategy == "pairs"])

@@ -46,7 +46,11 @@ def test_an_interrupted_run_shows_its_progress(tmp_path: Path) -> None:
     assert [record.iteration for record in run.records] == [1, 2, 3, 4, 5]
     cut, came = run.notes
     assert "last line" in cut
-    assert "iteration 5 of 8" in came
+    assert "iteration 5 of 8: it was interrupted" in came
+    (tmp_path / "summary.png").touch()
+    assert read_run(tmp_path).notes[1:] == (
+        "The run ended at iteration 5 of 8, as one of its --exit options asks.",
+    )
 
 
 def test_iterations_that_ran_twice_count_once(tmp_path: Path) -> None:

@@ -204,6 +204,29 @@ def test_the_page_shows_the_sizes_of_a_batch_that_grows(tmp_path: Path) -> None:
     assert "global batch 1,024 to 8,192 tokens" in text_alone(tmp_path).words
 
 
+def test_the_page_shows_experts_and_their_load(tmp_path: Path) -> None:
+    write_run(tmp_path, make_records())
+    write_config(tmp_path)
+    words = text_alone(tmp_path).words
+    assert all(text not in words for text in ("Expert load", "expert load", "experts a rank"))
+    loads = [make_record(9, expert_load=1.5), make_record(10, expert_load=2.5, balancing_loss=1.25)]
+    write_run(tmp_path, [*loads, make_record(11, expert_load=2.0, router_bias_range=(-0.5, 0.25))])
+    config = json.loads((tmp_path / "config.json").read_text())
+    sizes = {"num_experts": 8, "num_expert_layers": 3, "experts_per_token": 2}
+    config["model"] |= sizes | {"expert_ffn_hidden_size": 96, "shared_expert_ffn_hidden_size": 0}
+    for replica in config["strategies"][0]["replicas"]:
+        replica["experts_per_rank"] = "1/2 of each"
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    page = text_alone(tmp_path)
+    assert (
+        "Expert load, median 2.00 busiest expert / mean, worst 2.50, balancing loss 1.2500, "
+        "biases -0.5 to 0.25"
+    ) in page.words
+    assert "8 experts of ffn 96 in 3 layers, 2 a token: 1,115,264 parameters" in page.words
+    assert ["tp2+2*tp1", "tp2", "0, 1", "1/2 of each", "4,096"] in page.rows
+    assert page.rows[-1][-1] == "2×"
+
+
 def test_json_writes_no_file_and_is_json_of_any_run(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
