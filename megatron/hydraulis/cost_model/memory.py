@@ -39,7 +39,7 @@ in a table of fp32 angles, as long as the longest sequence of the row, at most t
 during the forward, up to the loss; full recompute keeps it for the backward.
 
 Latent attention keeps the latents of the rank's part of the row, and has heads of one size, the
-larger of those of keys and values.
+larger of those of keys and values, except in Transformer Engine's core attention.
 
 Experts keep a copy of a token's hidden state for each of them that it passes, and of that copy what
 an MLP keeps. Routing keeps the places of tokens sorted by expert, and scores. Which experts tokens
@@ -95,12 +95,11 @@ from megatron.hydraulis.strategy import Scheme
 
 # Master weight, first moment, second moment, summed gradient: all fp32.
 _CANONICAL_BYTES_PER_PARAMETER = 4 * FP32_BYTES
-# Without the summed gradient.
-_OPTIMIZER_BYTES_PER_PARAMETER = 3 * FP32_BYTES
+_OPTIMIZER_BYTES_PER_PARAMETER = 3 * FP32_BYTES  # without the summed gradient
 # cuBLAS takes 32 MiB on Hopper, 8 MiB before, for each of two threads: forward and backward.
 _WORKSPACE_BYTES = 2 * 2**25
-# Of Transformer Engine's products, on Hopper (cpp_extensions/gemm.py in 2.20.2).
-_TE_WORKSPACE_BYTES = 2**25 + 1024
+# Of Transformer Engine's products on Hopper, and streams of grouped ones (gemm.py in 2.20.2).
+_TE_WORKSPACE_BYTES, _TE_STREAMS = 2**25 + 1024, 4
 # Its fused attention rounds larger rows up to a multiple, smaller ones to a power of two.
 _TE_ROUNDED_TOKENS = 2**15
 # Mean and inverse deviation of a norm; one of them for RMSNorm.
@@ -110,9 +109,7 @@ _BATCH_BYTES_PER_TOKEN = 3 * 8 + FP32_BYTES
 # Masks, indices and sums of the cross entropy: six int64, four fp32.
 _LOSS_BYTES_PER_TOKEN = 6 * 8 + 4 * FP32_BYTES
 # As wide as the MLP, in the backward of its activation, less the input of fc2, which is freed.
-_GATED_ACTIVATION_TENSORS = 4
-_PLAIN_ACTIVATION_TENSORS = 6
-_SEPARATE_ACTIVATION_TENSORS = 2
+_GATED_ACTIVATION_TENSORS, _PLAIN_ACTIVATION_TENSORS, _SEPARATE_ACTIVATION_TENSORS = 4, 6, 2
 LOSS_CHUNK_BYTES = 2**30
 """Of the fp32 logits of a chunk on a rank. A chunk's products then take ten times as long as adding
 to the weight's gradient once, or longer, with up to 128K columns on a rank."""
@@ -322,11 +319,12 @@ class MemoryModel:
         footprint = self.footprint(scheme)
         products: float = _WORKSPACE_BYTES
         if self.has_te_layers:
-            matrices = shape.num_matrix_parameters_per_layer * self.parameter_bytes
-            products += _TE_WORKSPACE_BYTES + footprint.weight_shapes * matrices
-            # With ep the shapes of an expert's matrices are whole.
-            of_expert = shape.num_routed_entries / max(shape.num_experts, 1)
-            products += of_expert * self.parameter_bytes
+            shares, of_expert = footprint.weight_shapes, 1 / max(shape.num_experts, 1)
+            of_expert *= max(0.0, 1 - shares * shape.experts_per_token)  # ep leaves it whole
+            num_entries = shares * shape.num_matrix_parameters_per_layer
+            num_entries += of_expert * shape.num_routed_entries
+            workspaces = _TE_WORKSPACE_BYTES * (1 + _TE_STREAMS * self.groups_experts)
+            products += workspaces + num_entries * self.parameter_bytes
         staging = footprint.staging_bytes(shape.num_parameters_per_layer, self.parameter_bytes)
         return role + canonical + staging + products
 
@@ -339,9 +337,8 @@ class MemoryModel:
         shape, token = self.shape, self._token(scheme)
         is_last = stage == scheme.pp - 1
         state = self._state_bytes(scheme, stage, num_layers)
-        kept = self._num_in_flight(scheme, stage) * self._kept_per_token(
-            scheme, num_layers, is_last=is_last
-        )
+        in_flight = self._num_in_flight(scheme, stage)
+        kept = in_flight * self._kept_per_token(scheme, num_layers, is_last=is_last)
         if self.kept is not None:
             kept += self._again_per_token(scheme, num_layers) + token.hidden + token.mlp
             kept += self.kept.score_bytes * self._scores_per_token(scheme)
@@ -365,21 +362,18 @@ class MemoryModel:
             kept -= (2 + self._widening) * token.hidden_part  # the final norm's have been freed
         kept += self._again_per_token(scheme, num_layers) + token.hidden_part
         num_tensors = _GATED_ACTIVATION_TENSORS if shape.gated_mlp else _PLAIN_ACTIVATION_TENSORS
-        if self.num_gate_tensors:
-            num_tensors = _SEPARATE_ACTIVATION_TENSORS
+        num_tensors = _SEPARATE_ACTIVATION_TENSORS if self.num_gate_tensors else num_tensors
         if shape.num_experts:
             copies = self._copies_per_token(scheme)
             width = max(1.0, self.router_bytes / self.parameter_bytes)
             outputs = token.hidden * copies_at_once(shape, scheme, self.expert_load, width)
             yield Moment("outputs of experts", state, kept + outputs)
-            # Every token may choose the same expert.
-            is_one = scheme.ep == 1 and not self.groups_experts
-            num_chosen = 1 if is_one else self._num_copies(scheme)
             share = 1 / scheme.tp if scheme.ep == 1 else 1
             expert = shape.expert_ffn_hidden_size * share * self.parameter_bytes
             gradient = 0.0 if self.has_te_layers else shape.hidden_size * expert
-            inside = num_tensors * num_chosen * expert
-            yield Moment("an expert", state + gradient, kept + copies + inside)
+            is_one = scheme.ep == 1 and not self.groups_experts
+            chosen = expert * (1 if is_one else self._num_copies(scheme))
+            yield Moment("an expert", state + gradient, kept + copies + num_tensors * chosen)
         if shape.num_expert_layers < shape.num_layers:
             yield Moment(
                 "second matrix of the MLP",
@@ -447,7 +441,7 @@ class MemoryModel:
                 kept -= token.hidden_part
         if self.recompute.drops_core_attention:
             kept += self._given_to_attention_per_token(scheme)
-            kept += 0.0 if self._pads_values else token.query  # attention's output
+            kept += 0.0 if self._pads_values else token.query * self._value_share  # its output
             if self.fuses_rope:  # before what is recomputed
                 kept += token.query + token.key
                 if token.key < token.query and not self._norms_heads:
@@ -491,7 +485,13 @@ class MemoryModel:
     @property
     def _pads_values(self) -> bool:
         """Whether the kernel gets padded values, and its output is copied without the padding."""
-        return self.shape.value_channels < self.shape.padded_channels
+        return not self.has_te_attention and self.shape.value_channels < self.shape.padded_channels
+
+    @property
+    def _value_share(self) -> float:
+        """Channels of values, as the kernel gets them, over those of the larger of both."""
+        shape = self.shape
+        return shape.value_channels / shape.padded_channels if self.has_te_attention else 1.0
 
     @property
     def _norms_heads(self) -> bool:
@@ -551,7 +551,7 @@ class MemoryModel:
     def _kept_by_attention_per_token(self, scheme: Scheme) -> float:
         token = self._token(scheme)
         per_head = FP32_BYTES * self.shape.num_attention_heads / scheme.tp
-        kept = self._attended_per_token(scheme) + token.query + per_head
+        kept = self._attended_per_token(scheme) + token.query * self._value_share + per_head
         if self.softmax_type != "vanilla":  # the kernel's queries and output have more channels
             kept += token.query * (1 + 2 * self._channels_per_channel)
         elif self.parameter_bytes == FP32_BYTES:  # outputs of blocks, before they are joined
@@ -562,7 +562,7 @@ class MemoryModel:
             kept += self._given_to_attention_per_token(scheme) + 2 * per_head
             kept -= token.key if scheme.cp == 1 else 0.0
         sends_back = self._exchanges_heads(scheme) and not self._pads_values
-        return kept + token.query if sends_back else kept
+        return kept + token.query * self._value_share if sends_back else kept
 
     @property
     def _norms_copy(self) -> bool:
@@ -586,7 +586,7 @@ class MemoryModel:
         token, num_copies = self._token(scheme), 1.0
         if self._exchanges_heads(scheme):
             num_copies = max(1.0, scheme.cp * scheme.tp / self.shape.num_query_groups)
-        return token.query + 2 * token.key * num_copies
+        return token.query + (1 + self._value_share) * token.key * num_copies
 
     def _given_to_attention_per_token(self, scheme: Scheme) -> float:
         """The linear layer's output, and a copy of the queries if they are not contiguous in it."""

@@ -102,7 +102,8 @@ class Software:
     not fitted."""
     grouped_expert_launch_share: float = 6 / 67
     """Likewise in grouped products of Transformer Engine, which launches one for each expert: two
-    in the forward and four in the backward."""
+    in the forward and four in the backward. At 27 µs each; its own benchmark of 8 products has 33
+    (TransformerEngine pull request 3134)."""
     tp_link_share: float = 0.849
     """Of what links in a node reach: collectives of tensor parallelism. Target of the fit: 41.5 %
     MFU for a 22B model on 8 A100 (arXiv 2205.05198, table 5)."""

@@ -36,14 +36,18 @@ def balances(config: TransformerConfig) -> bool:
 def hand_rows_to_routers(model: torch.nn.Module) -> None:
     """Give the routers of a model each row while its layer runs, recomputation included.
 
-    Afterwards upstream's dispatcher would keep weights of the row's tokens, and by them a graph
-    with, under full recompute, the layer's input and its gradient.
+    Afterwards upstream's dispatcher would keep places and weights of the row's tokens, and by these
+    a graph with, under full recompute, the layer's input and its gradient.
     """
     for layer in model.modules():
         router = getattr(getattr(layer, "mlp", None), "router", None)
         if isinstance(router, SequenceRouter):
             layer.register_forward_pre_hook(partial(_hand_row, router), with_kwargs=True)
             layer.register_forward_hook(partial(_drop_row, router))
+
+
+_KEPT_BY_DISPATCHERS = ("sort_input_by_local_experts", "restore_output_by_local_experts")
+"""Their tensors that do not depend on the row."""
 
 
 def _hand_row(router: SequenceRouter, layer: Any, inputs: Any, named: dict[str, Any]) -> None:
@@ -54,7 +58,7 @@ def _drop_row(router: SequenceRouter, layer: Any, inputs: Any, outputs: Any) -> 
     router.row = None
     dispatcher = layer.mlp.token_dispatcher
     for name, value in vars(dispatcher).items():
-        if isinstance(value, Tensor) and value.is_floating_point():
+        if isinstance(value, Tensor) and name not in _KEPT_BY_DISPATCHERS:
             setattr(dispatcher, name, None)
 
 
