@@ -22,6 +22,7 @@ from megatron.hydraulis.strategy import Pool, Scheme, Strategy
 ROOT = Path(__file__).resolve().parent.parent
 DATA = Path(__file__).resolve().parent / "data"
 MODEL = ROOT / "examples" / "model_llama32b.json"
+QWEN3_30B_A3B = DATA / "model_qwen3_30b_a3b.json"
 COST_PROFILE = ROOT / "examples" / "cost_profile_llama32b_a800.json"
 POOL = ROOT / "examples" / "pool_64_ranks.json"
 WIKIPEDIA = DATA / "wikipedia_lengths.csv"

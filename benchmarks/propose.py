@@ -61,13 +61,15 @@ SIZES = {
         num_query_groups=32,
         vocab_size=30_592,
     ),
+    "30B-A3B": ModelShape.read(inputs.QWEN3_30B_A3B),
 }
-"""Of Llama 2 13B, Llama 3 8B and the published 7B."""
+"""Of Llama 2 13B, Llama 3 8B, the published 7B and Qwen3-30B-A3B."""
 DEVICES = ("a100-80g", "h100-80g")
 SECTIONS = ("small", "large", "cases")
 CASE_TOKENS_PER_RANK = 6_250
 """Of a global batch."""
 CASE_MODELS = ("7B A800", "32B A800", *(f"{m} {d}" for m in ("13B", "8B") for d in DEVICES))
+EXPERT_MODELS = ("30B-A3B h100-80g",)
 SMALL_NUM_RANKS = 64
 HELD_OUT_SEED = 10_000
 """Of the first held-out batch; batches to propose from are drawn with --seed by another sampler."""
@@ -167,7 +169,14 @@ def case_costs(name: str, num_ranks: int) -> JobCosts:
     else:
         shape, device = SIZES[size], device_constants(device_name)
     cluster = device.cluster(num_ranks, RANKS_PER_NODE)
-    model = AnalyticCostModel(shape=shape, device=device, cluster=cluster, cp_comm_type="auto")
+    model = AnalyticCostModel(
+        shape=shape,
+        device=device,
+        cluster=cluster,
+        cp_comm_type="auto",
+        has_te_layers=name in EXPERT_MODELS,
+        groups_experts=name in EXPERT_MODELS,
+    )
     if device_name != "A800":
         schemes = possible_schemes(shape, num_ranks, RANKS_PER_NODE)
         profile = estimated_profile(model, schemes)
@@ -314,7 +323,11 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--max-strategies", type=int, default=7, help="of the proposed pool")
     parser.add_argument("--case-batches", type=int, default=8, help="batches of a case")
     parser.add_argument(
-        "--case-models", nargs="+", choices=CASE_MODELS, default=list(CASE_MODELS), help="of cases"
+        "--case-models",
+        nargs="+",
+        choices=(*CASE_MODELS, *EXPERT_MODELS),
+        default=list(CASE_MODELS),
+        help="of cases",
     )
     parser.add_argument(
         "--case-ranks", nargs="+", type=int, default=list(inputs.POOL_RANKS), help="of cases"
