@@ -125,7 +125,7 @@ class PoolCosts:
         }
         """By name of the strategy: time of an iteration besides its makespan."""
         self._costs = {
-            (strategy.name, scheme): _scheme_cost(scheme, strategy, cost_model, self.limits)
+            (strategy.name, scheme): scheme_cost(scheme, strategy, cost_model, self.limits)
             for strategy in pool.strategies
             for scheme in strategy.schemes
         }
@@ -187,9 +187,10 @@ class PoolCosts:
         return [self._costs[strategy.name, scheme].max_tokens for scheme in strategy.schemes]
 
 
-def _scheme_cost(
+def scheme_cost(
     scheme: Scheme, strategy: Strategy, cost_model: CostModel, limits: Limits
 ) -> SchemeCost:
+    """Of a replica of the strategy, or of a group of its cp ranks; StrategyError if unknown."""
     if scheme.splits_cp:
         waves = _wave_costs(scheme, strategy, cost_model, limits)
         return SchemeCost(

@@ -55,7 +55,7 @@ from megatron.hydraulis.cost_model.pipeline import StageCosts
 from megatron.hydraulis.cost_model.profile import ProfileCostModel
 from megatron.hydraulis.errors import ConfigurationError, StrategyError
 from megatron.hydraulis.model_shape import ModelShape
-from megatron.hydraulis.planner.costs import SchemeCost
+from megatron.hydraulis.planner.costs import SchemeCost, scheme_cost
 from megatron.hydraulis.planner.greedy import best_fit, dispatch, longest_first
 from megatron.hydraulis.planner.planners import GreedyPlanner
 from megatron.hydraulis.simulator.batches import BatchPlanning
@@ -295,14 +295,7 @@ class Ways:
     ) -> Layout:
         """By default with the profile's costs."""
         cost_model = cost_model or self.profile
-        limit = Limits(cost_model).max_tokens(strategy, lane)
-        cost = SchemeCost(
-            coefficients=cost_model.coefficients(lane),
-            max_tokens=limit if lane.cp == 1 else lane.rounded_down(limit),
-            num_stages=lane.pp,
-            multiple=1 if lane.cp == 1 else 2 * lane.cp,
-        )
-        return Layout(strategy, lane, cost)
+        return Layout(strategy, lane, scheme_cost(lane, strategy, cost_model, Limits(cost_model)))
 
     def _fixed_rows(
         self, layout: Layout, batch: Sequence[int], *, num_rows: int, pads: bool
