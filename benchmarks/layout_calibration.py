@@ -17,6 +17,7 @@ import json
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cache
 from typing import Any
 
 import numpy as np
@@ -135,11 +136,6 @@ class Constants:
                 owner = owner.other
         return float(getattr(owner, parameter.field))
 
-    def step_time_s(self, row: Measured) -> float:
-        """Predicted."""
-        software = self.software[row.layout.kernel]
-        return step_time(row.job, row.layout, self.device, software).total_s
-
 
 @dataclass(frozen=True, slots=True)
 class Measured:
@@ -194,9 +190,16 @@ def fit_times(
     spread = np.array([parameter.spread for parameter in PARAMETERS])
     times_s = np.array([row.step_time_s for row in timed])
 
+    @cache
+    def predicted_s(row: Measured, device: DeviceConstants, software: Software) -> float:
+        """Most derivatives are by constants that most rows do not depend on."""
+        return step_time(row.job, row.layout, device, software).total_s
+
     def residuals(logarithms: np.ndarray) -> np.ndarray:
         trial = constants.with_values(logarithms)
-        predicted = np.array([trial.step_time_s(row) for row in timed])
+        predicted = np.array(
+            [predicted_s(row, trial.device, trial.software[row.layout.kernel]) for row in timed]
+        )
         return np.concatenate(
             [
                 np.log(predicted / times_s) / MEASURED_SPREAD,
