@@ -199,7 +199,8 @@ def test_experts_that_are_missing(family: str, missing: str, tmp_path: Path) -> 
     source = make_folder(tmp_path / "hf", family)
     rewrite(source, lambda tensors: tensors.__delitem__(missing))
     words = (
-        rf"model of this configuration has \d+ tensors but {re.escape(missing)} .*get the folder"
+        r"model of this configuration has \d+ tensors, of which these are missing: "
+        rf"{re.escape(missing)}; .*get the folder"
     )
     with pytest.raises(CheckpointError, match=words):
         import_folder(source, tmp_path / "mega")
@@ -353,7 +354,7 @@ def test_checkpoints_of_other_models(checkpoint: Path, tmp_path: Path) -> None:
 
     key = "decoder.final_layernorm.weight"
     less = {k: v for k, v in tensors.items() if k != key}
-    assert f"{key} of them are missing" in message("less", less, common)
+    assert f"of which these are missing: {key}" in message("less", less, common)
     more = tensors | {"decoder.layers.mlp.router.weight": torch.ones(3, 2)}
     assert "router.weight have no counterpart" in message("more", more, common)
     other = tensors | {key: torch.ones(31)}

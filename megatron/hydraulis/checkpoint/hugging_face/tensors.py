@@ -356,8 +356,8 @@ def check_tensors[Dtype](
     missing = sorted(wanted.keys() - found.keys())
     if missing:
         raise CheckpointError(
-            f"{source}: a {model.family} model of this configuration has {len(wanted)} tensors but "
-            f"{listed(missing)} of them are missing; {fix}"
+            f"{source}: a {model.family} model of this configuration has {len(wanted)} tensors, "
+            f"of which these are missing: {listed(missing)}; {fix}"
         )
     unknown = sorted(found.keys() - wanted.keys())
     if unknown:
