@@ -29,6 +29,17 @@ folder = sys.argv[1]  # setuptools replaces sys.argv
 build_meta.build_wheel(folder)
 build_meta.build_sdist(folder)
 """
+_ONE_AFTER_THE_OTHER = """
+import json, runpy, shutil, sys
+script = shutil.which("hydraulis")
+for words in json.loads(sys.argv[1]):
+    sys.argv = [script, *words]
+    try:
+        runpy.run_path(script, run_name="__main__")
+    except SystemExit as ended:
+        if ended.code:
+            raise
+"""
 
 
 @dataclass(frozen=True)
@@ -93,27 +104,32 @@ def check_planning(environment: Environment) -> None:
     environment.run("hydraulis", "check-plan", *inputs, "--plan", "plan.json")
 
 
-def check_training(
-    environment: Environment, num_ranks: int, *program: str, **variables: str
-) -> None:
-    """Preprocess a corpus and train two iterations."""
+def check_training(environment: Environment, num_ranks: int, *launcher: str) -> None:
+    """Preprocess a corpus and train two iterations.
+
+    Without a launcher one process runs both commands, so that it imports torch and Megatron once.
+    """
     corpus = environment.work_dir / "corpus.jsonl"
     with open(corpus, "w", encoding="utf-8") as file:
         for length in document_lengths():
             text = " ".join(str(token % 60) for token in range(length))
             file.write(json.dumps({"text": text}) + "\n")
     tokenizer = ["--tokenizer-type", "NullTokenizer", "--vocab-size", "61"]
-    environment.run(
-        *("hydraulis", "preprocess", "--input", str(corpus), "--output-prefix", "data/corpus"),
-        *("--workers", "1"),
-        *tokenizer,
-    )
+    preprocess = [
+        *("preprocess", "--input", str(corpus), "--output-prefix", "data/corpus"),
+        *("--workers", "1", *tokenizer),
+    ]
     run_dir = environment.work_dir / "run"
     flags = tiny_command("data/corpus", run_dir, *tokenizer, "--strategy", f"tp{num_ranks}")
-    environment.run(
-        *(*program, "train", *flags, "--train-iters", "2", "--seq-length", str(SEQ_LENGTH)),
-        **variables,
-    )
+    train = ["train", *flags, "--train-iters", "2", "--seq-length", str(SEQ_LENGTH)]
+    if launcher:
+        environment.run("hydraulis", *preprocess)
+        environment.run(*launcher, "hydraulis", *train)
+    else:
+        rank = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1"}
+        master = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+        commands = json.dumps([preprocess, train])
+        environment.run("python", "-c", _ONE_AFTER_THE_OTHER, commands, **rank, **master)
     records = (run_dir / "metrics.jsonl").read_text().splitlines()
     assert [json.loads(record)["iteration"] for record in records] == [1, 2]
 
@@ -182,10 +198,7 @@ def test_the_wheel_plans_and_trains_outside_the_checkout(
     (environment.site_packages / "dependencies.pth").write_text(sysconfig.get_path("purelib"))
     check_imports_come_from_the_wheel(environment)
     check_planning(environment)
-    # A launcher would import torch once more to set these.
-    rank = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1"}
-    master = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
-    check_training(environment, 1, "hydraulis", **rank, **master)
+    check_training(environment, 1)
 
 
 @pytest.mark.nightly
@@ -202,5 +215,5 @@ def test_the_wheel_brings_all_its_dependencies(
     check_planning(environment)
     # As in README.md.
     launcher = ("torchrun", "--standalone", "--nproc-per-node", "2", "--no-python")
-    check_training(environment, 2, *launcher, "hydraulis")
+    check_training(environment, 2, *launcher)
     shutil.rmtree(environment.folder)
