@@ -195,7 +195,7 @@ def test_no_packing_is_below_the_bound_of_its_long_ones(
         orders = long_micro_batch_orders(long[:num], cost)
         bound_ms = orders.least_time_ms(len(times_ms), total_ms)
         assert bound_ms <= time_ms * (1 + ROUNDING)
-        assert total_ms <= orders.most_work_ms(len(times_ms), time_ms) * (1 + ROUNDING)
+        assert total_ms <= orders.most_works_ms(time_ms)[: len(times_ms) + 1][-1] * (1 + ROUNDING)
     long_ms = cost.coefficients.time_ms((falling[0],))
     for by_total, by_long in long_micro_batch_lines(cost.pipeline):
         assert by_total * total_ms + by_long * long_ms <= time_ms * (1 + ROUNDING)
@@ -230,11 +230,13 @@ def test_least_time_and_most_work_are_inverse(
     total_ms = work_over_long * cost.coefficients.time_ms((60,))
     time_ms = orders.least_time_ms(num_micro_batches, total_ms)
     if math.isinf(time_ms):
-        assert orders.most_work_ms(num_micro_batches, 1e9) == -math.inf
+        assert orders.most_works_ms(1e9)[num_micro_batches] == -math.inf
     else:
         # Some order does this work in this time, and none in less time.
-        assert orders.most_work_ms(num_micro_batches, time_ms) == pytest.approx(total_ms)
-        assert orders.most_work_ms(num_micro_batches, 0.999 * time_ms) < total_ms
+        most_ms = orders.most_works_ms(time_ms)
+        assert most_ms == sorted(most_ms)
+        assert most_ms[: num_micro_batches + 1][-1] == pytest.approx(total_ms)
+        assert orders.most_works_ms(0.999 * time_ms)[: num_micro_batches + 1][-1] < total_ms
 
 
 @given(COSTS, st.integers(1, 3), st.data())

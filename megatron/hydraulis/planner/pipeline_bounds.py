@@ -363,10 +363,15 @@ class LongOrders:
         times_ms = self._times_ms(total_ms)[self._num <= num_micro_batches]
         return float(times_ms.min(initial=math.inf))
 
-    def most_work_ms(self, num_micro_batches: int, time_ms: float) -> float:
-        """Upper limit of the work within a time; -inf if the micro-batches are too few."""
-        works_ms = self._works_ms(time_ms)[self._num <= num_micro_batches]
-        return float(works_ms.max(initial=-math.inf))
+    def most_works_ms(self, time_ms: float) -> list[float]:
+        """Upper limit of the work within a time for at most 0, 1, 2, … micro-batches.
+
+        The last one is for any number; -inf if the micro-batches are too few.
+        """
+        works_ms = np.full(self._num.max() + 1, -math.inf)
+        np.maximum.at(works_ms, self._num, self._works_ms(time_ms))
+        most_ms: list[float] = np.maximum.accumulate(works_ms).tolist()
+        return most_ms
 
     def _times_ms(self, total_ms: float) -> FloatArray:
         missing = np.maximum(0.0, self._wanted - total_ms)

@@ -213,7 +213,7 @@ class Relaxation:
 
     def _spoils(self, cost: SchemeCost, length: int, time_ms: float) -> bool:
         """Whether a pipeline that holds a sequence can do noticeably less work within a time."""
-        most_ms = long_micro_batch_orders((length,), cost).most_work_ms(MAX_SHAPED, time_ms)
+        most_ms = long_micro_batch_orders((length,), cost).most_works_ms(time_ms)[-1]
         return most_ms < _SPOILED * time_ms
 
     def _only_here(self, cost: SchemeCost, longest: int, longest_elsewhere: int) -> tuple[int, ...]:
@@ -341,7 +341,9 @@ def class_modes(
     c_ms, num_stages = cost.coefficients.c_ms, cost.num_stages
     largest_ms = cost.largest_time_ms(tier.longest)
     least_per_token_ms = cost.sequence_time_ms(lengths[0]) / lengths[0]
-    orders = long_micro_batch_orders(tier.long_lengths, cost) if tier.long_lengths else None
+    around_long_ms = [math.inf]
+    if tier.long_lengths:
+        around_long_ms = long_micro_batch_orders(tier.long_lengths, cost).most_works_ms(time_ms)
     found: list[Mode] = []
     most_roomy_ms = 0.0
     num_roomy = 0
@@ -351,8 +353,7 @@ def class_modes(
         if first > len(lengths) or time_ms - (num_stages - 1 + first) * c_ms < most_roomy_ms:
             break
         most_ms = most_work_ms(cost.pipeline, num, time_ms, largest_ms)
-        if orders is not None:
-            most_ms = min(most_ms, orders.most_work_ms(num, time_ms))
+        most_ms = min(most_ms, around_long_ms[: num + 1][-1])
         work_ms = most_ms - first * c_ms
         if work_ms < 0.0:
             continue
