@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +15,7 @@ from megatron.hydraulis.checkpoint.torch_dist import StoredCheckpoint, renamed_n
 from megatron.hydraulis.errors import ConfigurationError
 from megatron.hydraulis.runtime.executor import make_forward_step
 from tests.support.checkpoints import differing_keys, make_engine, save_engine, whole_tensors
-from tests.support.gloo_pool import RankPool, pool_of
+from tests.support.gloo_pool import pool_of
 from tests.support.plain_checkpoints import (
     EXPERTS_WORKLOAD,
     LATENTS_WORKLOAD,
@@ -24,6 +23,7 @@ from tests.support.plain_checkpoints import (
     NAMED_WORKLOAD,
     PLAIN_WORKLOAD,
     load_and_train,
+    on_plain_ranks,
     train_and_save,
 )
 
@@ -31,15 +31,6 @@ pytestmark = pytest.mark.distributed
 
 NUM_ITERATIONS = 2
 SAME_LOSS = 2e-6
-
-
-def on_plain_ranks(num_ranks: int, function: Callable[..., Any], *args: Any) -> list[Any]:
-    """In separate processes, because plain Megatron changes them permanently."""
-    pool = RankPool(num_ranks)
-    try:
-        return pool.run(function, *args)
-    finally:
-        pool.close()
 
 
 def continue_here(

@@ -27,9 +27,9 @@ from megatron.hydraulis.data.packed_batch import pack
 from megatron.hydraulis.library.building import definition_of
 from megatron.hydraulis.runtime.executor import make_forward_step
 from tests.support.checkpoints import make_engine, whole_tensors
-from tests.support.gloo_pool import RankPool, pool_of
+from tests.support.gloo_pool import pool_of
 from tests.support.huggingface_folders import make_folder, tensors_of, transformers_loss
-from tests.support.plain_checkpoints import train_and_save
+from tests.support.plain_checkpoints import on_plain_ranks, train_and_save
 from tests.unit.argument_command import parse
 
 pytestmark = pytest.mark.distributed
@@ -147,11 +147,7 @@ def read_by_upstream(path: str) -> dict[str, object]:
 
 def test_checkpoints_of_plain_megatron_ranks_are_read_layer_by_layer(tmp_path: Path) -> None:
     source = tmp_path / "plain"
-    ranks = RankPool(2)  # separate processes, because plain Megatron changes them permanently
-    try:
-        ranks.run(train_and_save, 2, 1, str(source), 1, "fully_reshardable")
-    finally:
-        ranks.close()
+    on_plain_ranks(2, train_and_save, 2, 1, str(source), 1, "fully_reshardable")
     stored = StoredCheckpoint(source)
     expected = whole_tensors(source)
     assert set(stored.parameters) == {key for key in expected if not key.startswith("optimizer.")}

@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib
 import queue
 from argparse import Namespace
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -23,6 +23,7 @@ from benchmarks.inputs import llama_shape
 from benchmarks.plain_megatron import PlainMegatronSide
 from benchmarks.workload import Workload
 from hydraulis_patches.cpu_backend import CpuTorch
+from tests.support.gloo_pool import RankPool
 from tests.support.reference import local_latent_attention
 
 CUDA_MODULES = (
@@ -102,6 +103,17 @@ _LATENTS: dict[str, Any] = {
 }
 LATENTS_WORKLOAD = Workload(**_LATENTS)
 NAMED_LATENTS_WORKLOAD = NamedAsTransformerEngine(**_LATENTS)
+
+
+def on_plain_ranks(num_ranks: int, function: Callable[..., Any], *args: Any) -> list[Any]:
+    """As `RankPool.run`, in new processes, because plain Megatron changes them permanently."""
+    # Torch's optimizers import the compiler, which takes a second of CPU time in every fork.
+    importlib.import_module("torch._dynamo")
+    pool = RankPool(num_ranks)
+    try:
+        return pool.run(function, *args)
+    finally:
+        pool.close()
 
 
 def put_writer_on_cpu() -> None:
