@@ -37,12 +37,12 @@ _NUM_STEPS = 200
 # The programs are asked for dispatches at times between bound and best plan, given as shares of
 # that interval: for pipelines (bisection with this step) and long sequences.
 _PIPELINE_STEP = 0.4
-_NUM_PIPELINE_TIMES = 4
+_NUM_PIPELINE_TIMES = 3
 _LONG_TIME = 0.05
 # See Relaxation.owed.
 _LONGEST_FILLS = (0.06, 0.12)
 # Number of dispatches, the best ones, that are improved by moves and swaps.
-_NUM_IMPROVED = 3
+_NUM_IMPROVED = 2
 # The slower searches are skipped below these gaps.
 _PIPELINE_GAP = 2e-3
 _LONG_GAP = 3e-3
