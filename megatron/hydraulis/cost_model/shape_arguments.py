@@ -24,8 +24,10 @@ from megatron.hydraulis.model_shape import (
 from megatron.hydraulis.strategy import Strategy
 from megatron.hydraulis.strategy.strategy import RANKS_PER_NODE, ranks_of_node
 
-# Upstream's defaults of the same flags.
+# Upstream's defaults of the same flags. With --swiglu, two thirds of the size of an MLP, rounded
+# down to a multiple.
 _FFN_OVER_HIDDEN = 4
+_GATED_FFN_MULTIPLE = 64
 _EXPERTS_PER_TOKEN = 2
 VOCABULARY_MULTIPLE = 128
 
@@ -520,6 +522,8 @@ def shape_of(namespace: argparse.Namespace) -> ModelShape:
     ffn_hidden_size = namespace.ffn_hidden_size
     if ffn_hidden_size is None:
         ffn_hidden_size = _FFN_OVER_HIDDEN * hidden
+        if namespace.swiglu:
+            ffn_hidden_size = ffn_hidden_size * 2 // 3 // _GATED_FFN_MULTIPLE * _GATED_FFN_MULTIPLE
     return ModelShape(
         num_layers=namespace.num_layers,
         hidden_size=hidden,

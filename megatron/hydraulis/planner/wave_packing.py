@@ -20,6 +20,7 @@ from typing import NamedTuple
 import numpy as np
 
 from megatron.hydraulis.planner.costs import Pipeline, SchemeCost, WaveCosts
+from megatron.hydraulis.planner.greedy import best_fit
 from megatron.hydraulis.planner.pipeline_packing import Effort, ReplicaPacker
 from megatron.hydraulis.planner.plan import Packing
 from megatron.hydraulis.planner.replica_plan import ContextGroup
@@ -100,6 +101,7 @@ class LengthTable:
         self.most_tokens = costs.most_tokens
         self.usable = [i for i, group in enumerate(costs.groups) if group in costs.usable]
         """Indices of the sizes that can hold a sequence, rising."""
+        self.least_constant_ms = min(self.constants_ms[i] for i in self.usable)
         self.least_size = [
             next((i for i, room in enumerate(self.rooms) if of_length[i] <= room), self.num_sizes)
             for of_length in self.tokens
@@ -124,6 +126,8 @@ class LengthTable:
             for works, least in zip(self.works_ms, self.least_size, strict=True)
         ]
         """Of each length, the least column time that a sequence takes; 0 if no size holds it."""
+        self.least_work_ms = [min(of_length) for of_length in self.works_ms]
+        self.least_tokens = [min(of_length) for of_length in self.tokens]
 
     def counts(self, lengths: Sequence[int]) -> Counts:
         """Number of sequences of each length."""
@@ -146,8 +150,18 @@ def fill_wave(
     groups: list[OpenGroup] = []
     left = [0] * len(counts)
     free = table.costs.width
+    # Most that an open group has room for once no columns are free.
+    most_room_ms, most_room_tokens = math.inf, math.inf
     for place, count in enumerate(counts):
         if not count:
+            continue
+        if (
+            table.least_work_ms[place] > most_room_ms
+            or table.least_tokens[place] > most_room_tokens
+        ):
+            if takes_all:
+                return None
+            left[place] = count
             continue
         works, tokens = table.works_ms[place], table.tokens[place]
         num = count
@@ -186,6 +200,9 @@ def fill_wave(
             if takes_all:
                 return None
             left[place] = num
+            if not free and (num < count or most_room_ms == math.inf):
+                most_room_ms = max(most_ms - group.time_ms for group in groups)
+                most_room_tokens = max(rooms[g.size_index] - g.num_tokens for g in groups)
     if not groups:
         return None
     busy_ms = max(group.time_ms for group in groups)
@@ -212,6 +229,8 @@ class Beam(NamedTuple):
 _QUICK = Beam(2, 1.3)
 _GREEDY = Beam(4, 1.2)
 _THOROUGH = Beam(16, 1.06)
+_SPENT_GROWTH = 2.0
+"""Ratio of the times that are tried once the effort is spent."""
 
 
 class _Beginning(NamedTuple):
@@ -235,18 +254,36 @@ class WaveSearch:
     def best(
         self, counts: Counts, effort: Effort, beams: Sequence[Beam], *, target_ms: float = 0.0
     ) -> list[Wave]:
-        """The best waves that beams find, one after the other until target_ms is reached.
+        """The best of waves of one group and those that beams find, one after the other until
+        target_ms is reached or the effort is spent.
 
         counts: of a share that has sequences.
         """
-        best: list[Wave] = []
+        best = self._undivided(counts)
         for beam in beams:
             found = self._with_beam(beam, counts, effort)
             if not best or self.time_ms(found) < self.time_ms(best):
                 best = found
-            if self.time_ms(best) <= target_ms:
+            if effort.is_spent or self.time_ms(best) <= target_ms:
                 break
         return best
+
+    def _undivided(self, counts: Counts) -> list[Wave]:
+        """Waves of a single group each, by best fit; none if a sequence does not fit."""
+        table, index = self.table, self.table.num_sizes - 1
+        places = [place for place, num in enumerate(counts) for _ in range(num)]
+        if any(table.tokens[place][index] > table.rooms[index] for place in places):
+            return []
+        tokens = [of_length[index] for of_length in table.tokens]
+        waves = []
+        for members in best_fit(places, tokens, table.rooms[index]):
+            group = OpenGroup(index, table.constants_ms[index], 0)
+            for place in members:
+                group.time_ms += table.works_ms[place][index]
+                group.num_tokens += tokens[place]
+                group.counts[place] = group.counts.get(place, 0) + 1
+            waves.append(Wave([group], group.time_ms))
+        return waves
 
     def _with_beam(self, beam: Beam, counts: Counts, effort: Effort) -> list[Wave]:
         """The best waves found with one beam."""
@@ -256,7 +293,8 @@ class WaveSearch:
         while beginnings:
             continued: dict[tuple[int, ...], _Beginning] = {}
             for beginning in beginnings:
-                for time_ms in self._times_ms(beginning.left, beam.growth):
+                growth = _SPENT_GROWTH if effort.is_spent else beam.growth
+                for time_ms in self._times_ms(beginning.left, growth):
                     filled = self._filled(beginning.left, time_ms, effort)
                     if filled is None:
                         continue
@@ -275,7 +313,8 @@ class WaveSearch:
                     beginnings.append(shorter)
                 else:
                     found.append(list(shorter.waves))
-                    least_ms = min(least_ms, shorter.taken_ms)
+                    least_ms = min(least_ms, self.time_ms(shorter.waves))
+            # The time of all waves is at least the sum of some.
             beginnings = [each for each in beginnings if each.taken_ms < least_ms]
         return min(found, key=self.time_ms)
 
@@ -287,7 +326,7 @@ class WaveSearch:
         """
         table = self.table
         longest = next(itertools.compress(range(len(counts)), counts))
-        least_ms, constant_ms = table.least_ms[longest], min(table.constants_ms)
+        least_ms, constant_ms = table.least_ms[longest], table.least_constant_ms
         of_sizes = zip(table.works_ms[longest], table.constants_ms, strict=True)
         times_ms = {max(least_ms, work_ms + c_ms) for work_ms, c_ms in of_sizes} - {math.inf}
         most_ms = _MOST_OVER_MEAN * self._column_ms(counts) / self._width + constant_ms
@@ -297,14 +336,17 @@ class WaveSearch:
             time_ms *= growth
         return sorted(times_ms)
 
-    def _estimate_ms(self, beginning: "_Beginning") -> float:
-        """Time of all waves: those of a beginning, and about what the rest takes."""
+    def _estimate_ms(self, beginning: _Beginning) -> float:
+        """Time of all waves: those of a beginning, about what the rest takes, and in a pipeline the
+        longest once more for each further stage, as it fills and drains."""
         left, table = beginning.left, self.table
         num_waves = -(-math.sumprod(left, table.lengths) // table.most_tokens)
         column_ms = _BUSY_OVER_LEAST * self._column_ms(left) / self._width
-        return beginning.taken_ms + column_ms + num_waves * min(table.constants_ms)
+        filling_ms = max(wave.time_ms for wave in beginning.waves)
+        filling_ms *= self._pipeline.num_stages - 1
+        return beginning.taken_ms + column_ms + num_waves * table.least_constant_ms + filling_ms
 
-    def _with_shortest(self, beginning: "_Beginning", effort: Effort) -> "_Beginning":
+    def _with_shortest(self, beginning: _Beginning, effort: Effort) -> _Beginning:
         """The beginning with its last wave as short as its sequences allow."""
         *waves, last = beginning.waves
         shortest = self.shortest(last.counts(len(beginning.left)), effort, within=last)
@@ -353,7 +395,7 @@ class WaveSearch:
         """Lower limit for one wave of sequences, of which there are some."""
         table = self.table
         longest = next(itertools.compress(table.least_ms, counts))
-        return max(longest, self._column_ms(counts) / self._width + min(table.constants_ms))
+        return max(longest, self._column_ms(counts) / self._width + table.least_constant_ms)
 
     def _whole(self, counts: Counts, time_ms: float, effort: Effort) -> Wave | None:
         filled = self._filled(counts, time_ms, effort, takes_all=True)

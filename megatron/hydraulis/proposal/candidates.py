@@ -4,6 +4,7 @@ A **mix** is a strategy without its placement: the number of replicas of each ca
 Times depend on nothing else, so the search works on mixes.
 """
 
+import difflib
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -14,7 +15,7 @@ import numpy.typing as npt
 
 from megatron.hydraulis.cost_model.interface import Coefficients
 from megatron.hydraulis.cost_model.profile import ProfileCostModel
-from megatron.hydraulis.errors import ConfigurationError
+from megatron.hydraulis.errors import ConfigurationError, listed
 from megatron.hydraulis.planner.costs import PoolCosts, SchemeCost
 from megatron.hydraulis.strategy import Pool, Scheme, Strategy
 
@@ -82,10 +83,11 @@ class Candidates:
         known = (*replicas, *_splitting(cost_model, num_ranks))
         for scheme in allowed or ():
             if scheme not in known:
-                names = ", ".join(map(str, known))
+                names = list(map(str, known))
+                nearest = difflib.get_close_matches(str(scheme), names, n=len(names), cutoff=0.0)
                 raise ConfigurationError(
                     f"--schemes: strategies are made of schemes of the cost profile but {scheme} "
-                    f"is none of {names}; measure it or leave it out"
+                    f"is none of {listed(nearest)}; measure it or leave it out"
                 )
         found = [
             (scheme, cost, _overhead_ms(scheme, cost_model, num_ranks, ranks_per_node))

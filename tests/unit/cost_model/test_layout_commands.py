@@ -91,7 +91,7 @@ def test_commands_and_training_describe_latents_by_the_same_flags(
         *("--num-layers", "4", "--hidden-size", "64", "--num-attention-heads", "4"),
         *("--padded-vocab-size", "512", "--multi-latent-attention"),
     ]
-    for latents in ([], ["--q-lora-rank", "24", "--v-head-dim", "48"]):
+    for latents in ([], ["--swiglu"], ["--q-lora-rank", "24", "--v-head-dim", "48"]):
         shape = shape_of(parser.parse_args([*sizes, *latents]))
         assert shape == parse(tmp_path, *sizes, *latents, num_ranks=4).shape
     assert (shape.kv_channels, shape.value_channels, shape.q_lora_rank) == (128 + 64, 48, 24)

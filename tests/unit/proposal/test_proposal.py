@@ -397,7 +397,7 @@ def test_a_pool_is_no_slower_than_a_static_strategy_however_regrouping_counts(
 @pytest.mark.parametrize(
     ("more", "message"),
     [
-        (["--schemes", "tp3"], "tp3 is none of tp1, tp2"),
+        (["--schemes", "tp3"], "tp3 is none of tp"),
         (["--global-batch-tokens", "5000"], "give one"),
         (["--seed", "-1"], "--seed is from 0 to 2147483647 but is -1"),
         (["--num-batches", "0"], "--num-batches is 0"),
