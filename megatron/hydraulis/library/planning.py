@@ -289,7 +289,7 @@ def analytic_cost_model(
         router_bytes=ROUTER_BYTES.get(resolved.args.moe_router_dtype, 0),
         num_score_tensors=_num_score_tensors(resolved.args),
         has_te_layers=has_te_layers,
-        groups_experts=resolved.args.moe_grouped_gemm,
+        groups_experts=resolved.args.moe_grouped_gemm and resolved.shape.num_experts > 0,
         fuses_rope=resolved.args.apply_rope_fusion,
         has_te_attention=attention == "te" or (attention == "auto" and takes_te),
         pool=PoolFootprint.of(pool, resolved.shape, gradient_bytes=gradient_bytes(resolved.args)),
