@@ -378,6 +378,12 @@ def run(namespace: argparse.Namespace) -> int:
     assumed = profile.assumed_schemes(pool)
     if namespace.cost_profile is None:
         console.print(f"Times are estimates for {device.name}, not measured.", highlight=False)
+        if namespace.recompute_granularity is None:
+            console.print(
+                "Activations are kept; with --recompute-granularity full other layouts may be "
+                "faster.",
+                highlight=False,
+            )
     elif assumed:
         console.print(f"not measured but assumed: {', '.join(map(str, assumed))}", highlight=False)
     _print_commands(namespace, advice)

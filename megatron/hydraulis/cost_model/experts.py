@@ -22,9 +22,10 @@ MOST_SCORE_TENSORS = 4
 """What a router may keep of scores, in fp32 tensors of all experts: those by which it chooses
 (sigmoid, or softmax before the choice), two of the balancing loss and one of the z-loss."""
 _FP32_BYTES = 4
-# Of every expert a place (int64) and a choice (bool).
+# Per token and expert: a place (int64) and a choice (bool).
 _ROUTING_BYTES_PER_EXPERT = 8 + 1
-# Of an expert that a token passes: its number and the token's place in int64, two weights in fp32.
+# Per token and expert that it passes: the expert's number and the token's place (int64), two
+# weights (fp32).
 _ROUTING_BYTES_PER_CHOICE = 2 * 8 + 2 * _FP32_BYTES
 
 

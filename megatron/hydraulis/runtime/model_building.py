@@ -128,7 +128,8 @@ class ModelDefinition:
             first, stop = role.experts
             config.expert_tensor_parallel_size = 1
             config.expert_model_parallel_size = config.num_moe_experts // (stop - first)
-            # Transformer Engine refuses to sort no tokens, as the experts of a rank may get.
+            # With allgather a rank's experts may get no tokens, which Transformer Engine's sorting
+            # kernel refuses.
             config.moe_permute_fusion &= config.moe_token_dispatcher_type != "allgather"
         config.pipeline_model_parallel_size = 1
         config.context_parallel_size = 1

@@ -83,6 +83,26 @@ def test_experts_in_fp32(name: str, tmp_path: Path) -> None:
         assert (kernels >= SORT) is not (gathers and text == "tp2cp2ep4")
 
 
+@pytest.mark.parametrize("name", ["top 2, gathered", "sigmoid scores in groups"])
+def test_whole_experts_in_waves_in_fp32(name: str, tmp_path: Path) -> None:
+    model = replace(EXPERT_MODELS[name], dtype=torch.float32, has_te_layers=True)
+    job = waves(list(SPLITS.values()), model, ep=4)
+    runs, kernels = run(job, tmp_path)
+    assert_law(job, runs)
+    assert kernels >= LAYERS | GROUPED
+
+
+@pytest.mark.parametrize("text", ["tp2+2*tp1", "tp2cp2ep4"])
+def test_experts_one_by_one_in_fp32(text: str, tmp_path: Path) -> None:
+    model = EXPERT_MODELS["top 8 of 16"]
+    variant = (*model.variant, ("moe_grouped_gemm", False))
+    job = law_job(4, text, replace(model, dtype=torch.float32, has_te_layers=True, variant=variant))
+    runs, kernels = run(job, tmp_path)
+    assert_law(job, runs)
+    assert kernels >= LAYERS | SORT
+    assert not kernels & GROUPED
+
+
 @pytest.mark.parametrize("text", [*STRATEGIES, "tp2pp2"])
 def test_layers_and_attention_in_bf16(text: str, tmp_path: Path) -> None:
     kernels = run_in_bf16(job_of(text, BF16_MODEL), tmp_path)

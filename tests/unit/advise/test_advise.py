@@ -92,7 +92,9 @@ def test_gradients_in_bf16_are_advised_and_count(
 ) -> None:
     argv = [*job, "--device", "h100-80g", "--no-regroup-overlap"]
     assert main(argv) == 0
-    assert "--grad-reduce-in-bf16 would save " in capsys.readouterr().out
+    text = capsys.readouterr().out
+    assert "--grad-reduce-in-bf16 would save " in text
+    assert "Activations are kept" in text
     assert main([*argv, "--grad-reduce-in-bf16"]) == 0
     assert "--grad-reduce-in-bf16" not in capsys.readouterr().out
     in_fp32, in_bf16 = (
