@@ -218,7 +218,7 @@ def test_sequences_are_assigned_once_to_a_replica_that_holds_them(
     )
     time_ms = share * assigned(lengths, replicas).makespan_ms + 1e-6
     dispatches: list[list[list[int]] | None] = [
-        dispatch_by_program(relaxation, time_ms, of_replica, longest_fill=np.inf)
+        dispatch_by_program(relaxation, time_ms, of_replica)
     ]
     nonsense = np.random.default_rng(0).uniform(
         -1e3, 1e3, (len(relaxation.buckets), len(relaxation.classes))

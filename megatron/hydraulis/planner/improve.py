@@ -281,7 +281,7 @@ def dispatch_by_program(
     time_ms: float,
     packers: Sequence[ReplicaPacker],
     *,
-    longest_fill: float,
+    longest_fill: float = math.inf,
 ) -> list[list[int]] | None:
     """A dispatch from the linear program of a time; None if the solver fails.
 

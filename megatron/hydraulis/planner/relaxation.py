@@ -100,7 +100,7 @@ class Relaxation:
         is_left_over = solution.bound > _LEFT_OVER_FRACTION * self._num_tokens
         return solution.outcome is Outcome.OPTIMAL and is_left_over
 
-    def owed(self, time_ms: float, *, longest_fill: float) -> FloatArray | None:
+    def owed(self, time_ms: float, *, longest_fill: float = math.inf) -> FloatArray | None:
         """Tokens of each bucket for each class, shape (num_buckets, num_classes).
 
         None if the solver fails or a sequence does not fit within the time. longest_fill: share of

@@ -35,7 +35,8 @@ _LONG_EFFORT = 6e6
 # Number of moves and swaps from one dispatch, which is rarely reached.
 _NUM_STEPS = 200
 # The programs are asked for dispatches at times between bound and best plan, given as shares of
-# that interval: for pipelines (bisection with this step) and long sequences.
+# that interval: for single stages, pipelines (bisection with this step) and long sequences.
+_SINGLE_STAGE_TIMES = (0.05, 0.25, 0.5)
 _PIPELINE_STEP = 0.4
 _NUM_PIPELINE_TIMES = 3
 _LONG_TIME = 0.05
@@ -181,6 +182,8 @@ class StrategySearch:
         else:
             self._improve(self.best)
             self._raise_bound()
+            for start in self._single_stage_starts():
+                self._improve(start)
         self._finish()
 
     def candidate(self) -> Candidate:
@@ -258,6 +261,15 @@ class StrategySearch:
             is_over=lambda: self._solver.deadline.is_over,
         )
         self._take(assignment)
+
+    def _single_stage_starts(self) -> Iterator[Assignment]:
+        for share in _SINGLE_STAGE_TIMES:
+            if self._is_done():
+                return
+            time_ms = self.bound_ms + share * (self.found_ms - self.bound_ms)
+            shares = dispatch_by_program(self._relaxation, time_ms, self._packers)
+            if shares is not None:
+                yield Assignment(self._packers, shares, self._effort)
 
     def _pipeline_starts(self) -> Iterator[Assignment]:
         """Dispatches for times at which pipelines and other replicas take equally long.

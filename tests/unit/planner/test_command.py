@@ -62,16 +62,16 @@ def test_the_examples_of_the_documents(tmp_path: Path, capsys: pytest.CaptureFix
     assert main(["plan", *EXAMPLE_FLAGS, "--out", str(out), "--explain"]) == 0
     text = capsys.readouterr().out
     # The published planner takes S2, at 2.56 s without regrouping (PKU-DAIR/Hetu).
-    predicted = re.match(r"strategy (W\d): (\d\.\d{4}) s predicted, of which (\d\.\d{4}) s", text)
+    predicted = re.match(r"strategy (C\d): (\d\.\d{4}) s predicted, of which (\d\.\d{4}) s", text)
     assert predicted is not None
-    assert predicted[1] == "W2"
+    assert predicted[1] == "C5"
     # S5, the best without cp, takes 2.131 s.
     assert float(predicted[2]) - float(predicted[3]) < 2.05
     for name in ("S0", "S1", "S2", "S3", "S4", "S5", "S6", "C1", "W1"):
         assert re.search(rf"│ {name} +│ [0-9a-z*+~]+ +│ +\d\.\d{{4}} │", text)
     assert len(re.findall("│ chosen +│", text)) == 1
     assert main(["check-plan", *EXAMPLE_FLAGS, "--plan", str(out)]) == 0
-    assert capsys.readouterr().out.startswith("valid: strategy W2, ")
+    assert capsys.readouterr().out.startswith("valid: strategy C5, ")
 
 
 def test_gradients_in_bf16_are_advised_and_counted(
