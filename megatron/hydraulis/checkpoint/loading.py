@@ -84,7 +84,6 @@ def find_checkpoints(
     """Collective: the checkpoint to load, then the earlier ones if they may replace it.
 
     Args:
-        folder: where to look.
         iteration: this one, instead of the latest.
         with_earlier: ``--load-fallback``.
 
@@ -182,7 +181,6 @@ def load_checkpoint(
     """Collective: check a checkpoint, then fill the engine's parameters and moments from it.
 
     Args:
-        path: folder of the checkpoint.
         engine: may have other strategies and ranks than the run that wrote the checkpoint.
         model: of this run, as in `Manifest.model`.
         with_optimizer: load moments and fp32 master; parameters alone otherwise.

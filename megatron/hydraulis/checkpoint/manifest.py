@@ -224,7 +224,6 @@ class Manifest:
         """What is wrong with the files.
 
         Args:
-            folder: folder of the checkpoint.
             share: which of ``num_shares`` parts of the files to check.
             num_shares: number of callers that share the work.
             checks_content: compare checksums as well as sizes.
@@ -251,7 +250,6 @@ def records_of(
     """Records of all files that a manifest lists. Raises OSError.
 
     Args:
-        folder: folder of the checkpoint.
         known: records of files that need not be read again.
     """
     records = dict(known or {})

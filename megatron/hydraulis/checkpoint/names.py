@@ -176,7 +176,6 @@ class StoredModel:
         """Build the whole model once.
 
         Args:
-            definition: the model.
             separate_layers: as in a checkpoint of Megatron that has a tensor for every layer,
                 instead of one with an axis for the layers.
 

@@ -105,8 +105,6 @@ class SaveLock:
 
     Args:
         folder: it exists.
-        writer: this process.
-        log: called with messages.
         heartbeat_s, stale_s: see `HEARTBEAT_S` and `STALE_S`.
     """
 

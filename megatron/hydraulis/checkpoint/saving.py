@@ -167,12 +167,9 @@ class CheckpointSaver:
     """Saves an engine's shards; one save at a time. All methods are collective over the job.
 
     Args:
-        folder: folder of the checkpoints.
-        engine: the engine.
         asynchronous: write in the background.
         keep_last: number of checkpoints to keep; all if None.
         check_lock: called on rank 0 before a checkpoint gets its name; may raise.
-        log: called with messages, on rank 0.
     """
 
     def __init__(

@@ -439,7 +439,6 @@ def write_file(
     """Write a rank's file.
 
     Args:
-        folder: folder of the checkpoint.
         rank: number of the file.
         pieces: taken one at a time, so they may be made when they are asked for.
         objects: by their `object_key`.

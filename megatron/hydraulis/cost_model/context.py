@@ -156,9 +156,7 @@ def exchange_of(
     """The exchange by the way that --cp-comm-type chooses; a ring and an all-gather move the same.
 
     Args:
-        shape: of the model.
         scheme: a splitting one counts at its full width.
-        parameter_bytes: of an element.
         cp_comm_type: one of `CP_COMM_TYPES`.
 
     Raises:

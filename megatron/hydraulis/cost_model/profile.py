@@ -359,7 +359,6 @@ class ProfileCostModel:
         Settings that either side does not know are not compared.
 
         Args:
-            used: the model that times are needed for.
             path: of the profile, for the message.
             speaks: whether this rank warns of a profile that does not name its model.
         """

@@ -143,9 +143,7 @@ def part_places(
     """(tokens,) places in the rank's part, numbers of sequences in the row, places in them.
 
     Args:
-        lengths: of the sequences.
         padded: of the segments: the padded sequences, then padding if there is any.
-        context_size: ranks that share the row.
         context_rank: this rank's place among them.
     """
     found: list[Places] = [np.zeros((3, 0), dtype=np.int64)]
@@ -178,7 +176,6 @@ def pack(
         pad_multiple: T is a multiple of it (tensor parallelism divides a rank's part).
         weights: (length + 1,) for each sequence, that of predicting each of its tokens, the first
             one ignored; `checked_weights` has accepted them. None: 1 for every token.
-        context_size: ranks of the context-parallel group that shares the row.
         context_rank: this rank's place in it.
         row_tokens: of the row at least.
         allow_empty: whether there may be no sequence. The result is a row of padding, for a group
@@ -257,7 +254,6 @@ def row_segments(
     Args:
         lengths: of the sequences, in tokens; none for a row of padding alone.
         pad_multiple: each context rank's part is a multiple of it.
-        context_size: ranks of the context-parallel group.
         row_tokens: of the row at least, rounded up like the sequences.
 
     Returns:
@@ -310,7 +306,6 @@ def local_places(padded_lengths: Sequence[int], context_size: int, context_rank:
 
     Args:
         padded_lengths: of all segments, each a multiple of `chunk_multiple`.
-        context_size: ranks of the group.
         context_rank: this rank's place in it.
 
     Returns:

@@ -396,7 +396,6 @@ class OrderedWorkers[Input, Output]:
 
     Args:
         function: applied to every input; its result must pickle.
-        num_workers: number of processes, at least 1.
     """
 
     def __init__(self, function: Callable[[Input], Output], num_workers: int) -> None:

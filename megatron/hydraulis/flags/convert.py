@@ -110,7 +110,6 @@ def read_launch_command(
     """The command of a launch script, or of a file of options alone.
 
     Args:
-        text: of the script.
         variables: values that the script expects from its environment or its arguments.
         folder: of the script, for files that it reads.
 

@@ -71,7 +71,6 @@ def training_sizes(args: argparse.Namespace, num_budget_tokens: int | None) -> B
     """Sizes of the global batches of training.
 
     Args:
-        args: as parsed.
         num_budget_tokens: ``--global-batch-tokens``.
 
     Raises ConfigurationError for options that are missing or contradict each other.

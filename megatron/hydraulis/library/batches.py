@@ -257,7 +257,6 @@ class RankShare:
         """
         Args:
             plan: of the batch.
-            rank: this one.
             device: of the job. A copy to a GPU overlaps compute.
             sequence_of: by place in the batch; called for sequences of this rank's rows alone.
             no_inputs: (0, ...) tensors, by the names of the sequences' inputs; None without any.

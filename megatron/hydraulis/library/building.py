@@ -90,12 +90,7 @@ def build_engine(
     """The engine that the flags describe. Collective.
 
     Args:
-        resolved: the flags.
         pool: the strategies that hold the model.
-        definition: the model.
-        settings: of the optimizer.
-        spans: see `Engine`.
-        make: builds it.
     """
     if resolved.args.disable_jit_fuser:
         disable_jit_fuser()

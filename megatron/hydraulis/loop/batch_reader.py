@@ -53,12 +53,8 @@ class BatchReader:
     """Fetches plans, checks their digest and rules, and packs the sequences of this rank.
 
     Args:
-        corpus: the sequences.
         batches: the global batches, equal on every rank.
-        exchange: where plans are published.
         pool: the strategies that plans may name.
-        limits: of the tokens of a micro-batch.
-        device: of the job.
         plan_dir: where this rank records each plan, if anywhere.
     """
 
@@ -143,7 +139,6 @@ class PlannedData:
 
         Args:
             pool: the strategies that plans may name from now on.
-            limits: the lower ones.
             planners: on rank 0, the planner and the one that stands in for it.
             repeats_last: whether the batch that was read last is read again.
         """

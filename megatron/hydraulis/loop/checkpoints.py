@@ -68,8 +68,6 @@ class RunCheckpoints:
     """``--save`` and ``--load`` of one run.
 
     Args:
-        resolved: the command line.
-        planning: of the run.
         data: the training data, equal on all ranks.
     """
 

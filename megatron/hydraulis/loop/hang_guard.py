@@ -145,8 +145,6 @@ class HangGuard:
 
     Args:
         store: the job's; the guard opens another connection, as other threads wait in theirs.
-        rank: this one.
-        num_ranks: of the job.
         timeout_s: of collectives.
         say: takes a report; prints to standard error if None.
         end: ends a process whose main thread waits for a store that does not answer.

@@ -43,7 +43,6 @@ class MemorySafety:
 
     Args:
         planning: what the run begins to plan with; the attribute is what it plans with now.
-        hydraulis: our flags.
         log: takes the lines of rank 0.
     """
 

@@ -113,8 +113,6 @@ class PlanFeed:
     """Requests plans ahead of training and publishes each of them once; on rank 0.
 
     Args:
-        planner: makes the plans.
-        exchange: by which plans reach the ranks.
         batches: that are planned; whoever reads them takes them.
         num_ahead: how many batches after the next one are planned while training runs.
     """

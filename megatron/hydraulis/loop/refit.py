@@ -263,7 +263,6 @@ class OnlineRefit:
 
     Args:
         base: the cost model that the run began with.
-        settings: how fast it follows, and what it reports.
     """
 
     def __init__(self, base: CostModel, settings: RefitSettings | None = None) -> None:
@@ -592,12 +591,8 @@ class RunRefit:
     of the previous iteration, which every rank has written before it could begin this one.
 
     Args:
-        hydraulis: our flags.
         current: what the run plans with at the time of the call.
-        store: of the job.
-        model: that is trained.
         gradient_bytes: of a gradient on the wire.
-        has_cuda: whether the job computes on CUDA devices.
     """
 
     def __init__(

@@ -92,7 +92,6 @@ def made_by_rank_0(
     Args:
         make: called on rank 0 alone.
         option: which needs the text, and ``what`` it is, for messages.
-        rank: of this process.
         store: None if there are no other ranks.
 
     Raises:

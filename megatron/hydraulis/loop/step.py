@@ -85,8 +85,6 @@ class TrainingLoop:
     """The functions of upstream's loop that are replaced, as methods of one object.
 
     Args:
-        resolved: the flags.
-        parts: of the run.
         make_iterators: builds training, validation and test data once the loop asks for them.
     """
 

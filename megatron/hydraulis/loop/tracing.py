@@ -46,9 +46,7 @@ class RunTrace:
     Args:
         folder: of the trace; shared by the ranks, or the merged file holds those of rank 0's node.
         window: iterations to trace; the first ones of the run if None.
-        cost_model: of the planner.
         store: in which ranks mark their files as complete.
-        has_cuda: whether the job computes on CUDA devices.
 
     Raises:
         HydraulisError: the file cannot be written.

@@ -63,9 +63,7 @@ def save_picture(figure: Figure, path: Path, *, fix: str, **options: Any) -> Non
 
     Args:
         figure: to be saved; it gets its own canvas, so that no process-wide state of pyplot exists.
-        path: where to.
         fix: what the user can do if the file cannot be written.
-        options: of `Figure.savefig`.
 
     Raises:
         HydraulisError: the file cannot be written.

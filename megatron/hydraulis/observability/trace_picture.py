@@ -147,8 +147,6 @@ def trace_figure(
     with the measured end of the iteration: a longer plan is cut off there.
 
     Args:
-        spans: of the trace.
-        iteration: number of the iteration.
         rank_names: names of ranks that are not ``rank 3``.
 
     Raises:

@@ -33,10 +33,7 @@ class CanonicalShards:
     """The slice of the model that this rank owns, independent of the strategy.
 
     Args:
-        layout: the canonical layout.
-        rank: this rank.
         dtype: of master parameters, gradients and optimizer state; fp32, or fp64 in tests.
-        device: where they are.
         has_gradients: whether there is memory for them.
     """
 

@@ -284,8 +284,6 @@ def survey(
     """Measure the points of a scheme by rising size, until one does not fit.
 
     Args:
-        scheme: in its notation.
-        points: by rising size.
         measure: runs a point of a scheme. Collective over the ranks of the job, as the survey is.
         measurements: of this run and of an earlier one, whose results are taken.
         limit_bytes: memory that a rank may take. A point that is expected to exceed it, judged by

@@ -101,10 +101,7 @@ class EngineRig:
         make_engine: builds an engine that records its work; called again after memory has run
             out, because the state of the engine is then unknown.
         strategies: by scheme, the strategy that fills the job with its replicas.
-        repeats: of every measurement.
-        meter: of this rank's memory.
         vocab_size: random tokens are below it.
-        seed: of these tokens.
     """
 
     def __init__(

@@ -29,11 +29,6 @@ class ArenaMemory:
 
     Storages are resized, not replaced: the views of every role stay valid, but only those of the
     role for which the memory was last sized may be used.
-
-    Args:
-        dtype: of parameters.
-        grad_dtype: of gradients.
-        device: where both live.
     """
 
     def __init__(

@@ -92,10 +92,8 @@ class PackedAttention(torch.nn.Module, ABC):
     Its only parameter is the offset of a learnable softmax, with upstream's name.
 
     Args:
-        config: of the role.
         layer_number: from 1.
         attn_mask_type: not used: packed rows have one causal mask.
-        attention_type: 'self'.
         attention_dropout: must be 0.
         softmax_scale: 1 / √(head size) where None.
 
@@ -317,7 +315,6 @@ class SegmentAttention(PackedAttention):
             row: (R, 2 · query groups, head size): keys, and values after them.
             again: computes ``row`` in the backward, which keeps no copy of it until then.
             lengths: of the segments of the row, in tokens.
-            blocks: of the queries.
             heads: of this tensor-parallel rank, to which the queries belong.
         """
         num_groups, head_size = row.size(1) // 2, row.size(2)

@@ -341,10 +341,7 @@ def te_kernel(
     """The kernel that Transformer Engine's rules select for packed rows on the current device.
 
     Args:
-        row: what is asked about.
         way: how ranks exchange, for a shared row.
-        dtype: of queries, keys and values.
-        head_size: of a head of queries and keys.
         pad_between_seqs: whether to ask for rows with declared padding, which we never pass.
 
     Returns:

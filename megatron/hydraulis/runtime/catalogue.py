@@ -81,7 +81,6 @@ def catalogue(
     """All parameters of the whole model, in the order of the modules.
 
     Args:
-        definition: the model.
         tensor_parallel: whether some strategy has tp > 1; if so, it must be known of every
             parameter how TP ranks share its gradient.
         expert_parallel: whether some strategy has ep > 1; if so, all parameters of experts must be
@@ -136,10 +135,7 @@ def initial_rows(
     """Rows [first_row, first_row + num_rows) of a parameter's initial value.
 
     Args:
-        entry: from `catalogue`.
-        seed: the run's.
         first_row: along dim 0 of the whole parameter.
-        num_rows: how many.
         dtype: of the result; random numbers are drawn in it.
 
     Returns:

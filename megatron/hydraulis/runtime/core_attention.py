@@ -125,8 +125,6 @@ def row_kinds(pool: Pool, shape: ModelShape, longest: int) -> tuple[RowKind, ...
     """The kinds of packed rows that the strategies of a pool compute core attention for.
 
     Args:
-        pool: of the run.
-        shape: of the model.
         longest: tokens of the longest sequence.
     """
     schemes = {scheme for strategy in pool.strategies for scheme in strategy.schemes}
@@ -159,11 +157,8 @@ def current_environment(
     """The environment of this process and its current CUDA device.
 
     Args:
-        dtype: of queries, keys and values.
-        head_size: of a head of queries and keys.
         rows: kinds of rows that a core attention has to compute, see `row_kinds`.
         cp_comm_type: how ranks that share a row exchange, one of `CP_COMM_TYPES`.
-        softmax_type: of the model.
     """
     has_cuda = torch.cuda.is_available()
     has_varlen = importlib.util.find_spec("torch.nn.attention.varlen") is not None

@@ -88,7 +88,6 @@ class StepVote:
             trained_tokens: of the micro-batches of ``losses``.
             next_strategy: on rank 0; None on the others.
             ran_out_of_memory: whether this rank has abandoned its micro-batches.
-            device: of the job.
         """
         number = 0 if next_strategy is None else 1 + next_strategy
         values = [0.0, 0.0, trained_tokens, number, ran_out_of_memory]
@@ -116,11 +115,9 @@ class Engine:
     shards and take part in regrouping.
 
     Args:
-        definition: the model.
         pool: the strategies of the run. All groups are created here.
         settings: of the optimizer; None for an engine that holds parameters alone, without
             gradients and moments, and can only run forward.
-        seed: of the initial weights.
         groups: an existing registry to share (tests); its groups are extended to the pool's.
         timeout: of collectives in the groups created here; the backend's default where None. The
             timeout of the world group does not apply to them.
@@ -279,9 +276,7 @@ class Engine:
             strategy_name: of the pool; the same on every rank.
             batches: micro-batches of this rank's replica, its own part of each where it has
                 cp > 1, on the job's device; empty where idle.
-            forward_step: upstream's signature.
             is_divided: whether the losses of ``forward_step`` are divided already.
-            phase: measures the parts.
 
         Raises:
             ConfigurationError: a second call, or divided losses, where routers balance experts.
@@ -344,7 +339,6 @@ class Engine:
                 where their losses are divided already.
             next_strategy: of the next iteration; None where it is not known. Each bucket is
                 gathered for it as soon as it is updated. Only rank 0's counts.
-            phase: measures the parts.
 
         Returns:
             The outcome. An iteration whose tokens have no weight, or whose loss or gradient norm is

@@ -65,11 +65,7 @@ def run_micro_batches(
     Each cp rank of a replica runs a pipeline, all with the same number of micro-batches.
 
     Args:
-        role: this rank's model and groups.
         batches: this rank's part of the micro-batches in their order; may be empty.
-        forward_step: upstream's signature.
-        forward_only: evaluation.
-        spans: records every forward, backward and wait for a neighbour.
 
     Returns:
         What the loss function reported for each micro-batch; empty except on the last stage.
@@ -107,8 +103,6 @@ class PlannedCommunicator(P2PCommunicator):
     of either kind is micro-batch k.
 
     Args:
-        pp_group: this rank's pipeline.
-        config: the stage's configuration.
         rows: rows of the hidden states of every micro-batch on this rank (tokens of the pack,
             over tp with sequence parallelism).
     """
@@ -247,10 +241,8 @@ def check_loss_function(
     of 0 and 1 may be counted as whole numbers, as upstream's loss functions do; others may not.
 
     Args:
-        loss: the function.
         weights: (1, tokens) of a micro-batch.
         output: of the model, usually (1, tokens).
-        returned: what the function gave for them.
         are_fractions: whether one of the weights is neither 0 nor 1.
 
     Returns:

@@ -72,10 +72,6 @@ class RouterState:
 
     A rank has the rows of all layers, so no strategy moves them. Those of layers without experts
     stay 0.
-
-    Args:
-        config: of the whole model.
-        device: of the job.
     """
 
     def __init__(self, config: TransformerConfig, device: torch.device) -> None:

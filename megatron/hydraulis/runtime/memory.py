@@ -235,9 +235,6 @@ def recover_from_oom(
     """What a rank without memory reports to the others, if it can go on with the iteration.
 
     Args:
-        error: of the allocator.
-        rank: this one.
-        strategy: of the iteration.
         batches: this rank's micro-batches.
         num_begun: number of them whose forward began.
 

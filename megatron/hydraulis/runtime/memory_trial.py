@@ -83,9 +83,6 @@ def run_memory_trial(
         strategy: of the engine's pool.
         limits: tokens of a micro-batch, by scheme without ``~``; equal on every rank. A scheme with
             a limit below 1 is skipped, because no micro-batch runs as it.
-        forward_step: upstream's signature.
-        meter: of this rank.
-        longest_tokens: of a sequence.
         vocab_size: random tokens are below it.
 
     Returns:

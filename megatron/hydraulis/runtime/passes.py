@@ -17,8 +17,6 @@ class StallTimer:
     """Adds up the time for which compute waited for regrouping.
 
     Args:
-        span: the name of a wait.
-        spans: records every wait.
         stamp: the class of stamps before and after a wait: of the host, or of a CUDA stream
             (`spans.CudaStamp`), for which the host only queues the wait.
     """
@@ -65,10 +63,6 @@ class GatherPass:
     """A gather of one strategy's parameters: each bucket once, by rising index.
 
     Args:
-        regrouper: of the strategy.
-        num_buckets: of the layout.
-        track: where jobs run.
-        timer: measures every wait.
         waits_at_once: without overlap: wait for each bucket as soon as it is posted.
     """
 
@@ -142,10 +136,6 @@ class ScatterPass:
     are posted, and the moment ``post_from`` is reached. Only `finish` waits.
 
     Args:
-        regrouper: of the strategy.
-        num_buckets: of the layout.
-        track: where jobs run.
-        timer: measures every wait.
         buckets_of: the buckets that each parameter of this rank lies in. Ranks of one tp group
             hold the same parameters, so they post at the same points of their backward.
         post_from: when the first may be posted.

@@ -54,9 +54,7 @@ class Regrouper:
     Idle ranks and replicas without sequences take part.
 
     Args:
-        layout: the canonical layout.
         roles: the role of every rank in the strategy, None where idle.
-        shards: this rank's canonical shards.
         arena: this rank's arena, its model bound; None where idle.
         wire_dtype: in which parameters travel: that of every rank's arena.
         gradient_dtype: in which gradients travel. Owners and relays add them up in the dtype of
@@ -188,7 +186,6 @@ class Route(ABC):
     """How one bucket travels.
 
     Args:
-        ends: of the bucket.
         arriving: parameters in the order in which they arrive.
         num_received: elements that arrive, padding included.
         departing: gradients in the order in which they are sent.

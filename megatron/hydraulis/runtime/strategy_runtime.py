@@ -54,11 +54,7 @@ class StrategyRuntimes:
     """The runtimes of all strategies of a pool on this rank, each built at first use.
 
     Args:
-        definition: the model.
-        pool: the strategies.
         groups: has the groups of all strategies.
-        layout: of the canonical shards.
-        shards: of this rank.
         memory: that all models are bound to.
         dtype: in which parameters travel.
         gradient_dtype: in which gradients travel.
@@ -150,11 +146,7 @@ class BoundRole:
     are set once; within `regrouping` forward waits for parameters and backward reports gradients.
 
     Args:
-        definition: the model.
-        role: this rank's.
         groups: that the role's modules communicate in.
-        layout: the canonical layout.
-        memory: of all arenas of this rank.
     """
 
     def __init__(

@@ -50,7 +50,6 @@ def token_outputs(*, entropy: bool, temperature: float = 1.0) -> Callable[..., T
     """An ``output_processor`` for the call of a `PackedGPTModel` with labels.
 
     Args:
-        entropy: whether to compute entropies.
         temperature: by which all logits are divided.
     """
 
@@ -113,9 +112,7 @@ class ChunkedOutputLayer(ColumnParallelLinear):
         Args:
             input_: (tokens, 1, hidden size); with sequence parallelism this rank's part of it.
             weight: the embedding's if it is shared within the stage.
-            runtime_gather_output: upstream's.
             labels: (1, tokens), of all tokens.
-            entropy: whether to compute entropies.
             temperature: by which all logits are divided.
         """
         if labels is None:

@@ -122,10 +122,7 @@ def check_token_loss(
     """Call a loss with zeros for a sequence and for no token, without a model and other ranks.
 
     Args:
-        loss: the user's.
         inputs: of one sequence, for ``num_tokens`` tokens, on the device.
-        num_tokens: of the sequence, at least 1.
-        device: of the job.
         entropy: whether it gets entropies.
 
     Raises:

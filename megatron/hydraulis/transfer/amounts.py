@@ -65,7 +65,6 @@ class LayoutAmounts:
     """What roles need of a layout, counted once for all strategies.
 
     Args:
-        layout: the canonical layout.
         ranks_per_node: None if nodes are unknown: all ranks then count as one node.
 
     Raises:
@@ -108,7 +107,6 @@ class StrategyAmounts:
     """What the ranks of a strategy exchange.
 
     Args:
-        layout: of the job.
         roles: the role of every rank, None for idle ranks.
 
     Raises:

@@ -399,7 +399,6 @@ def model_parameters(shape: ModelShape, num_expert_groups: int = 1) -> list[Para
     Only for planning without a model: a run takes them from its model (runtime/catalogue.py).
 
     Args:
-        shape: the model's.
         num_expert_groups: a multiple of the ep degrees in use; experts of a layer that the same
             ranks hold are one parameter, as bytes and their places are the same.
     """

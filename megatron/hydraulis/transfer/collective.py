@@ -144,10 +144,8 @@ def collective_of(
     nodes in one, because ranks of a node need the same elements; ``ALL_TO_ALL`` otherwise.
 
     Args:
-        layout: the canonical layout.
         roles: the role of every rank in the strategy, None for idle ranks.
         ranks_per_node: None if nodes are unknown: all ranks then count as one node.
-        amounts: of the strategy, if they are known already.
 
     Raises:
         PlanError: the nodes are not full, or roles are missing.
@@ -204,8 +202,6 @@ def bucket_plans(
 
     Args:
         collective: from `collective_of`; any kind that the roles allow works.
-        layout: the canonical layout.
-        bucket: one of its buckets.
         roles: the role of every rank in the strategy, None for idle ranks.
         ranks_per_node: for ``TWO_STEP``.
         rank: if given, the plans have only what this rank sends or receives.

@@ -29,7 +29,7 @@ def best_owner_orders(
     problem exactly and without random numbers.
 
     Args:
-        layout: the canonical layout; its present orders do not matter.
+        layout: its present orders do not matter.
         roles: the role of every rank in the pool's commonest strategy, None for idle ranks.
 
     Returns:

@@ -84,8 +84,6 @@ def gather_plan(
     """Parameters: from their owners to all ranks that hold them.
 
     Args:
-        layout: the canonical layout.
-        bucket: one of its buckets.
         roles: the role of every rank in the strategy, None for idle ranks.
         rank: if given, the plan has only what this rank sends or receives.
     """

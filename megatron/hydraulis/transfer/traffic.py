@@ -55,7 +55,6 @@ def link_elements(plan: BucketPlan, rank: int, *, ranks_per_node: int | None) ->
 
     Args:
         plan: of the bucket, for all ranks or for this one.
-        rank: whose elements are counted.
         ranks_per_node: None if nodes are unknown: all ranks then count as one node.
     """
     if isinstance(plan, EqualShares):
@@ -92,9 +91,6 @@ def amounts_by_rank(
     """(gather, scatter) of a bucket: `link_elements` of every rank, without a plan.
 
     Args:
-        collective: from `collective_of`.
-        amounts: of the strategy.
-        bucket: one of the layout's.
         roles: the role of every rank, None for idle ranks.
         ranks_per_node: None if nodes are unknown.
     """
@@ -122,7 +118,6 @@ def regroup_bytes(
     Args:
         gathers: of every bucket, for all ranks or for this one.
         scatters: likewise.
-        rank: whose bytes are counted.
         ranks_per_node: None if nodes are unknown.
         parameter_bytes: of one parameter on the wire, 2 for bf16.
         gradient_bytes: of one gradient on the wire, 4 for fp32.

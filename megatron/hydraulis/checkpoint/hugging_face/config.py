@@ -49,7 +49,6 @@ def config_of(model: HuggingFaceModel, dtype: str) -> dict[str, Any]:
     """The content of ``config.json``, in the form that transformers 4 and 5 both read.
 
     Args:
-        model: the model.
         dtype: of the tensors, by torch's name.
     """
     family = model.of_family

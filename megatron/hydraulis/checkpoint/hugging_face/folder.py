@@ -210,7 +210,6 @@ def write_safetensors(
     """Write tensors, one at a time, into as few files as the limit allows.
 
     Args:
-        folder: an existing folder.
         forms: shape and dtype of every tensor by name, in the order in which they are written.
         tensors: in the same order; may be made when they are asked for.
         max_file_bytes: limit for the tensors in a file; a larger tensor has its own file.

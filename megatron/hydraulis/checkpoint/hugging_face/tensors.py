@@ -93,7 +93,6 @@ def outer_shapes(model: HuggingFaceModel, padded_size: int | None = None) -> dic
     """Shapes of Megatron's tensors outside of layers, by key.
 
     Args:
-        model: the model.
         padded_size: rows of the vocabulary; without padding if None.
     """
     num_tokens = model.vocab_size if padded_size is None else padded_size
@@ -343,7 +342,6 @@ def check_tensors[Dtype](
     """Check that a source of tensors has exactly those of a model; returns their common dtype.
 
     Args:
-        model: the model.
         source: for messages.
         wanted: shapes by name.
         found: shapes and dtypes by name.
