@@ -26,8 +26,7 @@ from megatron.hydraulis.terminal import figures_table, results_console
 from megatron.hydraulis.transfer.amounts import LayoutAmounts, LinkElements, StrategyAmounts
 from megatron.hydraulis.transfer.canonical import CanonicalLayout, model_parameters
 from megatron.hydraulis.transfer.collective import Collective, collective_of
-from megatron.hydraulis.transfer.owner_order import best_owner_orders
-from megatron.hydraulis.transfer.ranges import held_ranges, num_elements
+from megatron.hydraulis.transfer.ranges import best_owner_orders, held_ranges, num_elements
 from megatron.hydraulis.transfer.role import Role, roles_of
 from megatron.hydraulis.transfer.traffic import amounts_by_rank
 

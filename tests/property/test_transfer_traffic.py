@@ -11,8 +11,7 @@ from hypothesis import strategies as st
 from megatron.hydraulis.transfer.amounts import LayoutAmounts, LinkElements, StrategyAmounts
 from megatron.hydraulis.transfer.canonical import CanonicalLayout
 from megatron.hydraulis.transfer.collective import Collective
-from megatron.hydraulis.transfer.owner_order import best_owner_orders
-from megatron.hydraulis.transfer.ranges import contributed_ranges, held_ranges
+from megatron.hydraulis.transfer.ranges import best_owner_orders, contributed_ranges, held_ranges
 from megatron.hydraulis.transfer.role import Role
 from megatron.hydraulis.transfer.traffic import NOTHING, amounts_by_rank, link_elements
 from tests.property.test_transfer_kinds import simulations

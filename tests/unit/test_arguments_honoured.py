@@ -11,10 +11,9 @@ from megatron.core.activations import squared_relu
 from megatron.core.fusions.fused_bias_geglu import quick_gelu
 from megatron.core.transformer.spec_utils import ModuleSpec
 
-from megatron.hydraulis.errors import ConfigurationError
+from megatron.hydraulis.errors import ConfigurationError, Problems
 from megatron.hydraulis.flags.arguments import Resolved, gpt_model_config
 from megatron.hydraulis.flags.options import HONOURED
-from megatron.hydraulis.flags.problems import Problems
 from tests.unit.argument_command import flag_parser, parse, write_corpus
 
 # A layer spec of a user, for --spec.

@@ -4,7 +4,7 @@ import argparse
 
 import pytest
 
-from megatron.hydraulis.errors import ConfigurationError
+from megatron.hydraulis.errors import ConfigurationError, Problems
 from megatron.hydraulis.flags.options import (
     FORMER_OPTIONS,
     HONOURED,
@@ -14,7 +14,6 @@ from megatron.hydraulis.flags.options import (
     row_of,
 )
 from megatron.hydraulis.flags.parser import ParsedFlags
-from megatron.hydraulis.flags.problems import Problems
 from megatron.hydraulis.flags.rows import Honoured, Refused, Taken
 from tests.unit.argument_command import flag_parser
 

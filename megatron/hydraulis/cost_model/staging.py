@@ -14,7 +14,7 @@ attention. With c(x) holders of the element at x in [0, 1], the owner of share s
 of c(x) over the share, s/num_ranks to (s + 1)/num_ranks. Over relays, the relay of index i in a
 node sends those of the shares i, i + ranks_per_node, i + 2·ranks_per_node, …, with the holders c(x)
 in its node. The rank that sends most counts. Rounding of shares to whole rows and other orders of
-the owners (transfer/owner_order.py) are neglected.
+the owners (`best_owner_orders`) are neglected.
 """
 
 import math

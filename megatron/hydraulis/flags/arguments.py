@@ -31,7 +31,7 @@ from megatron.hydraulis.cost_model.shape_arguments import (
     head_sizes,
 )
 from megatron.hydraulis.data.sampler import BatchSizes
-from megatron.hydraulis.errors import ConfigurationError, listed
+from megatron.hydraulis.errors import ConfigurationError, Problems, listed
 from megatron.hydraulis.flags import checks
 from megatron.hydraulis.flags.changes import COMPLETED
 from megatron.hydraulis.flags.config import HydraulisConfig
@@ -46,7 +46,6 @@ from megatron.hydraulis.flags.defaults import (
     set_defaults,
 )
 from megatron.hydraulis.flags.parser import FlagParser, ParsedFlags
-from megatron.hydraulis.flags.problems import Problems
 from megatron.hydraulis.flags.samples import evaluation_sizes, training_sizes
 from megatron.hydraulis.model_shape import ModelShape, count_windowed_layers
 from megatron.hydraulis.strategy import Pool

@@ -13,8 +13,7 @@ from typing import Any, Literal
 
 from megatron.hydraulis.data.index import LongSequences
 from megatron.hydraulis.data.weights import LossNormalization
-from megatron.hydraulis.errors import ConfigurationError
-from megatron.hydraulis.flags.problems import Problems
+from megatron.hydraulis.errors import ConfigurationError, Problems
 from megatron.hydraulis.flags.ranges import RANGES
 from megatron.hydraulis.observability.trace import TraceWindow
 

@@ -186,12 +186,12 @@ def run(namespace: argparse.Namespace) -> int:
     Returns 1, and prints no command, if options are refused or variables have no value.
     """
     # These import Megatron, which the help of the command does not need.
+    from megatron.hydraulis.errors import Problems
     from megatron.hydraulis.flags import checks
     from megatron.hydraulis.flags.config import default_run_dir
     from megatron.hydraulis.flags.defaults import differences, set_defaults
     from megatron.hydraulis.flags.describe import block_lines, option_lines, option_texts
     from megatron.hydraulis.flags.parser import FlagParser
-    from megatron.hydraulis.flags.problems import Problems
 
     path: Path = namespace.script
     launch = read_launch_command(_read(path), _variables(namespace.set), path.parent)

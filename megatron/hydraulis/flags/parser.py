@@ -11,7 +11,7 @@ from megatron.training.argument_utils import ArgumentGroupFactory
 from megatron.training.arguments import add_megatron_arguments
 
 from megatron.hydraulis.command_line import closest
-from megatron.hydraulis.errors import ConfigurationError
+from megatron.hydraulis.errors import ConfigurationError, Problems
 from megatron.hydraulis.flags.config import FIELDS_BY_TOPIC, HydraulisConfig, option_of
 from megatron.hydraulis.flags.options import (
     EQUIVALENTS,
@@ -21,7 +21,6 @@ from megatron.hydraulis.flags.options import (
     refusal,
     row_of,
 )
-from megatron.hydraulis.flags.problems import Problems
 from megatron.hydraulis.flags.ranges import RANGES
 from megatron.hydraulis.flags.rows import Honoured, Need, Refused, Row, Taken
 

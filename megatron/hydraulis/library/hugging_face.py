@@ -25,11 +25,10 @@ from megatron.hydraulis.checkpoint.hugging_face.tensors import (
 from megatron.hydraulis.checkpoint.names import StoredModel, StoredParameter
 from megatron.hydraulis.checkpoint.torch_dist import layer_key
 from megatron.hydraulis.cost_model.profile import ProfileCostModel
-from megatron.hydraulis.errors import ConfigurationError
+from megatron.hydraulis.errors import ConfigurationError, Problems
 from megatron.hydraulis.flags.arguments import Resolved, parse_arguments
 from megatron.hydraulis.flags.options import HONOURED_BY_TOPIC
 from megatron.hydraulis.flags.parser import FlagParser
-from megatron.hydraulis.flags.problems import Problems
 from megatron.hydraulis.library.building import (
     build_engine,
     choose_core_attention,

@@ -41,11 +41,10 @@ from megatron.hydraulis.data.corpus import (
     keeps_place,
 )
 from megatron.hydraulis.data.sampler import check_seed
-from megatron.hydraulis.errors import CheckpointError, ConfigurationError, listed
+from megatron.hydraulis.errors import CheckpointError, ConfigurationError, Problems, listed
 from megatron.hydraulis.flags.arguments import Resolved
 from megatron.hydraulis.flags.changes import changed_settings
 from megatron.hydraulis.flags.describe import block_lines
-from megatron.hydraulis.flags.problems import Problems
 from megatron.hydraulis.flags.samples import counts_iterations
 from megatron.hydraulis.library.planning import Planning
 from megatron.hydraulis.loop.batch_reader import PlannedData

@@ -44,7 +44,7 @@ from megatron.hydraulis.runtime.strategy_runtime import StrategyRuntime, Strateg
 from megatron.hydraulis.runtime.track import Staging, make_track
 from megatron.hydraulis.strategy import Pool
 from megatron.hydraulis.transfer.canonical import CanonicalLayout
-from megatron.hydraulis.transfer.owner_order import best_owner_orders
+from megatron.hydraulis.transfer.ranges import best_owner_orders
 
 
 @dataclass(frozen=True)

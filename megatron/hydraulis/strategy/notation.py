@@ -15,8 +15,7 @@ from dataclasses import dataclass
 from itertools import groupby
 
 from megatron.hydraulis.errors import StrategyError
-from megatron.hydraulis.strategy.placement import place
-from megatron.hydraulis.strategy.scheme import Replica, Scheme
+from megatron.hydraulis.strategy.scheme import Replica, Scheme, place
 
 _AXES = ("tp", "cp", "ep", "pp")
 _SYMBOL = re.compile(r"\s*(?:(?P<number>[0-9]+)|(?P<word>[A-Za-z]+)|(?P<mark>\S))")

@@ -1,6 +1,6 @@
 """A strategy: which replicas the ranks of a job form in one iteration.
 
-``notation`` describes its text, ``placement`` where replicas without ``@`` go.
+``notation`` describes its text, `scheme.place` where replicas without ``@`` go.
 """
 
 import math
@@ -10,8 +10,7 @@ from typing import Any
 from megatron.hydraulis.errors import StrategyError
 from megatron.hydraulis.model_shape import ModelShape
 from megatron.hydraulis.strategy.notation import format_terms, parse_terms, place_terms
-from megatron.hydraulis.strategy.placement import place
-from megatron.hydraulis.strategy.scheme import Replica, Scheme
+from megatron.hydraulis.strategy.scheme import Replica, Scheme, place
 
 MAX_RANKS = 1 << 20
 """Limit for a job: more ranks are a typing error or a damaged file, and each takes memory."""

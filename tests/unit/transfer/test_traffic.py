@@ -16,8 +16,8 @@ from megatron.hydraulis.transfer.canonical import (
     Unit,
 )
 from megatron.hydraulis.transfer.collective import equal_shares
-from megatron.hydraulis.transfer.owner_order import best_owner_orders
 from megatron.hydraulis.transfer.plan import gather_plan, scatter_plan
+from megatron.hydraulis.transfer.ranges import best_owner_orders
 from megatron.hydraulis.transfer.role import Role
 from megatron.hydraulis.transfer.traffic import RegroupBytes, link_elements, regroup_bytes
 from megatron.hydraulis.transfer.two_step import two_step_gather, two_step_scatter
