@@ -15,12 +15,12 @@ from benchmarks.gpu.rank import Place
 from benchmarks.gpu.reference import attention_fp64, errors
 from megatron.hydraulis.data.packed_batch import pack
 from megatron.hydraulis.optimizer.sharded_adamw import AdamWSettings
-from megatron.hydraulis.runtime.attention_gpu import RowKind
 from megatron.hydraulis.runtime.core_attention import (
     CORE_ATTENTIONS,
     MODULE_OF,
     CoreAttentionName,
     Environment,
+    RowKind,
     current_environment,
 )
 from megatron.hydraulis.runtime.engine import Engine

@@ -42,7 +42,7 @@ from megatron.core.transformer.transformer_config import MLATransformerConfig, T
 from megatron.hydraulis.data.packed_batch import pack
 from megatron.hydraulis.optimizer.sharded_adamw import AdamWSettings
 from megatron.hydraulis.runtime import executor
-from megatron.hydraulis.runtime.attention_gpu import VarlenAttention
+from megatron.hydraulis.runtime.core_attention import VarlenAttention
 from megatron.hydraulis.runtime.engine import Engine
 from megatron.hydraulis.runtime.model_building import (
     ModelDefinition,

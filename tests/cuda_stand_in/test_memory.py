@@ -18,7 +18,7 @@ from megatron.hydraulis.cost_model.staging import PoolFootprint
 from megatron.hydraulis.model_shape import ModelShape
 from megatron.hydraulis.optimizer.sharded_adamw import AdamWSettings, ShardedAdamW
 from megatron.hydraulis.runtime.attention import SegmentAttention
-from megatron.hydraulis.runtime.attention_gpu import VarlenAttention
+from megatron.hydraulis.runtime.core_attention import VarlenAttention
 from megatron.hydraulis.runtime.memory import CudaMemory
 from megatron.hydraulis.strategy import Scheme
 from tests.cuda_stand_in import device

@@ -15,7 +15,7 @@ from megatron.core.transformer.enums import AttnMaskType
 from torch import Tensor
 
 from megatron.hydraulis.runtime.attention import ContextAttention
-from megatron.hydraulis.runtime.attention_gpu import VarlenAttention
+from megatron.hydraulis.runtime.core_attention import VarlenAttention
 from tests.support.context_probes import SharedAttention, shared_against_whole
 
 

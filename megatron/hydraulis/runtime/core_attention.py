@@ -1,24 +1,400 @@
-"""Selection of a run's core attention: what is requested, what is available, and why."""
+"""Core attention by one kernel per pack, torch's or Transformer Engine's, and which a run uses.
+
+Both are imported when they are used, since a machine may have neither.
+"""
 
 from __future__ import annotations
 
+import functools
 import importlib.util
-from collections.abc import Sequence
-from dataclasses import dataclass
+import os
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, fields
 from typing import Any, Literal
 
 import torch
+import torch.distributed as dist
+from megatron.core.packed_seq_params import PackedSeqParams
+from torch import Tensor
 
+from megatron.hydraulis.cost_model.context import takes_all_to_all, te_all_to_all_refusal
 from megatron.hydraulis.errors import ConfigurationError
 from megatron.hydraulis.model_shape import ModelShape
-from megatron.hydraulis.runtime.attention import ContextAttention
-from megatron.hydraulis.runtime.attention_gpu import (
-    RowKind,
-    TEAttention,
-    VarlenAttention,
-    te_obstacle,
+from megatron.hydraulis.runtime.attention import (
+    ContextAttention,
+    PackedAttention,
+    attend_and_forget,
 )
+from megatron.hydraulis.runtime.packed_rows import (
+    SharedRow,
+    context_size_of,
+    gather_row,
+    gathered_again,
+)
+from megatron.hydraulis.runtime.process_groups import to_device
 from megatron.hydraulis.strategy import Pool
+
+
+def window_size(window: int | None) -> tuple[int, int]:
+    """A layer's window as kernels take it: how many keys before and after its own a query sees.
+
+    The last query of a segment is aligned with its last key: fewer queries than keys are the
+    segment's end.
+    """
+    return (-1 if window is None else window, 0)
+
+
+class VarlenAttention(ContextAttention):
+    """`ContextAttention` with one kernel per pack instead of one per sequence. CUDA only.
+
+    The kernel is FlashAttention 2: bf16 or fp16; the order in which it adds up gradients of queries
+    differs from run to run. At capability 9.0 and 10.0 torch 2.15 would prefer cuDNN's, whose
+    backward allocates the longest sequence for every sequence of the pack.
+    """
+
+    takes_offset = False
+
+    def _attend_packed(
+        self, query: Tensor, key: Tensor, value: Tensor, packed_seq_params: PackedSeqParams
+    ) -> Tensor:
+        if context_size_of(packed_seq_params) > 1:
+            return super()._attend_packed(query, key, value, packed_seq_params)
+        borders = packed_seq_params.cu_seqlens_q_padded
+        if borders is None:
+            borders = packed_seq_params.cu_seqlens_q
+        longest = packed_seq_params.max_seqlen_q
+        return self._attend_between(query, key, value, borders, borders, longest, longest)
+
+    def attend(self, query: Tensor, key: Tensor, value: Tensor, lengths: Sequence[int]) -> Tensor:
+        """As `SegmentAttention.attend`."""
+        sums = torch.tensor([0, *lengths], dtype=torch.int32).cumsum(0, dtype=torch.int32)
+        borders, longest = to_device(sums, query.device), max(lengths)
+        return self._attend_between(query, key, value, borders, borders, longest, longest)
+
+    def _attend_to_row(self, query: Tensor, key: Tensor, value: Tensor, row: SharedRow) -> Tensor:
+        longest = max(row.lengths)
+        return self._attend_between(query, key, value, row.borders, row.borders, longest, longest)
+
+    def _attend_to_gathered(self, query: Tensor, key: Tensor, value: Tensor, row: SharedRow) -> Any:
+        """Each stretch of this rank's queries becomes a segment, with the keys up to its end.
+
+        Keys that both stretches of a sequence attend to are copied twice: at most one and a half
+        times the row. In return there is one kernel instead of one per block of queries.
+        """
+        stretches = row.attended(self.window)
+
+        def by_stretch(gathered: Tensor) -> Tensor:
+            segments = gathered.split(row.lengths)
+            return torch.cat([segments[i][first:stop] for i, first, stop in stretches.keys])
+
+        def attend(keys_and_values: Tensor) -> Tensor:
+            k, v = keys_and_values.split(key.size(1), dim=1)
+            return self._attend_between(
+                query,
+                k,
+                v,
+                stretches.query_borders,
+                stretches.key_borders,
+                max(stretches.num_queries),
+                max(stretches.num_keys),
+            )
+
+        part = torch.cat([key, value], dim=1)
+        kept = part.detach()
+        return attend_and_forget(
+            attend,
+            by_stretch(gather_row(part, row)),
+            lambda: by_stretch(gathered_again(kept, row)),
+        )
+
+    def _attend_between(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        query_borders: Tensor,
+        key_borders: Tensor,
+        most_queries: int,
+        most_keys: int,
+    ) -> Tensor:
+        """(queries, heads, head size); borders are (segments + 1,) int32."""
+        from torch.nn.attention import SDPBackend, sdpa_kernel
+        from torch.nn.attention.varlen import varlen_attn
+
+        with sdpa_kernel(SDPBackend.FLASH_ATTENTION):
+            context = varlen_attn(
+                query,
+                key,
+                value,
+                query_borders,
+                key_borders,
+                most_queries,
+                most_keys,
+                scale=self.softmax_scale,
+                window_size=window_size(self.window),
+                enable_gqa=query.size(1) != key.size(1),
+            )
+        assert isinstance(context, Tensor)  # a pair only if auxiliary outputs are requested
+        return context
+
+
+TE_MASK = "padding_causal"
+"""Causal inside each segment: the only causal mask that packed rows may have."""
+
+TEWay = Literal["p2p", "all_gather", "a2a"]
+
+_PACKED_BY_CUDNN = 16
+"""Head sizes whose multiples cuDNN's backward computes in memory for the tokens of a row."""
+
+
+class TEAttention(PackedAttention):
+    """Transformer Engine's ``DotProductAttention`` as Megatron's core attention.
+
+    The group of the micro-batch, ``packed_seq_params.cp_group``, is set in every forward;
+    ``config.cp_comm_type`` selects how its ranks exchange keys and values, see `choose_te_way`.
+
+    Upstream's wrapper also takes the group of a micro-batch, but creates the ring's stream only
+    where the model's cp is above 1, exchanges in one way for groups of all sizes, and lets
+    Transformer Engine infer padding from borders, which excludes most of its kernels.
+
+    Args:
+        arguments: those of `PackedAttention`, also by name.
+        make_attention: Transformer Engine's class; tests pass a stand-in.
+        pg_collection: holds the ``tp`` group.
+        k_channels: size of a head of keys, if values have another.
+        v_channels: size of a head of values.
+    """
+
+    takes_context_group = True
+    takes_any_values = True
+
+    def __init__(
+        self,
+        *arguments: Any,
+        make_attention: Callable[..., Any] | None = None,
+        pg_collection: Any = None,
+        k_channels: int | None = None,
+        v_channels: int | None = None,
+        **named: Any,
+    ) -> None:
+        super().__init__(*arguments, **named)
+        if make_attention is None:
+            from transformer_engine.pytorch import DotProductAttention
+
+            make_attention = DotProductAttention
+        config = self.config
+        self.attention = make_attention(
+            num_attention_heads=config.num_attention_heads,
+            kv_channels=config.kv_channels if k_channels is None else (k_channels, v_channels),
+            num_gqa_groups=config.num_query_groups,
+            attention_dropout=0.0,
+            qkv_format="thd",
+            attn_mask_type=TE_MASK,
+            sequence_parallel=config.sequence_parallel,
+            tp_size=config.tensor_model_parallel_size,
+            tp_group=None if pg_collection is None else pg_collection.tp,
+            layer_number=self.layer_number,
+            attention_type=self.attention_type,
+            softmax_scale=self.softmax_scale,
+        )
+
+    def _attend_packed(
+        self, query: Tensor, key: Tensor, value: Tensor, packed_seq_params: PackedSeqParams
+    ) -> Tensor:
+        size = context_size_of(packed_seq_params)
+        if size == 1:
+            # Reset each time, or the previous micro-batch's group would remain.
+            self.attention.set_context_parallel_group(None, None, None)
+        else:
+            group = packed_seq_params.cp_group
+            self.attention.set_context_parallel_group(
+                group,
+                dist.get_process_group_ranks(group),
+                _context_stream(query.device),
+                choose_te_way(self.cp_comm_type, query.size(1), key.size(1), size),
+            )
+        arguments = packed_arguments(packed_seq_params)
+        if self.window is not None:
+            arguments["window_size"] = window_size(self.window)
+        context: Tensor = self.attention(query, key, value, None, **arguments)
+        return context
+
+    def _attend_unpacked(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        raise ConfigurationError(
+            f"core attention 'te' takes packed rows but was given {tuple(query.shape)} without "
+            "PackedSeqParams; pack the sequences, or use --core-attention sdpa"
+        )
+
+
+def choose_te_way(cp_comm_type: str, num_heads: int, num_groups: int, context_size: int) -> TEWay:
+    """How Transformer Engine exchanges in a group; equal on all its ranks.
+
+    ``auto`` is the all-to-all where it moves less and the heads allow it, else the ring, which
+    moves as much as an all-gather but overlaps with compute.
+
+    Args:
+        cp_comm_type: one of `CP_COMM_TYPES`.
+        num_heads: query heads on this rank, after tensor parallelism.
+        num_groups: key and value heads on this rank.
+        context_size: ranks of the group, c.
+
+    Raises:
+        ConfigurationError: an unknown type, or ``a2a`` where the heads do not allow it.
+    """
+    refusal = te_all_to_all_refusal(num_heads, num_groups, context_size)
+    if takes_all_to_all(cp_comm_type, num_heads, num_groups, context_size, refusal):
+        return "a2a"
+    return "all_gather" if cp_comm_type == "all_gather" else "p2p"
+
+
+def packed_arguments(packed_seq_params: PackedSeqParams) -> dict[str, Any]:
+    """The arguments of ``DotProductAttention.forward`` other than queries, keys and values.
+
+    True borders are passed as equal to the padded ones, so that Transformer Engine assumes no
+    padding and can choose from all its kernels. In an unshared row padding is a segment. In a
+    shared row it ends a segment: causality hides it from the sequence, loss weights hide what it
+    computes.
+    """
+    borders = packed_seq_params.cu_seqlens_q_padded
+    if borders is None:
+        borders = packed_seq_params.cu_seqlens_q
+    return {
+        "qkv_format": "thd",
+        "attn_mask_type": TE_MASK,
+        "cu_seqlens_q": borders,
+        "cu_seqlens_kv": borders,
+        "cu_seqlens_q_padded": borders,
+        "cu_seqlens_kv_padded": borders,
+        "max_seqlen_q": packed_seq_params.max_seqlen_q,
+        "max_seqlen_kv": packed_seq_params.max_seqlen_kv,
+        "pad_between_seqs": False,
+    }
+
+
+@dataclass(frozen=True)
+class RowKind:
+    """What the choice of a kernel for packed rows depends on, other than their numbers' type."""
+
+    num_heads: int
+    """Query heads on a rank, after tensor parallelism."""
+    num_groups: int
+    """Key and value heads on a rank."""
+    context_size: int = 1
+    """Ranks that share the row."""
+    num_tokens: int = 4096
+    """Of the row, and of its longest sequence."""
+    window: int | None = None
+    """How many tokens before its own a token attends to; None for all of its sequence."""
+    value_head_size: int | None = None
+    """Of values; None if it is that of queries and keys."""
+
+
+def te_obstacle(
+    row: RowKind, *, dtype: torch.dtype, head_size: int, cp_comm_type: str
+) -> str | None:
+    """Why `TEAttention` should not compute such rows; None if it should.
+
+    Transformer Engine's own selection decides. Its unfused kernel, which it takes where the others
+    refuse, is refused here: its memory grows with the square of the row. So is cuDNN's where its
+    backward allocates the longest sequence for every sequence of the row, by the rules of
+    cudnn-frontend (1.32, ``scaled_dot_product_flash_attention.h``).
+    """
+    size = row.context_size
+    try:
+        way = (
+            None if size == 1 else choose_te_way(cp_comm_type, row.num_heads, row.num_groups, size)
+        )
+    except ConfigurationError as error:
+        return str(error)
+    if way == "p2p" and row.window is not None:
+        return (
+            f"a ring of {size} context-parallel ranks needs all keys but a layer has a window of "
+            f"{row.window} tokens"
+        )
+    kernel = te_kernel(row, way, dtype=dtype, head_size=head_size)
+    if kernel is None:
+        takes = "no kernel"
+    elif kernel == "unfused":
+        takes = "only its unfused kernel, O(T²) in memory,"
+    elif kernel == "cuDNN" and any(
+        size % _PACKED_BY_CUDNN for size in (head_size, row.value_head_size or head_size)
+    ):
+        takes = (
+            f"cuDNN's kernel, which takes memory for sequences times the longest of them unless "
+            f"heads are a multiple of {_PACKED_BY_CUDNN} (NVTE_FUSED_ATTN=0 leaves flash-attn),"
+        )
+    else:
+        return None
+    heads = f"{row.num_heads} heads ({row.num_groups} groups) of {head_size}"
+    if row.value_head_size is not None:
+        heads += f" (values: {row.value_head_size})"
+    shared = "" if way is None else f" shared by {size} ranks ({way})"
+    return (
+        f"Transformer Engine has {takes} for packed rows{shared} with {heads} on this GPU "
+        "(NVTE_DEBUG=1 NVTE_DEBUG_LEVEL=2 logs why)"
+    )
+
+
+def te_kernel(
+    row: RowKind,
+    way: TEWay | None,
+    *,
+    dtype: torch.dtype,
+    head_size: int,
+    pad_between_seqs: bool = False,
+) -> str | None:
+    """The kernel that Transformer Engine's rules select for packed rows on the current device.
+
+    Args:
+        way: how ranks exchange, for a shared row.
+        pad_between_seqs: whether to ask for rows with declared padding, which we never pass.
+
+    Returns:
+        ``flash-attn`` and its version, ``cuDNN``, ``unfused``, or None if there is none.
+    """
+    from transformer_engine.pytorch.attention.dot_product_attention import utils
+
+    num_tokens = row.num_tokens // row.context_size
+    asked: dict[str, Any] = {
+        "qkv_type": torch.Tensor,
+        "qkv_dtype": dtype,
+        "qkv_layout": "thd_thd_thd",
+        "batch_size": 2,  # sequences of the row, whose number decides nothing
+        "num_heads": row.num_heads,
+        "num_gqa_groups": row.num_groups,
+        "max_seqlen_q": row.num_tokens,
+        "max_seqlen_kv": row.num_tokens,
+        "num_tokens_q": num_tokens,
+        "num_tokens_kv": num_tokens,
+        "head_dim_qk": head_size,
+        "head_dim_v": row.value_head_size or head_size,
+        "attn_mask_type": TE_MASK,
+        "window_size": window_size(row.window),
+        "bottom_right_diagonal": False,
+        "pad_between_seqs": pad_between_seqs,
+        "context_parallel": way is not None,
+        "cp_comm_type": way or "p2p",
+        "cp_size": row.context_size,
+        "deterministic": os.environ.get("NVTE_ALLOW_NONDETERMINISTIC_ALGO") == "0"
+        or torch.are_deterministic_algorithms_enabled(),
+        "core_attention_bias_requires_grad": False,
+        "softmax_scale": head_size**-0.5,
+    }
+    known = {field.name for field in fields(utils.AttentionParams)}  # fewer in older versions
+    parameters = utils.AttentionParams(
+        **{name: value for name, value in asked.items() if name in known}
+    )
+    flash, version, fused, _, unfused, _ = utils.get_attention_backend(parameters)
+    if flash:
+        return f"flash-attn {version}"
+    return "cuDNN" if fused else "unfused" if unfused else None
+
+
+@functools.cache
+def _context_stream(device: torch.device) -> Any:
+    """The stream on which Transformer Engine passes on keys and values; None without CUDA."""
+    return torch.cuda.Stream(device) if device.type == "cuda" else None
+
 
 CoreAttentionName = Literal["te", "torch", "sdpa"]
 

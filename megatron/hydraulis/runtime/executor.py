@@ -21,7 +21,7 @@ from torch import Tensor
 
 from megatron.hydraulis.data.packed_batch import PackedBatch
 from megatron.hydraulis.errors import ConfigurationError
-from megatron.hydraulis.runtime.attention import PackedRow
+from megatron.hydraulis.runtime.packed_rows import PackedRow
 from megatron.hydraulis.runtime.spans import NO_SPANS, SpanRecorder, schedule_spans
 
 LossFunction = Callable[[Tensor, Tensor], tuple[Tensor, Tensor, dict[str, Tensor]]]

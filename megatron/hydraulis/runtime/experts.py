@@ -22,8 +22,8 @@ from torch import Tensor
 
 from megatron.hydraulis.data.packed_batch import part_places
 from megatron.hydraulis.errors import ConfigurationError
-from megatron.hydraulis.runtime.attention import PackedRow, once_a_row
 from megatron.hydraulis.runtime.outcome import RoutingFigures
+from megatron.hydraulis.runtime.packed_rows import PackedRow, once_a_row
 from megatron.hydraulis.runtime.process_groups import to_device
 
 

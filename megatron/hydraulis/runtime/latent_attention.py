@@ -23,8 +23,9 @@ from megatron.core.transformer.spec_utils import build_module
 from megatron.core.transformer.transformer_config import MLATransformerConfig
 from torch import Tensor
 
-from megatron.hydraulis.runtime.attention import PackedAttention, PackedRow, once_a_row
+from megatron.hydraulis.runtime.attention import PackedAttention
 from megatron.hydraulis.runtime.packed_rope import rotate
+from megatron.hydraulis.runtime.packed_rows import PackedRow, once_a_row
 
 
 class DuplicatedLinear(torch.nn.Linear):

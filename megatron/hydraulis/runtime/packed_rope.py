@@ -28,7 +28,7 @@ from torch.autograd.function import Function, once_differentiable
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from megatron.hydraulis.errors import ConfigurationError
-from megatron.hydraulis.runtime.attention import PackedRow, once_a_row
+from megatron.hydraulis.runtime.packed_rows import PackedRow, once_a_row
 from megatron.hydraulis.runtime.process_groups import LocalGroup
 
 MARK = "takes_context_group"

@@ -47,8 +47,12 @@ def kernels_here() -> Kernels:
         FlashAttentionUtils,
     )
 
-    from megatron.hydraulis.runtime.attention_gpu import RowKind, te_kernel
-    from megatron.hydraulis.runtime.core_attention import choose, current_environment
+    from megatron.hydraulis.runtime.core_attention import (
+        RowKind,
+        choose,
+        current_environment,
+        te_kernel,
+    )
 
     found: Kernels = {}
     for has_flash in (False, True):

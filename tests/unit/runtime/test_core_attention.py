@@ -6,14 +6,16 @@ from megatron.core.transformer.enums import AttnMaskType
 
 from benchmarks.inputs import llama_shape
 from megatron.hydraulis.errors import ConfigurationError
-from megatron.hydraulis.runtime.attention_gpu import RowKind, VarlenAttention, te_obstacle
 from megatron.hydraulis.runtime.core_attention import (
     CORE_ATTENTIONS,
     MODULE_OF,
     Environment,
+    RowKind,
+    VarlenAttention,
     choose,
     current_environment,
     row_kinds,
+    te_obstacle,
 )
 from megatron.hydraulis.strategy import Pool, Strategy
 from tests.support.models import SmallModel

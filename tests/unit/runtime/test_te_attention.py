@@ -14,7 +14,7 @@ from torch import Tensor
 
 from megatron.hydraulis.errors import ConfigurationError
 from megatron.hydraulis.runtime.attention import SegmentAttention
-from megatron.hydraulis.runtime.attention_gpu import (
+from megatron.hydraulis.runtime.core_attention import (
     RowKind,
     TEAttention,
     choose_te_way,

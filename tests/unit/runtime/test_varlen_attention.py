@@ -7,7 +7,7 @@ from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from megatron.hydraulis.runtime.attention import SegmentAttention, attend_and_forget
-from megatron.hydraulis.runtime.attention_gpu import VarlenAttention
+from megatron.hydraulis.runtime.core_attention import VarlenAttention
 from tests.support.context_probes import packed, run_attention
 from tests.support.models import SmallModel
 from tests.support.varlen_stand_in import replace_kernel, varlen_attn
