@@ -38,15 +38,13 @@ is that of the stage where it is largest, because a replica runs at the pace of 
 
 import math
 from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from functools import partial
 
 from megatron.hydraulis.cluster import Cluster
 from megatron.hydraulis.cost_model.context import Exchange, exchange_of
-from megatron.hydraulis.cost_model.device import DeviceConstants
 from megatron.hydraulis.cost_model.experts import (
     EXPERT_LOAD,
-    MOST_SCORE_TENSORS,
     NUM_EXCHANGES_FORWARD,
     SAFE_EXPERT_LOAD,
     exchanged_bytes_per_token,
@@ -56,17 +54,15 @@ from megatron.hydraulis.cost_model.experts import (
     rank_load,
 )
 from megatron.hydraulis.cost_model.interface import Coefficients, usual_times_ms
-from megatron.hydraulis.cost_model.memory import MemoryModel
+from megatron.hydraulis.cost_model.memory import MemoryModel, TrainedModel
 from megatron.hydraulis.cost_model.pipeline import split_layers
-from megatron.hydraulis.cost_model.recompute import NO_RECOMPUTE, Recompute
 from megatron.hydraulis.cost_model.regrouping import FP32_BYTES, RegroupCosts
 from megatron.hydraulis.cost_model.software import TRAINING, Software
-from megatron.hydraulis.cost_model.staging import PoolFootprint
 from megatron.hydraulis.errors import ConfigurationError
-from megatron.hydraulis.model_shape import ModelShape
 from megatron.hydraulis.strategy import Scheme, Strategy
 
 _MS_PER_S = 1e3
+_SHARED = tuple(each.name for each in fields(TrainedModel))
 # A multiplication and an addition per entry of a matrix and token.
 _FLOPS_PER_ENTRY = 2
 _BACKWARD_FORWARDS = 2.0
@@ -108,53 +104,20 @@ class Term:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class AnalyticCostModel:
+class AnalyticCostModel(TrainedModel):
     """CostModel from the model's shape, device constants and cluster.
+
+    A model with experts keeps the activations of `KEPT_WITH_EXPERTS`, whatever it is to recompute.
 
     Raises ConfigurationError for a size of parameters that is not 2 or 4 bytes.
     """
 
-    shape: ModelShape
-    device: DeviceConstants
     cluster: Cluster
-    parameter_bytes: int = 2
-    """Bytes of a parameter and of an activation: 2 for bf16, 4 for fp32."""
-    sequence_parallel: bool = True
-    recompute: Recompute = NO_RECOMPUTE
-    """Which activations the backward recomputes; a model with experts keeps `KEPT_WITH_EXPERTS`."""
-    cp_comm_type: str = "p2p"
-    """How cp ranks exchange keys and values, one of `context.CP_COMM_TYPES`."""
-    qk_norms: bool = False
-    """Whether queries and keys are normalised; affects memory only."""
-    num_gate_tensors: int = 0
-    """What several kernels keep of a gated MLP; affects memory only."""
-    softmax_type: str = "vanilla"
-    """Of core attention, as in Megatron; affects memory only."""
-    has_wide_norms: bool = False
-    """Whether norms keep their inputs in fp32; affects memory only."""
-    has_te_layers: bool = False
-    """Whether layers are those of Transformer Engine; affects memory only."""
-    groups_experts: bool = False
-    """Whether a layer's experts are grouped products of Transformer Engine."""
-    fuses_rope: bool = False
-    """Whether Transformer Engine's kernel rotates queries and keys; affects memory only."""
-    has_te_attention: bool = False
-    """Whether core attention is Transformer Engine's; affects memory only."""
-    loss_chunk_tokens: int | None = None
-    """Tokens whose logits exist at the same time, None for the default; affects memory only."""
     software: Software = TRAINING
     """Kernels and their efficiencies."""
-    pool: PoolFootprint | None = None
-    """Of the job; affects memory only."""
-    router_bytes: int = 0
-    """Bytes of a router's score, 0 for those of a parameter; affects memory only."""
-    num_score_tensors: int = MOST_SCORE_TENSORS
-    """What a router keeps of scores; affects memory only."""
     expert_load: float = EXPERT_LOAD
     """Tokens of a layer's busiest expert over the mean of its experts. Limits of memory allow for
     `SAFE_EXPERT_LOAD` at least."""
-    has_optimizer: bool = True
-    """Whether the job trains; affects memory only."""
     regroup: RegroupCosts | None = None
     """Affects the overhead of strategies only."""
 
@@ -184,28 +147,10 @@ class AnalyticCostModel:
     def memory(self) -> MemoryModel:
         """The memory model of the same job."""
         return MemoryModel(
-            shape=self.shape,
-            device=self.device,
+            **{name: getattr(self, name) for name in _SHARED},
             num_ranks=self.cluster.num_ranks,
-            parameter_bytes=self.parameter_bytes,
-            sequence_parallel=self.sequence_parallel,
-            recompute=self.recompute,
-            cp_comm_type=self.cp_comm_type,
-            qk_norms=self.qk_norms,
-            num_gate_tensors=self.num_gate_tensors,
-            softmax_type=self.softmax_type,
-            has_wide_norms=self.has_wide_norms,
-            router_bytes=self.router_bytes,
-            num_score_tensors=self.num_score_tensors,
-            has_te_layers=self.has_te_layers,
-            groups_experts=self.groups_experts,
-            fuses_rope=self.fuses_rope,
-            has_te_attention=self.has_te_attention,
-            loss_chunk_tokens=self.loss_chunk_tokens,
             ranks_per_node=self.cluster.ranks_per_node,
-            pool=self.pool,
             expert_load=max(self.expert_load, SAFE_EXPERT_LOAD),
-            has_optimizer=self.has_optimizer,
             kept=None if self.software.other is None else self.software.other.kept,
         )
 

@@ -172,20 +172,21 @@ class _Token:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class MemoryModel:
-    """Memory of the ranks of one job."""
+class TrainedModel:
+    """A model on a device and how it is trained, as far as costs depend on it.
+
+    What says nothing of time affects memory only.
+    """
 
     shape: ModelShape
     device: DeviceConstants
-    num_ranks: int
-    """Ranks of the job: the canonical shards are spread over all of them."""
-    parameter_bytes: int
+    parameter_bytes: int = 2
     """Bytes of a parameter and of an activation: 2 for bf16, 4 for fp32."""
     sequence_parallel: bool = True
     recompute: Recompute = NO_RECOMPUTE
-    """Which activations the backward computes again."""
+    """Which activations the backward computes again, in time and memory."""
     cp_comm_type: str = "p2p"
-    """How cp ranks exchange keys and values, one of `context.CP_COMM_TYPES`."""
+    """How cp ranks exchange keys and values, one of `context.CP_COMM_TYPES`; time and memory."""
     qk_norms: bool = False
     """Whether queries and keys are normalised, or their latents."""
     num_gate_tensors: int = 0
@@ -197,21 +198,13 @@ class MemoryModel:
     has_te_layers: bool = False
     """Whether layers are those of Transformer Engine, in bf16."""
     groups_experts: bool = False
-    """Whether a layer's experts are grouped products of Transformer Engine."""
+    """Whether a layer's experts are grouped products of Transformer Engine; time and memory."""
     fuses_rope: bool = False
     """Whether queries and keys are rotated by Transformer Engine's kernel."""
     has_te_attention: bool = False
     """Whether core attention is that of Transformer Engine, by cuDNN in bf16."""
-    ranks_per_node: int | None = None
-    """None if all ranks are in one node."""
     pool: PoolFootprint | None = None
     """Of the job; None assumes that the scheme in question fills the job."""
-    kept: KeptMemory | None = None
-    """Of other software; None for this program."""
-    sequence_tokens: int = 0
-    """Of every sequence; affects other software that stores scores."""
-    num_micro_batches: int | None = None
-    """Of a replica in an iteration; None for many."""
     loss_chunk_tokens: int | None = None
     """Tokens whose logits exist at the same time; None for the default."""
     router_bytes: int = 0
@@ -219,10 +212,26 @@ class MemoryModel:
     that of parameters."""
     num_score_tensors: int = MOST_SCORE_TENSORS
     """What a router keeps of scores, in fp32 tensors of all experts."""
-    expert_load: float = SAFE_EXPERT_LOAD
-    """Tokens of a layer's busiest expert over the mean of its experts."""
     has_optimizer: bool = True
     """Whether the job trains; otherwise there are no gradients and moments."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class MemoryModel(TrainedModel):
+    """Memory of the ranks of one job."""
+
+    num_ranks: int
+    """Ranks of the job: the canonical shards are spread over all of them."""
+    ranks_per_node: int | None = None
+    """None if all ranks are in one node."""
+    kept: KeptMemory | None = None
+    """Of other software; None for this program."""
+    sequence_tokens: int = 0
+    """Of every sequence; affects other software that stores scores."""
+    num_micro_batches: int | None = None
+    """Of a replica in an iteration; None for many."""
+    expert_load: float = SAFE_EXPERT_LOAD
+    """Tokens of a layer's busiest expert over the mean of its experts."""
 
     @property
     def reserve_bytes(self) -> float:
