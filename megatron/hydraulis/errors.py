@@ -125,6 +125,11 @@ def listed[Item](items: Sequence[Item], *, most: int = 4, text: Callable[[Item],
     return f"{named} and {len(items) - most} more" if len(items) > most else named
 
 
+def counted(number: int, noun: str) -> str:
+    """'1 rank' or '2 ranks'."""
+    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
+
+
 def why_not_written(error: OSError, path: str | Path) -> str:
     """The reason for a message about a file; if the disk is full, with the bytes that are free."""
     reason = error.strerror or str(error)

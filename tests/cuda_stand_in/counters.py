@@ -48,8 +48,7 @@ from megatron.hydraulis.runtime.model_building import (
     ModelDefinition,
     PackedNorm,
     _with_replaced,
-    expert_layer_spec,
-    te_layer_spec,
+    upstream_layer_spec,
 )
 from megatron.hydraulis.strategy import Pool, Strategy
 from tests.cuda_stand_in.device import mark
@@ -256,7 +255,7 @@ def _config(case: Case, tp: int) -> TransformerConfig:
 
 def _layer_spec(config: TransformerConfig) -> Any:
     if config.num_moe_experts is not None:
-        return expert_layer_spec(config)
+        return upstream_layer_spec(config, use_te=False)
     return get_gpt_layer_local_spec(
         normalization="RMSNorm",
         qk_layernorm=config.multi_latent_attention,
@@ -270,7 +269,7 @@ def _ours(case: Case) -> Callable[[], object]:
     transformer = _config(case, 1)
     definition = ModelDefinition(
         transformer=transformer,
-        built_layer_spec=te_layer_spec(transformer) if case.has_te else None,
+        built_layer_spec=upstream_layer_spec(transformer, use_te=True) if case.has_te else None,
         layer_spec=_layer_spec(transformer),
         vocab_size=VOCABULARY,
         padded_vocab_size=VOCABULARY,
@@ -300,7 +299,7 @@ def _plain(case: Case) -> Callable[[], object]:
     replaced: dict[Any, Any] = {WrappedTorchNorm: PackedNorm}
     if case.same_attention:
         replaced |= {DotProductAttention: VarlenAttention, TEDotProductAttention: VarlenAttention}
-    spec = te_layer_spec(config) if case.has_te else _layer_spec(config)
+    spec = upstream_layer_spec(config, use_te=True) if case.has_te else _layer_spec(config)
     if not isinstance(spec, TransformerBlockSubmodules):
         spec = TransformerBlockSubmodules(
             layer_specs=[spec] * case.layers, layer_norm=WrappedTorchNorm

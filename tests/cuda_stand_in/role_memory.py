@@ -24,8 +24,7 @@ from megatron.hydraulis.runtime.memory import CudaMemory
 from megatron.hydraulis.runtime.memory_trial import TrialResult, run_memory_trial
 from megatron.hydraulis.runtime.model_building import (
     ModelDefinition,
-    expert_layer_spec,
-    te_layer_spec,
+    upstream_layer_spec,
 )
 from megatron.hydraulis.strategy import Pool, Scheme, Strategy
 from tests.cuda_stand_in import device
@@ -278,7 +277,7 @@ def definition_of(role: Role) -> ModelDefinition:
     return ModelDefinition(
         transformer=transformer,
         layer_spec=(
-            expert_layer_spec(transformer)
+            upstream_layer_spec(transformer, use_te=False)
             if shape.num_experts
             else get_gpt_layer_local_spec(
                 normalization=normalization,
@@ -289,7 +288,7 @@ def definition_of(role: Role) -> ModelDefinition:
         vocab_size=shape.vocab_size,
         padded_vocab_size=shape.vocab_size,
         max_sequence_length=LONGEST_TOKENS,
-        built_layer_spec=te_layer_spec(transformer) if role.has_te else None,
+        built_layer_spec=upstream_layer_spec(transformer, use_te=True) if role.has_te else None,
         core_attention=core_attention_of(role),
         tied_embeddings=shape.tied_embeddings,
         sequence_parallel=role.sequence_parallel,

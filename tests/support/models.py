@@ -25,8 +25,7 @@ from megatron.hydraulis.runtime.engine import Engine
 from megatron.hydraulis.runtime.executor import make_forward_step
 from megatron.hydraulis.runtime.model_building import (
     ModelDefinition,
-    expert_layer_spec,
-    te_layer_spec,
+    upstream_layer_spec,
 )
 from megatron.hydraulis.runtime.spans import NO_SPANS, SpanRecorder
 from megatron.hydraulis.strategy import Pool, Strategy
@@ -107,7 +106,7 @@ class SmallModel:
     def layer_spec(self, transformer: TransformerConfig) -> Any:
         """Upstream's local layers."""
         if transformer.num_moe_experts is not None:
-            return expert_layer_spec(transformer)
+            return upstream_layer_spec(transformer, use_te=False)
         return get_gpt_layer_local_spec(
             qk_layernorm=self.qk_layernorm,
             normalization=self.normalization,
@@ -121,7 +120,7 @@ class SmallModel:
         return ModelDefinition(
             transformer=transformer,
             layer_spec=self.layer_spec(transformer),
-            built_layer_spec=te_layer_spec(transformer) if has_te else None,
+            built_layer_spec=upstream_layer_spec(transformer, use_te=True) if has_te else None,
             vocab_size=self.vocab_size,
             padded_vocab_size=self.padded_vocab_size,
             max_sequence_length=256,

@@ -25,7 +25,7 @@ from megatron.hydraulis.checkpoint.manifest import (
     METADATA_NAME,
     Manifest,
 )
-from megatron.hydraulis.errors import CheckpointError
+from megatron.hydraulis.errors import CheckpointError, counted
 from megatron.hydraulis.terminal import ByteProgress, figures_table, size_text
 
 if TYPE_CHECKING:
@@ -243,7 +243,7 @@ def _print(found: FolderInspection, *, with_tensors: bool) -> None:
     if found.is_single:
         console.print(f"{found.path}: {_verdict(found.checkpoints[0])}")
     else:
-        what = _counted(len(found.checkpoints), "checkpoint")
+        what = counted(len(found.checkpoints), "checkpoint")
         console.print(f"{found.path}: {what}, latest: {found.latest or 'none'}")
         console.print(_table(found), soft_wrap=False)
     for problem in found.problems:
@@ -295,7 +295,7 @@ def _table(found: FolderInspection) -> Table:
 
 def _facts(each: Inspection) -> Iterator[tuple[str, str]]:
     writer = "this program" if each.written_by == "hydraulis" else "plain Megatron"
-    ranks = "" if each.num_ranks is None else f" on {_counted(each.num_ranks, 'rank')}"
+    ranks = "" if each.num_ranks is None else f" on {counted(each.num_ranks, 'rank')}"
     yield "written by", writer + ranks
     if each.iteration is not None:
         yield "iteration", f"{each.iteration:,}"
@@ -336,7 +336,3 @@ def _name(each: Inspection) -> str:
 
 def _dtype_name(dtype: object) -> str:
     return str(dtype).removeprefix("torch.")
-
-
-def _counted(number: int, noun: str) -> str:
-    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"

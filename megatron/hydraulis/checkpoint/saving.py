@@ -65,19 +65,17 @@ def upstream_entries(
     *,
     num_floating_point_operations: float = 0.0,
 ) -> dict[str, Any]:
-    """What Megatron needs to read a checkpoint, in any program that saves one."""
+    """What Megatron needs to read a checkpoint, in any program that saves one.
+
+    Of its arguments those that can be read without running code.
+    """
     return {
-        "args": _plain_arguments(args),
+        "args": Namespace(**{key: value for key, value in vars(args).items() if _is_plain(value)}),
         "checkpoint_version": _VERSION,
         "iteration": iteration,
         "num_floating_point_operations_so_far": num_floating_point_operations,
         "optimizer": optimizer_entry(optimizer, pool),
     }
-
-
-def _plain_arguments(args: Namespace) -> Namespace:
-    """Upstream's arguments that can be read without running code."""
-    return Namespace(**{key: value for key, value in vars(args).items() if _is_plain(value)})
 
 
 def _is_plain(value: Any) -> bool:

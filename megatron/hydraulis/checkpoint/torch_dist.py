@@ -44,24 +44,6 @@ from torch.distributed.checkpoint.utils import _create_file_view
 from megatron.hydraulis.checkpoint.manifest import METADATA_NAME, FileRecord
 from megatron.hydraulis.errors import CheckpointError
 
-__all__ = [
-    "COMMON_STATE",
-    "EXP_AVG",
-    "EXP_AVG_SQ",
-    "LAYERS",
-    "MASTER",
-    "MODEL",
-    "Piece",
-    "StoredCheckpoint",
-    "StoredTensor",
-    "WrittenFile",
-    "layer_key",
-    "object_key",
-    "renamed_norms",
-    "write_file",
-    "write_metadata",
-]
-
 LAYERS = "decoder.layers."
 """Start of the keys of tensors that have one more axis, for the layers."""
 MODEL = ""

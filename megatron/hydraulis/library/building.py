@@ -28,8 +28,7 @@ from megatron.hydraulis.runtime.core_attention import (
 from megatron.hydraulis.runtime.engine import Engine
 from megatron.hydraulis.runtime.model_building import (
     ModelDefinition,
-    expert_layer_spec,
-    te_layer_spec,
+    upstream_layer_spec,
 )
 from megatron.hydraulis.runtime.spans import NO_SPANS, SpanRecorder
 from megatron.hydraulis.strategy import Pool
@@ -119,7 +118,9 @@ def model_definition(config: HydraulisModelConfig) -> ModelDefinition:
     return ModelDefinition(
         transformer=config.transformer,
         layer_spec=_layer_spec(config),
-        built_layer_spec=te_layer_spec(config.transformer) if built_of_te else None,
+        built_layer_spec=upstream_layer_spec(config.transformer, use_te=True)
+        if built_of_te
+        else None,
         core_attention=config.core_attention,
         decays_qk_norms=config.decays_qk_norms,
         vocab_size=config.num_tokens_in_vocabulary or config.vocab_size,
@@ -146,7 +147,7 @@ def _layer_spec(config: HydraulisModelConfig) -> ModuleSpec | TransformerBlockSu
     """
     spec = config.transformer_layer_spec
     if spec is None and config.transformer.num_moe_experts is not None:
-        return expert_layer_spec(config.transformer)
+        return upstream_layer_spec(config.transformer, use_te=False)
     if spec is None:
         transformer = copy.copy(config.transformer)
         transformer.transformer_impl = "local"

@@ -49,59 +49,46 @@ class PlannedBatch:
         return num_padding_tokens / total if total else 0.0
 
 
+@dataclass(kw_only=True)
 class BatchReader:
-    """Fetches plans, checks their digest and rules, and packs the sequences of this rank.
+    """Fetches plans, checks their digest and rules, and packs the sequences of this rank."""
 
-    Args:
-        batches: the global batches, equal on every rank.
-        pool: the strategies that plans may name.
-        plan_dir: where this rank records each plan, if anywhere.
-    """
-
-    def __init__(
-        self,
-        corpus: Corpus,
-        batches: SampledBatches,
-        exchange: PlanExchange,
-        pool: Pool,
-        *,
-        limits: Limits,
-        device: torch.device,
-        plan_dir: Path | None = None,
-    ) -> None:
-        self.corpus = corpus
-        self.batches = batches
-        self._exchange = exchange
-        self._device = device
-        self._plan_dir = plan_dir
-        self._rank = dist.get_rank()
-        self._pool = pool
-        self._limits = limits
+    corpus: Corpus
+    batches: SampledBatches
+    """Equal on every rank."""
+    exchange: PlanExchange
+    """Where plans are published."""
+    pool: Pool
+    """The strategies that plans may name."""
+    limits: Limits
+    device: torch.device
+    plan_dir: Path | None = None
+    """Where this rank records each plan, if anywhere."""
 
     def read(self) -> PlannedBatch:
         """The next batch; waits for its plan. Raises PlanError, DataError."""
         iteration, batch = self.batches.iteration, self.batches.take()
         start_s = time.perf_counter()
-        published, plan_wait_s = self._exchange.fetch(iteration)
+        published, plan_wait_s = self.exchange.fetch(iteration)
         plan_fetch_s = time.perf_counter() - start_s
-        plan = checked_plan(published, batch.lengths, self._pool, self._limits)
-        if self._plan_dir is not None:
-            write_plan(self._plan_dir, iteration, plan, batch.sequence_ids)
+        plan = checked_plan(published, batch.lengths, self.pool, self.limits)
+        if self.plan_dir is not None:
+            write_plan(self.plan_dir, iteration, plan, batch.sequence_ids)
 
         def sequence_of(place: int) -> TokenSequence:
             number = batch.sequence_ids[place]
             return TokenSequence(self.corpus.tokens(number), self.corpus.token_weights(number))
 
-        share = RankShare.of(plan, self._rank, self._device, sequence_of)
+        share = RankShare.of(plan, dist.get_rank(), self.device, sequence_of)
         return PlannedBatch(batch, plan, published.digest, share, plan_wait_s, plan_fetch_s)
 
     def lower_limits(self, pool: Pool, limits: Limits, *, repeats_last: bool) -> None:
         """Read plans of lower limits from now on; see `PlannedData.lower_limits`."""
         if repeats_last:
             self.batches.put_back()
-        self._exchange.restart()
-        self._pool = pool
-        self._limits = limits
+        self.exchange.restart()
+        self.pool = pool
+        self.limits = limits
 
 
 @dataclass(frozen=True)

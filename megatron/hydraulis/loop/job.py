@@ -536,10 +536,10 @@ class Job:
             )
             plan_dir = hydraulis.plan_dir if is_training else None
         reader = BatchReader(
-            corpus,
-            batches,
-            exchange,
-            planning.pool,
+            corpus=corpus,
+            batches=batches,
+            exchange=exchange,
+            pool=planning.pool,
             limits=planning.limits,
             device=device_of_job(),
             plan_dir=plan_dir,

@@ -33,7 +33,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from megatron.hydraulis.errors import ConfigurationError, HydraulisError, listed
+from megatron.hydraulis.errors import ConfigurationError, HydraulisError, counted, listed
 from megatron.hydraulis.library.devices import constants_of_this_rank
 from megatron.hydraulis.loop.startup import (
     MAX_NAMED,
@@ -120,7 +120,7 @@ def run(namespace: argparse.Namespace) -> int:
     if dist.get_rank() == 0:
         counts = Counter(hosts)
         print(
-            f"preflight: {len(hosts)} ranks on {len(counts)} host{'s' * (len(counts) != 1)} "
+            f"preflight: {len(hosts)} ranks on {counted(len(counts), 'host')} "
             f"({', '.join(f'{host}: {count}' for host, count in counts.items())}), "
             f"{own.device}, torch {own.torch}, megatron-core {own.megatron_core}"
         )

@@ -44,7 +44,14 @@ from megatron.hydraulis.loop.plan_feed import PlanFeed
 from megatron.hydraulis.observability.records import REFITTED_PROFILE_FILE_NAME
 from megatron.hydraulis.planner.plan import IterationPlan
 from megatron.hydraulis.planner.replica_plan import ContextGroup, ReplicaPlan
-from megatron.hydraulis.runtime.spans import COMPUTE, HOST, CudaClock, MemoryRecorder, RecordedSpan
+from megatron.hydraulis.runtime.spans import (
+    COMPUTE,
+    HOST,
+    NO_TRACKS,
+    CudaClock,
+    MemoryRecorder,
+    RecordedSpan,
+)
 from megatron.hydraulis.strategy import Pool, Scheme, Strategy
 
 _NUM_SLOTS = 4
@@ -54,7 +61,6 @@ _NS_PER_MS = 1e6
 _MS_PER_S = 1e3
 _LEAST_MS = 1e-6
 """A clock's nanosecond: a prediction of 0 is wrong by a large factor, not by an infinite one."""
-_NO_TRACKS: frozenset[str] = frozenset()
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -77,10 +83,6 @@ class RefitSettings:
     6 sizes in 3 packings by default (`survey.grid`)."""
 
     def __post_init__(self) -> None:
-        if self.drift <= 0.0:
-            raise ConfigurationError(
-                f"the drift to report must be positive but is {self.drift}; give 0.1 for a tenth"
-            )
         if self.min_iterations < 2:
             raise ConfigurationError(
                 f"a gain is compared with its standard error, which takes at least 2 iterations, "
@@ -117,11 +119,9 @@ class RefittedCostModel:
         return self.base.coefficients(scheme) if found is None else found
 
     def max_tokens(self, scheme: Scheme) -> int:
-        """The base's."""
         return self.base.max_tokens(scheme)
 
     def overhead_ms(self, strategy: Strategy) -> float:
-        """The measured one."""
         found = dict(self.overheads_ms).get(strategy.name)
         return self.base.overhead_ms(strategy) if found is None else found
 
@@ -146,8 +146,8 @@ class RefittedCostModel:
             for scheme in whole.group_schemes
             if scheme.cp == whole.cp or self._knows(scheme)
         )
-        base = self.base
-        assumed = base.assumed_schemes(pool) if isinstance(base, ProfileCostModel) else ()
+        measured = self.base if isinstance(self.base, ProfileCostModel) else None
+        assumed = () if measured is None else measured.assumed_schemes(pool)
         return ProfileCostModel(
             device=device,
             source=source,
@@ -169,16 +169,9 @@ class RefittedCostModel:
                     regroup_ms=self.overhead_ms(strategy),
                 )
                 for strategy in pool.strategies
-                if self._is_measured(strategy)
+                if strategy.name in dict(self.overheads_ms)
+                or (measured is not None and measured.measured_overhead_ms(strategy) is not None)
             ),
-        )
-
-    def _is_measured(self, strategy: Strategy) -> bool:
-        if strategy.name in dict(self.overheads_ms):
-            return True
-        base = self.base
-        return (
-            isinstance(base, ProfileCostModel) and base.measured_overhead_ms(strategy) is not None
         )
 
     def _knows(self, scheme: Scheme) -> bool:
@@ -261,8 +254,7 @@ class _Place:
 class OnlineRefit:
     """Turns the times of iterations into coefficients and reports; reads no clock.
 
-    Args:
-        base: the cost model that the run began with.
+    The run began with ``base``.
     """
 
     def __init__(self, base: CostModel, settings: RefitSettings | None = None) -> None:
@@ -348,7 +340,12 @@ class OnlineRefit:
     def news(self) -> list[str]:
         """Changes since the last call: whether plans follow the refitted times, drift that began,
         changed or ended, and ranks that became slow or are no longer slow."""
-        return [*self._news_of_verdict(), *self._news_of_drift(), *self._news_of_ranks()]
+        verdict = self._verdict
+        news = [*self._news_of_drift(), *self._news_of_ranks()]
+        if verdict is not None and verdict.is_better != self._reported_verdict:
+            self._reported_verdict = verdict.is_better
+            news.insert(0, str(verdict))
+        return news
 
     def _candidate(self) -> RefittedCostModel:
         """Fitted to the iterations that are not held out."""
@@ -452,23 +449,18 @@ class OnlineRefit:
         """Median of measured over profiled time, for the schemes that ran often enough."""
         found = {}
         for scheme, window in self._samples.items():
-            samples = [sample for _, each in window for sample in each]
-            if len(window) < self._settings.min_iterations or not samples:
+            if len(window) < self._settings.min_iterations:
                 continue
             coefficients = self._base.coefficients(scheme)
             ratios = [
                 sample.time_ms / predicted_ms
+                for _, samples in window
                 for sample in samples
                 if (predicted_ms := sample.predicted_ms(coefficients)) > 0.0
             ]
             if ratios:
                 found[scheme] = statistics.median(ratios)
         return found
-
-    def _news_of_verdict(self) -> Iterator[str]:
-        if self._verdict is not None and self._verdict.is_better != self._reported_verdict:
-            self._reported_verdict = self._verdict.is_better
-            yield str(self._verdict)
 
     def _news_of_drift(self) -> Iterator[str]:
         limit = self._settings.drift
@@ -575,15 +567,6 @@ def _slowest_stage_ms(
     )
 
 
-@dataclass(frozen=True)
-class _Trained:
-    """An iteration whose times have not been read yet."""
-
-    iteration: int
-    plan: IterationPlan
-    iteration_ms: float
-
-
 class RunRefit:
     """``--refit-cost-profile``: ranks measure micro-batches, rank 0 fits times and plans by them.
 
@@ -621,8 +604,9 @@ class RunRefit:
         )
         self.spans = MemoryRecorder(CudaClock() if has_cuda else None)
         """Records the engine's work on this rank."""
-        self.spans.tracks = _NO_TRACKS
-        self._before: _Trained | None = None
+        self.spans.tracks = NO_TRACKS
+        self._before: tuple[int, IterationPlan, float] | None = None
+        """Number, plan and ms of an iteration whose times have not been read yet."""
 
     def begin(self) -> None:
         """Measure the iteration that begins."""
@@ -639,7 +623,7 @@ class RunRefit:
 
         Plans that rank 0's feed requests from now on use them.
         """
-        self.spans.tracks = _NO_TRACKS
+        self.spans.tracks = NO_TRACKS
         own_ms = micro_batch_times_ms(self.spans.take(), len(planned.share.micro_batches))
         message = json.dumps({"iteration": iteration, "times_ms": own_ms})
         self._store.set(_key(iteration, self._rank), message)
@@ -647,11 +631,11 @@ class RunRefit:
             return
         before = self._before
         iteration_ms = (iteration_time_s - planned.plan_wait_s) * _MS_PER_S
-        self._before = _Trained(iteration, planned.plan, iteration_ms)
-        if before is None or not self._refit.add(self._times_of(before)):
+        self._before = iteration, planned.plan, iteration_ms
+        if before is None or not self._refit.add(self._times_of(*before)):
             return
         for line in self._refit.news():
-            print(f"iteration {before.iteration}: {line}", flush=True)
+            print(f"iteration {before[0]}: {line}", flush=True)
         assert feed is not None
         planning = replace(self._current(), cost_model=self._refit.refitted())
         feed.replace_planner(*planners(planning, self._hydraulis))
@@ -683,15 +667,15 @@ class RunRefit:
             ) from error
         print(self._refit.verdict, flush=True)
 
-    def _times_of(self, trained: _Trained) -> IterationTimes:
-        keys = [_key(trained.iteration, rank) for rank in range(self._num_ranks)]
+    def _times_of(self, iteration: int, plan: IterationPlan, iteration_ms: float) -> IterationTimes:
+        keys = [_key(iteration, rank) for rank in range(self._num_ranks)]
         messages = [json.loads(value) for value in self._store.multi_get(keys)]
-        assert {message["iteration"] for message in messages} == {trained.iteration}
+        assert {message["iteration"] for message in messages} == {iteration}
         return IterationTimes(
-            plan=trained.plan,
-            strategy=self._pool.strategy(trained.plan.strategy),
+            plan=plan,
+            strategy=self._pool.strategy(plan.strategy),
             rank_times_ms={rank: message["times_ms"] for rank, message in enumerate(messages)},
-            iteration_ms=trained.iteration_ms,
+            iteration_ms=iteration_ms,
         )
 
 

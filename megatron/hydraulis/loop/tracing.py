@@ -25,7 +25,13 @@ from megatron.hydraulis.observability.trace import (
 )
 from megatron.hydraulis.planner.plan import IterationPlan
 from megatron.hydraulis.runtime.process_groups import of_all_ranks
-from megatron.hydraulis.runtime.spans import ALL_TRACKS, REGROUP, CudaClock, MemoryRecorder
+from megatron.hydraulis.runtime.spans import (
+    ALL_TRACKS,
+    NO_TRACKS,
+    REGROUP,
+    CudaClock,
+    MemoryRecorder,
+)
 
 NUM_BARRIERS = 8
 """Barriers to compare clocks by; each can only narrow the bounds."""
@@ -35,7 +41,6 @@ MERGE_PATIENCE = timedelta(seconds=30)
 
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 _NS_PER_US = 1e3
-_NO_TRACKS: frozenset[str] = frozenset()
 
 
 class RunTrace:
@@ -71,14 +76,14 @@ class RunTrace:
         self._writer = TraceWriter(rank_file(folder, self._rank))
         self.spans = MemoryRecorder(CudaClock() if has_cuda else None)
         """Records the work of engine and data, in traced iterations only."""
-        self.spans.tracks = _NO_TRACKS
+        self.spans.tracks = NO_TRACKS
 
     def expect(self, iteration: int) -> None:
         """Record from now on if this iteration, which is about to begin, is traced."""
         if self._window is None:
             self._window = TraceWindow.starting_at(iteration)
         self._is_traced = iteration in self._window
-        self.spans.tracks = ALL_TRACKS if self._is_traced else _NO_TRACKS
+        self.spans.tracks = ALL_TRACKS if self._is_traced else NO_TRACKS
         self.spans.common_detail = {"iteration": iteration}
 
     @contextmanager
@@ -102,7 +107,7 @@ class RunTrace:
         assert self._window is not None
         # Not earlier: gathers for the next iteration may begin between two traced ones.
         if iteration == self._window.last:
-            self.spans.tracks = _NO_TRACKS
+            self.spans.tracks = NO_TRACKS
             self._writer.close()
 
     def close(self, *, merges: bool) -> None:

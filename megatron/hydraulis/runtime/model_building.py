@@ -434,17 +434,11 @@ class PackedNorm:
         return norm
 
 
-def expert_layer_spec(config: TransformerConfig) -> TransformerBlockSubmodules:
-    """Upstream's local layers of a model with experts, which may differ from layer to layer."""
-    return _upstream_layers(config, use_te=False)
+def upstream_layer_spec(config: TransformerConfig, *, use_te: bool) -> TransformerBlockSubmodules:
+    """Upstream's layers, local or of Transformer Engine's modules, which that needs.
 
-
-def te_layer_spec(config: TransformerConfig) -> TransformerBlockSubmodules:
-    """Upstream's layers of Transformer Engine's modules. Needs Transformer Engine."""
-    return _upstream_layers(config, use_te=True)
-
-
-def _upstream_layers(config: TransformerConfig, *, use_te: bool) -> TransformerBlockSubmodules:
+    In a model with experts they may differ from layer to layer.
+    """
     layers = get_gpt_decoder_layer_specs(
         config, use_transformer_engine=use_te, normalization=config.normalization
     )

@@ -17,6 +17,7 @@ from megatron.hydraulis.errors import HydraulisError
 
 COMPUTE, REGROUP, HOST = "compute", "regroup", "host"
 ALL_TRACKS = frozenset((COMPUTE, REGROUP, HOST))
+NO_TRACKS: frozenset[str] = frozenset()
 
 TRACK_OF_SPAN = {
     "forward": COMPUTE,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -50,41 +50,27 @@ class StrategyRuntime:
         return 0 if self.bound is None else self.bound.arena.num_elements
 
 
+@dataclass
 class StrategyRuntimes:
-    """The runtimes of all strategies of a pool on this rank, each built at first use.
+    """The runtimes of all strategies of a pool on this rank, each built at first use."""
 
-    Args:
-        groups: has the groups of all strategies.
-        memory: that all models are bound to.
-        dtype: in which parameters travel.
-        gradient_dtype: in which gradients travel.
-        routers: that the routers of all models share; None without experts.
-    """
-
-    def __init__(
-        self,
-        definition: ModelDefinition,
-        pool: Pool,
-        groups: GroupRegistry,
-        layout: CanonicalLayout,
-        shards: CanonicalShards,
-        memory: ArenaMemory,
-        dtype: torch.dtype,
-        gradient_dtype: torch.dtype,
-        routers: RouterState | None,
-    ) -> None:
-        self._definition = definition
-        self._pool = pool
-        self._groups = groups
-        self._layout = layout
-        self._shards = shards
-        self._memory = memory
-        self._dtype = dtype
-        self._gradient_dtype = gradient_dtype
-        self._routers = routers
-        self._built: dict[str, StrategyRuntime] = {}
-        self._bound_roles: dict[object, BoundRole] = {}
-        self._is_training = True
+    definition: ModelDefinition
+    pool: Pool
+    groups: GroupRegistry
+    """Has the groups of all strategies."""
+    layout: CanonicalLayout
+    shards: CanonicalShards
+    memory: ArenaMemory
+    """That all models are bound to."""
+    dtype: torch.dtype
+    """In which parameters travel."""
+    gradient_dtype: torch.dtype
+    """In which gradients travel."""
+    routers: RouterState | None
+    """That the routers of all models share; None without experts."""
+    _built: dict[str, StrategyRuntime] = field(default_factory=dict, init=False)
+    _bound_roles: dict[object, BoundRole] = field(default_factory=dict, init=False)
+    _is_training: bool = field(default=True, init=False)
 
     def __contains__(self, strategy_name: str) -> bool:
         """Whether it is built."""
@@ -93,7 +79,7 @@ class StrategyRuntimes:
     def of(self, strategy_name: str) -> StrategyRuntime:
         """The runtime of a strategy; no collective."""
         if strategy_name not in self._built:
-            self._built[strategy_name] = self._build(self._pool.strategy(strategy_name))
+            self._built[strategy_name] = self._build(self.pool.strategy(strategy_name))
         return self._built[strategy_name]
 
     def set_training(self, training: bool) -> None:
@@ -103,24 +89,24 @@ class StrategyRuntimes:
             bound.model.model.train(training)
 
     def _build(self, strategy: Strategy) -> StrategyRuntime:
-        roles = self._definition.roles_of(strategy)
+        roles = self.definition.roles_of(strategy)
         role = roles[dist.get_rank()]
         bound = None if role is None else self._bound_role(strategy, role)
         regrouper = Regrouper(
-            self._layout,
+            self.layout,
             roles,
-            self._shards,
+            self.shards,
             None if bound is None else bound.arena,
-            wire_dtype=self._dtype,
-            gradient_dtype=self._gradient_dtype,
-            group=self._groups.regroup,
-            ranks_per_node=self._pool.ranks_per_node,
+            wire_dtype=self.dtype,
+            gradient_dtype=self.gradient_dtype,
+            group=self.groups.regroup,
+            ranks_per_node=self.pool.ranks_per_node,
         )
         return StrategyRuntime(strategy, bound, regrouper)
 
     def _bound_role(self, strategy: Strategy, role: Role) -> BoundRole:
         """The model of the role, shared by strategies that give this rank the same neighbours."""
-        groups = self._groups.collection(strategy)
+        groups = self.groups.collection(strategy)
         assert groups is not None
         replica = strategy.replica_of(dist.get_rank())
         is_uneven = replica is not None and replica.scheme.ep > 1 and replica.scheme.splits_cp
@@ -129,12 +115,12 @@ class StrategyRuntimes:
         key = (role, is_uneven, *ranks)
         found = self._bound_roles.get(key)
         if found is None:
-            definition = self._definition
+            definition = self.definition
             definition = definition.for_uneven_columns if is_uneven else definition
-            found = BoundRole(definition, role, groups, self._layout, self._memory)
+            found = BoundRole(definition, role, groups, self.layout, self.memory)
             found.model.model.train(self._is_training)
-            if self._routers is not None:
-                self._routers.attach(found.model.model)
+            if self.routers is not None:
+                self.routers.attach(found.model.model)
             self._bound_roles[key] = found
         return found
 

@@ -14,7 +14,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 
-from megatron.hydraulis.errors import StrategyError
+from megatron.hydraulis.errors import StrategyError, counted
 from megatron.hydraulis.strategy.scheme import Replica, Scheme, place
 
 _AXES = ("tp", "cp", "ep", "pp")
@@ -222,10 +222,6 @@ def place_terms(
         raise StrategyError(f"strategy {label!r}: {error}") from None
 
 
-def _plural(num: int, noun: str) -> str:
-    return f"{num} {noun}" if num == 1 else f"{num} {noun}s"
-
-
 def _check_num_ranks(terms: Iterable[Term], num_ranks: int, label: str) -> None:
     num_replicas = num_used = num_idle = 0
     for term in terms:
@@ -240,21 +236,21 @@ def _check_num_ranks(terms: Iterable[Term], num_ranks: int, label: str) -> None:
             num_used += term.num_copies * term.scheme.num_ranks
     num_named = num_used + num_idle
     use = "uses" if num_replicas == 1 else "use"
-    what = f"{_plural(num_replicas, 'replica')} {use} {_plural(num_used, 'rank')}"
+    what = f"{counted(num_replicas, 'replica')} {use} {counted(num_used, 'rank')}"
     if num_idle:
         what += f", {num_idle} more {'is' if num_idle == 1 else 'are'} idle,"
     if num_named > num_ranks:
         fix = "remove idle ranks" if num_used <= num_ranks else "remove a replica"
         raise StrategyError(
             f"strategy {label!r}: {what} but the job has {num_ranks}; "
-            f"{fix} or start {_plural(num_named, 'rank')}"
+            f"{fix} or start {counted(num_named, 'rank')}"
         )
     if num_named < num_ranks:
         num_missing = num_ranks - num_named
         idle = "idle" if num_missing == 1 else f"{num_missing}*idle"
         raise StrategyError(
             f"strategy {label!r}: {what} but the job has {num_ranks}, all to be used or named "
-            f"idle; append '+{idle}', add a replica or start {_plural(num_named, 'rank')}"
+            f"idle; append '+{idle}', add a replica or start {counted(num_named, 'rank')}"
         )
 
 

@@ -83,10 +83,10 @@ def data(store: dist.Store, planner: SlowFirst, monkeypatch: pytest.MonkeyPatch)
     batches = SampledBatches(cast(Any, Sampler()))
     exchange = PlanExchange(store, "train")
     reader = BatchReader(
-        cast(Any, None),
-        batches,
-        exchange,
-        POOL,
+        corpus=cast(Any, None),
+        batches=batches,
+        exchange=exchange,
+        pool=POOL,
         limits=Limits(MODEL),
         device=torch.device("cpu"),
     )

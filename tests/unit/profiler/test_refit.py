@@ -226,11 +226,6 @@ def test_rows_that_were_assumed_stay_assumed_unless_they_are_fitted() -> None:
     assert profile.assumed_schemes(pool) == (Scheme(tp=2),)
 
 
-def test_the_drift_limit_is_positive() -> None:
-    with pytest.raises(ConfigurationError, match="positive but is 0"):
-        RefitSettings(drift=0.0)
-
-
 def test_a_standard_error_takes_two_iterations() -> None:
     with pytest.raises(ConfigurationError, match=r"at least 2 iterations, .* is 1; give"):
         RefitSettings(min_iterations=1)

@@ -415,12 +415,10 @@ def model_from_arguments(
     has_llama3 = bool(arguments.get("use_rope_scaling"))
     interpolation = "rotary_seq_len_interpolation_factor"
     has_linear_biases = bool(given.value("add_bias_linear"))
-    # Earlier versions of Megatron name it as their flag does.
-    epsilon_name = "norm_epsilon" if "norm_epsilon" in arguments else "layernorm_epsilon"
     return HuggingFaceModel(
         **sizes,
         vocab_size=vocab_size,
-        norm_epsilon=given.number(epsilon_name),
+        norm_epsilon=given.number("layernorm_epsilon"),
         llama3_factor=given.number("rope_scaling_factor") if has_llama3 else None,
         interpolation_factor=given.number(interpolation) if given.has(interpolation) else None,
         tied_embeddings=not given.value("untie_embeddings_and_output_weights"),
