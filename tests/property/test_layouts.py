@@ -3,7 +3,7 @@
 from dataclasses import fields, replace
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from megatron.hydraulis.cost_model.layouts import (
@@ -121,8 +121,43 @@ def test_more_sequences_take_longer_and_need_no_more_memory_once_the_pipeline_is
         assert predict(more, how).memory == predict(of, how).memory
 
 
+# Replicas of one column and those of two that share experts round to other shares of the forward.
+SHARED_EXPERTS = (
+    FixedLengthJob(
+        shape=ModelShape(
+            num_layers=8,
+            hidden_size=2048,
+            ffn_hidden_size=6144,
+            num_attention_heads=16,
+            num_query_groups=16,
+            kv_channels=128,
+            vocab_size=32_000,
+            gated_mlp=False,
+            tied_embeddings=False,
+            num_experts=16,
+            num_expert_layers=1,
+            experts_per_token=1,
+            expert_ffn_hidden_size=1024,
+        ),
+        num_ranks=32,
+        sequence_tokens=512,
+        num_sequences=8,
+    ),
+    Layout(
+        micro_batch_size=1,
+        tp=4,
+        pp=2,
+        ep=8,
+        kernel=TRAINING.name,
+        sequence_parallel=True,
+        recomputes_layers=True,
+    ),
+)
+
+
 @settings(max_examples=40)
 @given(cases())
+@example(SHARED_EXPERTS)
 def test_a_step_takes_as_long_as_an_iteration_of_the_simulator(
     case: tuple[FixedLengthJob, Layout],
 ) -> None:

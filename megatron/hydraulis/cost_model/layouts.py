@@ -258,7 +258,8 @@ def step_time(
     model, scheme = cost_model_of(job, layout, device, software), layout.scheme
     num_tokens = layout.micro_batch_size * job.sequence_tokens
     lengths = [job.sequence_tokens] * layout.micro_batch_size
-    coefficients = StageCosts(model, job.shape).coefficients(scheme)
+    costs = StageCosts(model, job.shape)
+    coefficients = costs.coefficients(scheme)
     squares = sum(map(coefficients[0].squared, lengths))
     causes = {"expert_copies": 0.0, "expert_parallel": 0.0}
     for terms in model.terms_by_stage(scheme):
@@ -267,7 +268,9 @@ def step_time(
     stages_ms = [each.time_ms(lengths) for each in coefficients]
     num_micro_batches = layout.num_micro_batches(job)
     slowest_s = max(stages_ms) / _MS_PER_S
-    share = coefficients[0].forward_share
+    # Replicas that share experts are one of waves: its scheme has the share that plans use.
+    of_replica = layout.strategy(job).schemes[0] if layout.ep > 1 else scheme
+    share = costs.coefficients(of_replica)[0].forward_share
     busy_s = equal_micro_batches_time_ms(stages_ms, num_micro_batches, share) / _MS_PER_S
     other, wait_s = model.software.other, 0.0
     if other is not None:
