@@ -42,7 +42,7 @@ _MANY_SEQUENCES = 256
 # The estimate stops after so many numbers of micro-batches without improvement.
 _MAX_FRUITLESS = 2
 # Orders of long micro-batches that a thorough packing tries, and packings that it improves.
-_NUM_ORDERS = 6
+_NUM_ORDERS = 4
 _NUM_IMPROVED = 3
 # Cost of assigning one sequence in all shapes tried for a pipeline, in the unit of Effort.
 _DEALING_EFFORT = 1000.0
