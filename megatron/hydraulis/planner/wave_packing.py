@@ -13,6 +13,7 @@ exact 1F1B decides.
 
 import itertools
 import math
+from bisect import bisect_left
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -126,8 +127,16 @@ class LengthTable:
             for works, least in zip(self.works_ms, self.least_size, strict=True)
         ]
         """Of each length, the least column time that a sequence takes; 0 if no size holds it."""
-        self.least_work_ms = [min(of_length) for of_length in self.works_ms]
-        self.least_tokens = [min(of_length) for of_length in self.tokens]
+        # By size, rising, for bisection.
+        self._negative_works_ms: list[list[float]] = [(-of_size).tolist() for of_size in works_ms]
+        self._negative_tokens: list[list[int]] = [(-of_size).tolist() for of_size in tokens]
+
+    def first_within(self, size_index: int, work_ms: float, num_tokens: int) -> int:
+        """The place of the longest length that takes at most this on a size."""
+        return max(
+            bisect_left(self._negative_works_ms[size_index], -work_ms),
+            bisect_left(self._negative_tokens[size_index], -num_tokens),
+        )
 
     def counts(self, lengths: Sequence[int]) -> Counts:
         """Number of sequences of each length."""
@@ -148,61 +157,58 @@ def fill_wave(
     num_sizes, rooms = table.num_sizes, table.rooms
     work_rooms_ms = [most_ms - c_ms for c_ms in table.constants_ms]
     groups: list[OpenGroup] = []
+    # The first place of the table that each group has room for: it has for all after it.
+    firsts: list[int] = []
     left = [0] * len(counts)
     free = table.costs.width
-    # Most that an open group has room for once no columns are free.
-    most_room_ms, most_room_tokens = math.inf, math.inf
-    for place, count in enumerate(counts):
-        if not count:
-            continue
-        if (
-            table.least_work_ms[place] > most_room_ms
-            or table.least_tokens[place] > most_room_tokens
-        ):
-            if takes_all:
+    place, end = 0, len(counts)
+    while place < end:
+        if not free and (first := min(firsts)) > place:
+            left[place:first] = counts[place:first]
+            if takes_all and any(left[place:first]):
                 return None
-            left[place] = count
+            place = first
             continue
-        works, tokens = table.works_ms[place], table.tokens[place]
-        num = count
-        # The least size that runs it within the time.
-        size_index = table.least_size[place]
-        while size_index < num_sizes and works[size_index] > work_rooms_ms[size_index]:
-            size_index += 1
+        num = counts[place]
+        if num:
+            works, tokens = table.works_ms[place], table.tokens[place]
+            # The least size that runs it within the time.
+            size_index = table.least_size[place]
+            while size_index < num_sizes and works[size_index] > work_rooms_ms[size_index]:
+                size_index += 1
         while num:
-            best: OpenGroup | None = None
+            best = -1
             best_room_ms = most_ms
-            for group in groups:
-                index = group.size_index
-                room_ms = most_ms - group.time_ms - works[index]
-                if (
-                    0.0 <= room_ms < best_room_ms
-                    and group.num_tokens + tokens[index] <= rooms[index]
-                ):
-                    best, best_room_ms = group, room_ms
-            if best is None:
+            for member, group in enumerate(groups):
+                if firsts[member] <= place:
+                    room_ms = most_ms - group.time_ms - works[group.size_index]
+                    if room_ms < best_room_ms:
+                        best, best_room_ms = member, room_ms
+            if best < 0:
                 if size_index >= num_sizes or free < 1 << size_index:
                     break
                 free -= 1 << size_index
-                best = OpenGroup(size_index, table.constants_ms[size_index], 0)
-                groups.append(best)
-            index = best.size_index
+                best = len(groups)
+                groups.append(OpenGroup(size_index, table.constants_ms[size_index], 0))
+                firsts.append(place)
+            group = groups[best]
+            index = group.size_index
             fitting = 1
             if num > 1:
-                fitting = min(num, (rooms[index] - best.num_tokens) // tokens[index])
+                fitting = min(num, (rooms[index] - group.num_tokens) // tokens[index])
                 if works[index] > 0.0:
-                    fitting = max(1, min(fitting, int((most_ms - best.time_ms) / works[index])))
-            best.time_ms += fitting * works[index]
-            best.num_tokens += fitting * tokens[index]
-            best.counts[place] = best.counts.get(place, 0) + fitting
+                    fitting = max(1, min(fitting, int((most_ms - group.time_ms) / works[index])))
+            group.time_ms += fitting * works[index]
+            group.num_tokens += fitting * tokens[index]
+            group.counts[place] = group.counts.get(place, 0) + fitting
             num -= fitting
-        if num:
-            if takes_all:
-                return None
-            left[place] = num
-            if not free and (num < count or most_room_ms == math.inf):
-                most_room_ms = max(most_ms - group.time_ms for group in groups)
-                most_room_tokens = max(rooms[g.size_index] - g.num_tokens for g in groups)
+            firsts[best] = table.first_within(
+                index, most_ms - group.time_ms, rooms[index] - group.num_tokens
+            )
+        if num and takes_all:
+            return None
+        left[place] = num
+        place += 1
     if not groups:
         return None
     busy_ms = max(group.time_ms for group in groups)
