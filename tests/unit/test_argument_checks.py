@@ -287,6 +287,11 @@ _BAD_INPUT = [
         ["--expert-model-parallel-size is 8 and --num-experts 4", "use a size that divides 4"],
     ),
     (
+        f"{_EXPERTS} --expert-model-parallel-size 4 --expert-tensor-parallel-size 3",
+        (),
+        ["--expert-model-parallel-size 4 times --expert-tensor-parallel-size 3", "divides 8"],
+    ),
+    (
         f"{_EXPERTS} --context-parallel-size 3 --expert-model-parallel-size 2",
         (),
         ["strategy of cp3 alone: replicas of 3 ranks do not fill the job's 8", "start 6"],

@@ -169,6 +169,7 @@ def test_megatrons_sizes_become_equal_replicas() -> None:
 def test_ranks_hold_as_many_experts_as_in_megatron(
     layout: MegatronLayout, num_ranks: int, strategy: str
 ) -> None:
+    layout.check_ranks(num_ranks)
     found = layout.strategy(num_ranks)
     assert str(found) == strategy
     assert not layout.note(found.schemes[0])
@@ -180,19 +181,34 @@ def test_ranks_hold_as_many_experts_as_in_megatron(
         (MegatronLayout(tp=2, ep=8, num_experts=8), 16, "2*tp2cp4~ep8", ("1/16", "1/8")),
         (MegatronLayout(ep=3, num_experts=12), 9, "9*tp1", ("1/3", "all")),
         (MegatronLayout(tp=4, ep=3, num_experts=3), 12, "3*tp4", ("1/12", "1/4")),
-        (MegatronLayout(tp=2, ep=6, num_experts=6), 8, "4*tp2ep2", ("1/12", "1/2")),
         (MegatronLayout(tp=2, ep=2, num_experts=8), 2, "tp2ep2", ("1/4", "1/2")),
     ],
 )
 def test_ranks_that_hold_more_experts_than_in_megatron_are_named(
     layout: MegatronLayout, num_ranks: int, strategy: str, shares: tuple[str, str]
 ) -> None:
+    layout.check_ranks(num_ranks)
     found = layout.strategy(num_ranks)
     assert str(found) == strategy
     note = layout.note(found.schemes[0])
     there, here = shares
     assert f"in Megatron a rank holds {there} of" in note
     assert f"in {found.schemes[0]} {here}, the nearest" in note
+
+
+@pytest.mark.parametrize(
+    ("layout", "num_ranks", "numbers"),
+    [
+        (MegatronLayout(tp=2, ep=2, etp=3, num_experts=8), 4, "groups of 6 .* 2 times .*-size 3"),
+        (MegatronLayout(ep=8, num_experts=8), 4, r"groups of 8 .*-size 8\) .* start 8 "),
+        (MegatronLayout(tp=2, pp=2, ep=6, num_experts=6), 16, "has 8 ranks; .* start 12 "),
+    ],
+)
+def test_sizes_of_experts_that_megatron_refuses(
+    layout: MegatronLayout, num_ranks: int, numbers: str
+) -> None:
+    with pytest.raises(StrategyError, match=numbers):
+        layout.check_ranks(num_ranks)
 
 
 def test_replica_of() -> None:

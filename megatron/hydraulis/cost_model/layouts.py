@@ -25,7 +25,7 @@ from megatron.hydraulis.cost_model.software import TRAINING, OtherTraining, Soft
 from megatron.hydraulis.errors import ConfigurationError, StrategyError
 from megatron.hydraulis.model_shape import ModelShape
 from megatron.hydraulis.strategy import Scheme, Strategy
-from megatron.hydraulis.strategy.strategy import RANKS_PER_NODE
+from megatron.hydraulis.strategy.strategy import RANKS_PER_NODE, replica_scheme
 
 _MS_PER_S = 1e3
 # Gradients in bf16 twice (reduce-scatter, all-gather), parameters once.
@@ -389,9 +389,7 @@ def _data_parallel_s(
 
 @lru_cache
 def _strategy(shape: ModelShape, scheme: Scheme, num_ranks: int, ranks_per_node: int) -> Strategy:
-    replica = scheme.as_replica
-    if replica != scheme:
-        replica = replace(replica, splits_cp=True)
+    replica = replica_scheme(tp=scheme.tp, pp=scheme.pp, ep=scheme.ep)
     num_replicas, rest = divmod(num_ranks, replica.num_ranks)
     if rest or not num_replicas:
         raise StrategyError(

@@ -3,6 +3,7 @@
 import argparse
 import dataclasses
 import itertools
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -134,6 +135,11 @@ def run(namespace: argparse.Namespace) -> int:
     if faster:
         title = f"would be faster than the first, but out of memory ({len(faster)}), least first"
         console.print(_table(title, faster[: namespace.top], has_ep=has_ep))
+    if has_ep:
+        console.print(
+            "ep: ranks that hold a layer's experts together, each expert whole: Megatron's "
+            "--expert-model-parallel-size with --expert-tensor-parallel-size 1; at 1 tp cuts them"
+        )
     console.print(
         f"{len(search.rejected)} layouts are out of memory, {len(search.refused)} cannot be run: "
         f"--json lists them"
@@ -304,8 +310,9 @@ def _degrees(job: FixedLengthJob, refused: list[Refusal]) -> Iterator[tuple[int,
         for pp in range(1, job.num_ranks // tp + 1):
             if (job.num_ranks // tp) % pp or not divides(tp, pp, 1):
                 continue
-            for ep in powers_of_two(min(job.num_ranks // pp, job.shape.num_experts or 1)):
-                if (job.num_ranks // pp) % ep == 0 and divides(tp, pp, ep):
+            num_together = math.gcd(job.num_ranks // pp, job.shape.num_experts or 1)
+            for ep in range(1, num_together + 1):
+                if num_together % ep == 0 and divides(tp, pp, ep):
                     yield tp, pp, ep
 
 

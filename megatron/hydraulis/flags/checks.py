@@ -591,6 +591,8 @@ def resolve_pool(
     if hydraulis.strategy is None and hydraulis.strategy_pool is None:
         layout = MegatronLayout.of(args)
         num_used = layout.num_usable_ranks(num_ranks) if hydraulis.elastic else num_ranks
+        if not hydraulis.elastic:
+            layout.check_ranks(num_ranks)
         strategy = layout.strategy(
             num_used, ranks_per_node=ranks_per_node if num_used == num_ranks else None
         )

@@ -305,6 +305,7 @@ def _strategy_lines(layout: MegatronLayout, num_ranks: int | None) -> list[str]:
             "--num-ranks N"
         )
     else:
+        layout.check_ranks(num_ranks)
         text = (
             f"--strategy '{layout.strategy(num_ranks)}' on {num_ranks} ranks equals its sizes, "
             "with equal stages"

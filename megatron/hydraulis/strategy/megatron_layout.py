@@ -112,6 +112,22 @@ class MegatronLayout:
                 return used
         return num_ranks
 
+    def check_ranks(self, num_ranks: int) -> None:
+        """Raise StrategyError where Megatron refuses a job of num_ranks ranks for its sizes of
+        experts, except where only its default of etp does: see `note`."""
+        num_holders = self.ep * (self.etp or 1) if self.num_experts else 1
+        num_per_stage = num_ranks // self.pp
+        if num_ranks % (self.tp * self.cp * self.pp) or num_per_stage % num_holders == 0:
+            return
+        sizes = f"--expert-model-parallel-size {self.ep}"
+        if self.etp is not None:
+            sizes += f" times --expert-tensor-parallel-size {self.etp}"
+        raise StrategyError(
+            f"groups of {num_holders} ranks hold a layer's experts ({sizes}) and must fill a stage "
+            f"but it has {num_per_stage} ranks; give sizes whose product divides {num_per_stage}, "
+            f"or start {math.lcm(num_holders, self.tp * self.cp) * self.pp} ranks"
+        )
+
     def strategy(self, num_ranks: int, *, ranks_per_node: int | None = None) -> Strategy:
         """Replicas of the scheme that fill the job.
 

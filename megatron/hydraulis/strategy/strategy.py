@@ -225,10 +225,14 @@ RANKS_PER_NODE = 8
 def ranks_of_node(num_ranks: int, given: int | None, what: str) -> int:
     """Ranks of a node: those given, else 8, or all of a job that does not fill nodes of 8.
 
-    Raises StrategyError as `whole_nodes`.
+    Raises StrategyError as `whole_nodes`, and for nodes of 0 ranks.
     """
     if given is None:
         given = 0 if num_ranks % RANKS_PER_NODE else RANKS_PER_NODE
+    elif given < 1:
+        raise StrategyError(
+            f"{what}: a node needs at least 1 rank but {given} are given; give a positive number"
+        )
     return whole_nodes(num_ranks, given, what)
 
 

@@ -269,6 +269,22 @@ def test_layouts_of_a_model_with_experts(
     (row,) = predicted(tmp_path)
     for name in ("predicted_step_time_s", "predicted_memory_bytes"):
         assert float(row[name]) == pytest.approx(first[name], rel=1e-5)
+    threes = [
+        "--num-experts",
+        "6",
+        "--moe-router-topk",
+        "2",
+        "--num-ranks",
+        "6",
+        "--global-batch-size",
+        "6",
+    ]
+    assert main(["recommend-layout", *model, *of_job, *threes]) == 0
+    assert "--expert-tensor-parallel-size 1" in capsys.readouterr().out
+    assert main(["recommend-layout", *model, *of_job, *threes, "--json"]) == 0
+    refused = json.loads(capsys.readouterr().out)["refused"]
+    whys = [row["why"] for row in refused if row["ep"] == 3]
+    assert any("an ep above tp·cp is tp times a power of two" in why for why in whys)
     (tmp_path / "in.csv").write_text(f"{COLUMNS}\n{ROW}\n")
     assert main(["predict-layouts", *files, *model]) == 2
     expected = "flags describe the model but the file has the columns layers, hidden, ffn, vocab"
@@ -442,6 +458,7 @@ def test_a_tp_that_does_not_cut_the_model_is_not_estimated(
     [
         (["--schemes", "2*tp8", "--num-ranks", "64"], r"without copies and ranks.*'2\*tp8'"),
         (["--schemes", "tp8"], "needs --num-ranks of at least 1"),
+        (["--num-ranks", "8", "--ranks-per-node", "0"], "needs at least 1 rank but 0 are given"),
         (["--schemes", "tp8pp2", "--num-ranks", "8"], "a replica has 16 ranks but the job 8"),
         (["--pool", "POOL", "--num-ranks", "64"], "--pool gives the ranks"),
         (["--schemes", "tp8", "--num-ranks", "8", "--recompute-granularity", "full"], "method"),

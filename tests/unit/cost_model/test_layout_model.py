@@ -312,7 +312,7 @@ def test_layouts_that_leave_ranks_over(changes: dict[str, int], message: str) ->
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"ep": 6}, "splits a cp degree that is a power of two"),
+        ({"ep": 6}, "ep above tp·cp is tp times a power of two"),
         ({"ep": 64}, "in replicas of 128 ranks together.*the job has 64"),
         ({"pp": 1, "ep": 64, "shape": DEEPSEEK_V3}, None),
         ({"tp": 1, "pp": 1, "ep": 16, "num_experts": 24}, "an ep that divides 24"),
