@@ -14,7 +14,8 @@ from megatron.hydraulis.observability.console import (
     seconds_text,
     share_text,
 )
-from megatron.hydraulis.observability.report_data import ReplicaNumbers, Run
+from megatron.hydraulis.observability.report_data import Run
+from megatron.hydraulis.observability.report_numbers import ReplicaNumbers
 
 MAX_PREDICTION_ERROR = 0.10
 """Median error of iteration times from which measuring a cost profile is worthwhile."""

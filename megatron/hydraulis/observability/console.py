@@ -10,7 +10,8 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from megatron.hydraulis.observability.records import IterationRecord
-from megatron.hydraulis.observability.report_data import Prediction, Run, StaticStrategy
+from megatron.hydraulis.observability.report_data import Run
+from megatron.hydraulis.observability.report_numbers import Prediction, StaticStrategy
 
 # Number of iterations whose median predicts the rest: enough to ignore an evaluation or a
 # checkpoint, few enough to follow a change of strategy.

@@ -20,7 +20,8 @@ from matplotlib.ticker import MaxNLocator
 from megatron.hydraulis.observability.console import factor_text, factors_text, share_text
 from megatron.hydraulis.observability.pictures import CATEGORY_COLORS, figure_svg, save_picture
 from megatron.hydraulis.observability.records import SUMMARY_FILE_NAME
-from megatron.hydraulis.observability.report_data import Run, busy_fraction
+from megatron.hydraulis.observability.report_data import Run
+from megatron.hydraulis.observability.report_numbers import busy_fraction
 
 INK = "#24292f"
 MUTED = "#8b949e"

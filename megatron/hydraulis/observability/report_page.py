@@ -29,8 +29,9 @@ from megatron.hydraulis.observability.records import (
     REPORT_FILE_NAME,
     REPORT_PICTURES_FOLDER_NAME,
 )
-from megatron.hydraulis.observability.report_data import Run, Totals, read_run
+from megatron.hydraulis.observability.report_data import Run, read_run
 from megatron.hydraulis.observability.report_figures import ReportFigure, figures_of
+from megatron.hydraulis.observability.report_numbers import Totals
 
 SECURITY = "default-src 'none'; style-src 'unsafe-inline'; img-src data:"
 """The browser refuses anything that the page would load."""
