@@ -115,7 +115,7 @@ _COMMANDS_BY_TOPIC = {
         Command(
             "check-plan",
             "check a plan independently of the planner",
-            "megatron.hydraulis.plan_check.command",
+            "megatron.hydraulis.plan_check.rules",
         ),
     ),
     "runs": (

@@ -52,9 +52,10 @@ from megatron.hydraulis.profiler.measurements import (
     Measurements,
     grid,
     measurements_path,
+    profile_of,
+    profile_tables,
     survey,
 )
-from megatron.hydraulis.profiler.results import profile_of, profile_tables
 from megatron.hydraulis.profiler.rig import EngineRig, Repeats
 from megatron.hydraulis.runtime.core_attention import CoreAttentionName
 from megatron.hydraulis.runtime.engine import Engine

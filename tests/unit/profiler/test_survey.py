@@ -20,9 +20,9 @@ from megatron.hydraulis.profiler.measurements import (
     RegroupSpeed,
     expected_peak_bytes,
     grid,
+    profile_of,
     survey,
 )
-from megatron.hydraulis.profiler.results import profile_of
 from megatron.hydraulis.strategy import Scheme
 from tests.support.planning import LLAMA_7B
 
