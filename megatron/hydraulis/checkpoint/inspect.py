@@ -37,7 +37,6 @@ _WIDTH = 100
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare the flags of the command."""
     parser.add_argument(
         "folder",
         type=Path,
@@ -106,7 +105,6 @@ class FolderInspection:
 
     @property
     def is_single(self) -> bool:
-        """Whether the path is a checkpoint."""
         return self.checkpoints[0].path == self.path
 
 

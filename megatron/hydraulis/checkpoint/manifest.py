@@ -161,7 +161,6 @@ class Manifest:
         return sum(record.num_bytes for record in self.files.values())
 
     def to_json(self) -> dict[str, Any]:
-        """The content of the file."""
         content: dict[str, Any] = {
             "version": VERSION,
             "iteration": self.iteration,

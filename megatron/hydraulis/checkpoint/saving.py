@@ -427,7 +427,6 @@ class BackgroundWrite:
         return raw
 
     def abandon(self) -> None:
-        """Kill the fork."""
         if not self.is_done:
             os.kill(self._process, signal.SIGKILL)
         self._wait()

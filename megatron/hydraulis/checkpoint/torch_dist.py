@@ -180,7 +180,6 @@ class StoredCheckpoint:
 
     @property
     def has_optimizer(self) -> bool:
-        """Whether there is optimizer state."""
         return len(self.parameters) < len(self.tensors)
 
     @property
@@ -496,7 +495,6 @@ class _HashingStream(io.RawIOBase):
 
     @property
     def sha256(self) -> str:
-        """SHA-256 of what was written so far."""
         return self._digest.hexdigest()
 
 

@@ -184,7 +184,6 @@ class StepTime:
 
     @property
     def total_s(self) -> float:
-        """Time of the step."""
         return float(sum(getattr(self, name) for name in CAUSES))
 
 
@@ -201,7 +200,6 @@ class RankMemory:
 
     @property
     def total_bytes(self) -> float:
-        """The sum."""
         return float(sum(getattr(self, name) for name in PURPOSES))
 
 

@@ -53,7 +53,6 @@ class LayoutRow:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare the flags of the subcommand."""
     parser.add_argument(
         "--layouts",
         required=True,

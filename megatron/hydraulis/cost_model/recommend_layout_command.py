@@ -68,7 +68,6 @@ class LayoutSearch:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare the flags of the subcommand."""
     add_shape_arguments(parser)
     job = parser.add_argument_group("job")
     add_device_argument(job)

@@ -97,12 +97,10 @@ class Recompute:
 
     @property
     def drops_mlp(self) -> bool:
-        """Whether selective recompute includes the MLP."""
         return self.granularity == "selective" and "mlp" in self.modules
 
     @property
     def drops_core_attention(self) -> bool:
-        """Whether selective recompute includes core attention."""
         return self.granularity == "selective" and "core_attn" in self.modules
 
     def _num_again(self, num_layers: int, module: str) -> int:

@@ -220,7 +220,6 @@ def add_profile_argument(
 
 
 def add_pool_argument(parser: argparse._ActionsContainer) -> None:
-    """Declare --pool."""
     parser.add_argument("--pool", required=True, metavar="FILE", help="pool of strategies, JSON")
 
 

@@ -249,7 +249,6 @@ class Corpus:
 
     @property
     def report(self) -> CorpusReport:
-        """Counts over all datasets."""
         return sum(self.reports[1:], start=self.reports[0])
 
     @property

@@ -49,7 +49,6 @@ _SHOWN_TOKENS = 1000
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare the flags of the subcommand."""
     group = parser.add_argument_group("input and output")
     group.add_argument(
         "--input",

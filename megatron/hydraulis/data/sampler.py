@@ -231,7 +231,6 @@ class LengthSampler:
 
     @property
     def num_held(self) -> int:
-        """Long sequences that wait for others."""
         return len(self._held)
 
     def next_batch(self) -> GlobalBatch:
@@ -416,7 +415,6 @@ class SequenceOrder:
         self._permutations: dict[int, tuple[int, npt.NDArray[np.integer[Any]]]] = {}
 
     def draw(self) -> int:
-        """The id of the next sequence."""
         chosen = largest_deficit(self._weights, self._num_drawn) if len(self._groups) > 1 else 0
         group = self._groups[chosen]
         epoch, position = divmod(self._num_drawn[chosen], group.num_sequences)

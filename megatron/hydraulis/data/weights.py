@@ -95,7 +95,6 @@ class WeightsWriter:
         self._file.close()
 
     def close(self) -> None:
-        """Close the file, complete or not."""
         self._file.close()
 
 

@@ -542,7 +542,6 @@ def _check_modules(args: argparse.Namespace) -> None:
 
 
 def gradient_bytes(args: argparse.Namespace) -> int:
-    """Bytes of a gradient on the wire."""
     return BF16_BYTES if args.bf16 and args.grad_reduce_in_bf16 else FP32_BYTES
 
 

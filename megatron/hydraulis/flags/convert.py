@@ -45,7 +45,6 @@ class LaunchCommand:
 
     @property
     def is_torchrun(self) -> bool:
-        """Whether torchrun starts the ranks."""
         return _is_torchrun(self.call.launcher)
 
     def command(self, options: Iterable[Sequence[str]]) -> str:
@@ -152,7 +151,6 @@ def read_launch_command(
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The arguments of the command."""
     parser.add_argument(
         "script",
         type=Path,

@@ -271,7 +271,6 @@ def batch_sizes(namespace: argparse.Namespace) -> BatchSizes:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declares the flags of the subcommand."""
     add_lengths_arguments(parser)
     parser.add_argument(
         "--picture",

@@ -232,7 +232,6 @@ class HangGuard:
         return both
 
     def close(self) -> None:
-        """Stop both threads."""
         self.enter("end")
         self._ends.set()
         for thread in self._threads:

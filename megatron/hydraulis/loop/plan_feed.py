@@ -51,7 +51,6 @@ class SampledBatches:
         return self._ahead[iteration - self.iteration][0]
 
     def take(self) -> GlobalBatch:
-        """The next batch."""
         self.peek(self.iteration)
         batch, self.state = self._taken = self._ahead.popleft()
         self.iteration += 1

@@ -508,7 +508,6 @@ class LogInterval:
         self._sums.append((float(sum(lengths)), float(squares)))
 
     def clear(self) -> None:
-        """Begin the next interval."""
         self._records.clear()
         self._sums.clear()
 

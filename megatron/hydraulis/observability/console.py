@@ -31,7 +31,6 @@ class EtaEstimator:
         self._recent_s: deque[float] = deque(maxlen=ETA_WINDOW)
 
     def observe(self, iteration_time_s: float) -> None:
-        """Adds the measured time of an iteration."""
         if self._first_s is None:
             self._first_s = iteration_time_s
         else:

@@ -100,7 +100,6 @@ class Run:
 
     @cached_property
     def numbers(self) -> Numbers:
-        """All numbers derived from the run."""
         return numbers_of(self)
 
 

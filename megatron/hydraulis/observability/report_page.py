@@ -42,7 +42,6 @@ MAX_RANKS_NAMED = 16
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declares the flags of the subcommand."""
     parser.description = (
         "Make a page about a run from its folder, also if the run was killed or is still going on: "
         "loss, tokens/s, strategies, predicted against measured times in s or ms, idle share, "

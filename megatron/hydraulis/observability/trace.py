@@ -118,7 +118,6 @@ class TraceWriter:
             self._put("".join(lines).encode())
 
     def close(self) -> None:
-        """Ends the array."""
         if not self._file.closed:
             try:
                 self._put(b"\n]\n")
@@ -152,7 +151,6 @@ def rank_file(folder: str | Path, rank: int) -> Path:
 
 
 def rank_files(folder: str | Path) -> list[Path]:
-    """The existing files of ranks, by rank."""
     return sorted(Path(folder).glob(_RANK_FILES), key=lambda path: int(path.stem.rsplit("_")[-1]))
 
 

@@ -57,7 +57,6 @@ _US_PER_MS = 1e3
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declares the flags of the subcommand."""
     parser.description = (
         "Merge the ranks' files of a trace, also if the run was killed; print how much of its time "
         "each rank worked, waited and was idle; draw one iteration."

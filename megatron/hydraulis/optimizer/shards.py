@@ -25,7 +25,6 @@ class OwnedRectangle:
 
     @property
     def num_elements(self) -> int:
-        """Elements of the rectangle."""
         return self.num_rows * self.num_columns
 
 

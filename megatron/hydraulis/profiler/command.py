@@ -83,7 +83,6 @@ _TRAINING_DEFAULTS = (
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare the flags of the subcommand."""
     parser.epilog = _EPILOG
     parser.usage = "%(prog)s --out FILE [FLAGS] -- MODEL FLAGS"
     parser.add_argument(

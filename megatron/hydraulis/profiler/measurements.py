@@ -112,7 +112,6 @@ class MeasuredPoint:
 
     @classmethod
     def from_json(cls, line: Mapping[str, Any]) -> MeasuredPoint:
-        """The inverse of `to_json`."""
         lengths = tuple(n for n, times in line["lengths"] for _ in range(times))
         return cls(
             scheme=line["scheme"],
@@ -171,7 +170,6 @@ class MeasuredStrategy:
 
     @classmethod
     def from_json(cls, line: Mapping[str, Any]) -> MeasuredStrategy:
-        """The inverse of `to_json`."""
         regroup = RegroupSpeed(**_fields_of(RegroupSpeed, line["regroup"]))
         known = {"replicas": None, "expert_load": None, **line}
         return cls(**_fields_of(cls, known) | {"regroup": regroup})
@@ -213,7 +211,6 @@ class Measurements:
 
     @property
     def num_found(self) -> int:
-        """Number of results."""
         return len(self._points) + len(self.strategies)
 
     def without_file(self) -> Measurements:

@@ -158,7 +158,6 @@ class Arena:
         return self._memory.reaching(self.num_elements)
 
     def zero_gradients(self) -> None:
-        """Set all gradients to zero."""
         self.gradients.zero_()
 
     def _bound(

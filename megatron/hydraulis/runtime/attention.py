@@ -421,7 +421,6 @@ class QueryBlocks:
 
     @functools.cached_property
     def lengths(self) -> list[int]:
-        """Number of queries of each block."""
         return [block.num_queries for block in self.blocks]
 
     @functools.cached_property

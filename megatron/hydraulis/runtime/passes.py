@@ -55,7 +55,6 @@ class StallTimer:
         return sum(time_s for time_s in times_s if time_s is not None)
 
     def forget(self) -> None:
-        """Discard all waits so far."""
         self._waits.clear()
 
 

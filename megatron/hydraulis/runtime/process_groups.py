@@ -103,7 +103,6 @@ class GroupRegistry:
 
     @property
     def of_self(self) -> dist.ProcessGroup:
-        """The group of this rank alone."""
         return self._groups[(self._rank,)]
 
     def collection(self, strategy: Strategy) -> ProcessGroupCollection | None:
@@ -195,11 +194,9 @@ class LocalGroup:
         self._rank = rank
 
     def size(self) -> int:
-        """Number of ranks."""
         return self._size
 
     def rank(self) -> int:
-        """This rank's place."""
         return self._rank
 
 

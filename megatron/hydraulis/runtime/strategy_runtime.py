@@ -36,12 +36,10 @@ class StrategyRuntime:
 
     @property
     def model(self) -> RoleModel | None:
-        """The role's model."""
         return None if self.bound is None else self.bound.model
 
     @property
     def arena(self) -> Arena | None:
-        """The role's arena."""
         return None if self.bound is None else self.bound.arena
 
     @property
@@ -73,7 +71,6 @@ class StrategyRuntimes:
     _is_training: bool = field(default=True, init=False)
 
     def __contains__(self, strategy_name: str) -> bool:
-        """Whether it is built."""
         return strategy_name in self._built
 
     def of(self, strategy_name: str) -> StrategyRuntime:

@@ -55,7 +55,6 @@ class Scheme:
 
     @property
     def num_ranks(self) -> int:
-        """Ranks of a replica of this scheme."""
         return self.tp * self.cp * self.pp
 
     def of_context_group(self, size: int) -> "Scheme":
@@ -239,7 +238,6 @@ class Replica:
 
     @property
     def num_ranks(self) -> int:
-        """Ranks of this replica."""
         return len(self.ranks)
 
     def rank_at(self, stage: int, cp: int, tp: int) -> int:

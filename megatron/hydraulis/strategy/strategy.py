@@ -130,7 +130,6 @@ class Strategy:
         return cls.parse(f"{num_replicas}*{scheme}", num_ranks, ranks_per_node=ranks_per_node)
 
     def to_json(self) -> dict[str, Any]:
-        """The strategy's entry in a pool file."""
         content: dict[str, Any] = {"name": self.name, "replicas": str(self)}
         if self.token_limits:
             content["max_tokens"] = {str(scheme): limit for scheme, limit in self.token_limits}

@@ -142,7 +142,6 @@ class Piece:
 
     @property
     def num_elements(self) -> int:
-        """Elements of the rectangle."""
         return self.num_rows * self.row_length
 
 
@@ -187,7 +186,6 @@ class Bucket:
         return {rank: share for share, rank in enumerate(self.owner_order or ())}
 
     def owner_of(self, share: int) -> int:
-        """The rank that owns share ``share``."""
         return share if self.owner_order is None else self.owner_order[share]
 
     @cached_property
@@ -197,7 +195,6 @@ class Bucket:
 
     @property
     def num_elements(self) -> int:
-        """Elements of the bucket."""
         return self.piece_offsets[-1]
 
     def shard_range(self, rank: int) -> tuple[int, int]:

@@ -84,7 +84,6 @@ class EqualShares:
 
     @property
     def num_elements(self) -> int:
-        """Elements of the bucket."""
         return sum(stop - start for start, stop in self.shards)
 
     @cached_property

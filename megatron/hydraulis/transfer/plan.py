@@ -40,7 +40,6 @@ class Transfer:
 
     @cached_property
     def num_elements(self) -> int:
-        """Elements of all ranges."""
         return num_elements(self.ranges)
 
 

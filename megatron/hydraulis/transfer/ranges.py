@@ -31,12 +31,10 @@ class Range:
 
     @property
     def num_elements(self) -> int:
-        """Length of the range."""
         return self.stop - self.start
 
 
 def num_elements(ranges: Iterable[Range]) -> int:
-    """Elements of all ranges."""
     return sum(r.stop - r.start for r in ranges)
 
 

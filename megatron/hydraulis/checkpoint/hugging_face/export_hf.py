@@ -41,7 +41,6 @@ _BYTES_PER_GB = 1e9
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare the flags of the command."""
     parser.add_argument(
         "checkpoint",
         type=Path,

@@ -80,7 +80,6 @@ class SafetensorsFolder:
 
     @property
     def names(self) -> frozenset[str]:
-        """Names of all tensors."""
         return frozenset(self._sources)
 
     def leave_out(self, names: Iterable[str]) -> None:
@@ -109,7 +108,6 @@ class SafetensorsFolder:
                         self._sources[name] = _Source(file, fused, expert, rows)
 
     def shape(self, name: str) -> tuple[int, ...]:
-        """Shape of a tensor."""
         shape = tuple(self._slice(name).get_shape())
         source = self._sources[name]
         if source.expert is None:

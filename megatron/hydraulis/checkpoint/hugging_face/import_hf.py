@@ -54,7 +54,6 @@ _HEAD, _EMBEDDING_NAME = "lm_head.weight", "model.embed_tokens.weight"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare the flags of the command."""
     parser.add_argument(
         "folder", type=Path, metavar="DIR", help="folder with config.json and safetensors"
     )

@@ -302,7 +302,6 @@ class HuggingFaceModel:
         return "LayerNorm" if self.has_squared_relu else "RMSNorm"
 
     def to_arguments(self) -> dict[str, Any]:
-        """The model as Megatron's arguments."""
         stretch = self.interpolation_factor
         not_of_latents = () if self.latents is None else ("num_query_groups", "kv_channels")
         sizes = {name: getattr(self, name) for name in _SIZES if name not in not_of_latents}
