@@ -11,6 +11,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from datetime import timedelta
 from typing import Any
 from unittest.mock import patch
@@ -22,10 +23,9 @@ from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 from megatron.core.transformer.moe.token_dispatcher import MoEAlltoAllTokenDispatcher
 from torch import Tensor
 
-from megatron.hydraulis.optimizer.sharded_adamw import ShardedAdamW
 from megatron.hydraulis.runtime import engine
-from megatron.hydraulis.runtime.engine import Engine, StepVote
-from megatron.hydraulis.runtime.outcome import LossTotal
+from megatron.hydraulis.runtime.engine import Engine
+from megatron.hydraulis.runtime.outcome import LossTotal, StepVote
 from tests.cuda_stand_in.device import PlainDispatchMode, mark
 from tests.cuda_stand_in.order import COMMUNICATOR_MARK
 
@@ -157,9 +157,6 @@ def alone(rank: int, num_ranks: int) -> Iterator[None]:
         stack.enter_context(ZerosFromDevice())
         stack.enter_context(patch.object(engine, "initialise_shards", lambda *_: None))
         stack.enter_context(patch.object(Engine, "_vote", _given_vote(Engine._vote)))
-        stack.enter_context(
-            patch.object(ShardedAdamW, "gradient_norm", _given_norm(ShardedAdamW.gradient_norm))
-        )
         stack.enter_context(patch.object(dist, "all_gather_object", _all_gather_object))
         stack.enter_context(
             patch.object(
@@ -178,26 +175,19 @@ def _all_gather_object(gathered: list[Any], own: Any, group: Any = None) -> None
 
 def _given_vote(real: Callable[..., Any]) -> Callable[..., Any]:
     def vote(
-        of_rank: Engine, calls: Any, next_strategy: str | None = None
+        of_rank: Engine, calls: Any, next_strategy: str | None = None, *, updates: bool = False
     ) -> tuple[StepVote, tuple[int, ...]]:
-        real(of_rank, calls, next_strategy)
+        read, _ = real(of_rank, calls, next_strategy, updates=updates)
         names = [strategy.name for strategy in of_rank.pool.strategies]
-        given = StepVote(
+        given = replace(
+            read,
             loss=GIVEN_LOSS,
             next_strategy=None if next_strategy is None else names.index(next_strategy),
-            num_ranks_without_memory=0,
+            squared_norm=(GIVEN_NORM * GIVEN_LOSS.weight_sum) ** 2,
         )
         return given, ()
 
     return vote
-
-
-def _given_norm(real: Callable[[ShardedAdamW], float]) -> Callable[[ShardedAdamW], float]:
-    def gradient_norm(optimizer: ShardedAdamW) -> float:
-        real(optimizer)
-        return GIVEN_NORM
-
-    return gradient_norm
 
 
 def _given_routing(real: Callable[..., Any]) -> Callable[..., Any]:

@@ -385,7 +385,7 @@ def optimizer_peaks() -> dict[str, int]:
     optimizer: Any = ShardedAdamW(shards, AdamWSettings(lr=1e-3))  # type: ignore[arg-type]
     steps = {
         "divide": lambda: optimizer.divide_gradients(8),
-        "norm": optimizer.gradient_norm,
+        "norm": optimizer.squared_norm,
         "step": lambda: optimizer.step(2.0 * optimizer.settings.clip_grad),
     }
     found = {}

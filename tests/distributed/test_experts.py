@@ -17,7 +17,7 @@ from megatron.hydraulis.errors import ConfigurationError
 from megatron.hydraulis.runtime import experts as experts_module
 from megatron.hydraulis.runtime.engine import Engine
 from megatron.hydraulis.runtime.executor import make_forward_step
-from megatron.hydraulis.runtime.experts import SequenceRouter
+from megatron.hydraulis.runtime.experts import RouterState, SequenceRouter
 from megatron.hydraulis.runtime.outcome import RoutingFigures
 from megatron.hydraulis.transfer.canonical import Contribution
 from tests.support.bf16_error import MOST_OF_ONE_PROCESS
@@ -238,12 +238,12 @@ def test_weights_of_tokens_do_not_weigh_what_balances_experts() -> None:
     check_law(lighter, 2)
 
 
-_COUNTS_OF_A_RANK = partial(patch, f"{experts_module.__name__}.dist")
-
-
 @pytest.mark.parametrize(
     "rule",
-    [_COUNTS_OF_A_RANK, partial(patch.object, Engine, "_scale_balancing")],
+    [
+        partial(patch, f"{experts_module.__name__}.dist"),
+        partial(patch.object, Engine, "_scale_balancing"),
+    ],
     ids=["counts of a rank", "not scaled"],
 )
 def test_a_wrong_balancing_loss_is_found(rule: Rule) -> None:
@@ -257,6 +257,12 @@ def _count_padding_too(router: SequenceRouter, chosen: torch.Tensor, padding_mas
         router.state.counts[router.layer] += chosen.sum(dim=0)
 
 
+def _propose_by_own(
+    routers: RouterState, _: torch.Tensor, propose: Any = RouterState.propose
+) -> Any:
+    return propose(routers, routers.sums)
+
+
 _COUNTS_WITH_PADDING = partial(
     patch.object, SequenceRouter, "_apply_expert_bias", _count_padding_too
 )
@@ -264,7 +270,7 @@ _COUNTS_WITH_PADDING = partial(
 
 @pytest.mark.parametrize(
     "rule",
-    [_COUNTS_OF_A_RANK, _COUNTS_WITH_PADDING],
+    [partial(patch.object, RouterState, "propose", _propose_by_own), _COUNTS_WITH_PADDING],
     ids=["of a rank", "with padding"],
 )
 def test_biases_by_wrong_counts_are_found(rule: Rule) -> None:
@@ -312,8 +318,9 @@ def test_only_tokens_that_train_move_the_biases_of_routers() -> None:
     job = law_job(2, "cp2", MODELS["sigmoid scores in groups"])
     found = pool_of(2).run(_evaluate_and_train, job)
     assert found[0][1] == found[1][1]
-    for (count, moved, _, moved_later), (figures, without_training) in found:
-        assert count == sum(LENGTHS[0]) * 2 * 2  # layers, experts of a token
+    num_chosen = sum(LENGTHS[0]) * 2 * 2  # layers, experts of a token
+    assert sum(count for (count, *_), _ in found) == num_chosen
+    for (_, moved, _, moved_later), (figures, without_training) in found:
         assert moved == moved_later > 0
         assert without_training is None
         assert figures is not None

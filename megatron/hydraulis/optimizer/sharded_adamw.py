@@ -9,7 +9,6 @@ from numbers import Real
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.optim.adamw import adamw
 
@@ -103,21 +102,22 @@ class ShardedAdamW:
         """Turn weighted sums over tokens into means over the global batch."""
         self._shards.gradients.div_(divisor)
 
-    def gradient_norm(self) -> float:
-        """2-norm of the whole model's gradient; every element lies on exactly one rank."""
+    def squared_norm(self) -> Tensor:
+        """Sum of the squares of this rank's gradients, shape (1,) in fp64.
+
+        Every element of the model's gradient lies on exactly one rank.
+        """
         # A reduction to fp64 copies what it reads to fp64 (`_foreach_norm` on the CPU,
         # `vector_norm` on CUDA too): chunks keep the copy small.
         chunks = self._shards.gradients.split(NORM_CHUNK_ELEMENTS)
         norms = torch.stack(torch._foreach_norm(chunks, 2, torch.float64))
-        squares = norms.square().sum(dim=0, keepdim=True)
-        dist.all_reduce(squares)
-        return math.sqrt(squares.item())
+        return norms.square().sum(dim=0, keepdim=True)
 
     def step(self, gradient_norm: float) -> None:
         """Clip by the global norm and update the shards.
 
         Args:
-            gradient_norm: from `gradient_norm`, after `divide_gradients`; finite.
+            gradient_norm: 2-norm of the model's gradient after `divide_gradients`; finite.
         """
         for _ in self.step_by_bucket(gradient_norm):
             pass

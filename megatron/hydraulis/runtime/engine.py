@@ -31,13 +31,12 @@ from megatron.hydraulis.runtime.memory import (
     release_cached_memory,
 )
 from megatron.hydraulis.runtime.model_building import ModelDefinition
-from megatron.hydraulis.runtime.outcome import LossTotal, Phase, StepOutcome, untimed
+from megatron.hydraulis.runtime.outcome import LossTotal, Phase, StepOutcome, StepVote, untimed
 from megatron.hydraulis.runtime.passes import GatherPass, PostFrom, ScatterPass, StallTimer
 from megatron.hydraulis.runtime.process_groups import (
     GroupRegistry,
     device_of_job,
     provide_memory_buffer,
-    to_device,
 )
 from megatron.hydraulis.runtime.spans import NO_SPANS, CudaStamp, HostStamp, SpanRecorder
 from megatron.hydraulis.runtime.strategy_runtime import StrategyRuntime, StrategyRuntimes
@@ -60,52 +59,6 @@ class LocalGradients:
     """Why this rank has abandoned its micro-batches."""
     is_divided: bool
     """Whether the loss function has divided the loss."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class StepVote:
-    """What all ranks add up after their backward passes, so that all take the same decision."""
-
-    loss: LossTotal
-    next_strategy: int | None
-    """Index in the pool of the next iteration's strategy; None where rank 0 does not know it."""
-    num_ranks_without_memory: int
-
-    @staticmethod
-    def to_tensor(
-        losses: Tensor | None,
-        *,
-        trained_tokens: int,
-        next_strategy: int | None,
-        ran_out_of_memory: bool,
-        device: torch.device,
-    ) -> Tensor:
-        """This rank's summand.
-
-        Args:
-            losses: shape (num_micro_batches, 2), sums of weighted losses and of weights, on the
-                device; None on ranks that do not report them.
-            trained_tokens: of the micro-batches of ``losses``.
-            next_strategy: on rank 0; None on the others.
-            ran_out_of_memory: whether this rank has abandoned its micro-batches.
-        """
-        number = 0 if next_strategy is None else 1 + next_strategy
-        values = [0.0, 0.0, trained_tokens, number, ran_out_of_memory]
-        vote = torch.tensor(values, dtype=torch.float64)
-        vote = to_device(vote, device)
-        if losses is not None:
-            vote[:2] += losses.sum(dim=0)
-        return vote
-
-    @classmethod
-    def from_tensor(cls, total: Tensor) -> StepVote:
-        """The sum over all ranks; waits for the device."""
-        loss_sum, weight_sum, trained_tokens, number, num_ranks_without_memory = total.tolist()
-        return cls(
-            loss=LossTotal(loss_sum, weight_sum, round(trained_tokens)),
-            next_strategy=round(number) - 1 if number else None,
-            num_ranks_without_memory=round(num_ranks_without_memory),
-        )
 
 
 class Engine:
@@ -350,18 +303,17 @@ class Engine:
         """
         calls = self._accumulated
         divides = self._divides(divisor)
-        vote, bad = self._take_vote(next_strategy)
+        vote, bad = self._take_vote(next_strategy, updates=True)
         loss = vote.loss
         norm, updated, routing = None, False, None
-        strategy = calls[-1].runtime.strategy
         if loss.weight_sum > 0 and loss.is_finite and not vote.num_ranks_without_memory:
-            with self._in_phase("optimizer", strategy.name, phase):
-                self.optimizer.divide_gradients(loss.weight_sum if divides is None else divides)
-                norm = self.optimizer.gradient_norm()
-                updated = math.isfinite(norm)
-                if updated:
-                    # Before gathers are posted, behind which it might wait.
-                    routing = None if self.routers is None else self.routers.update()
+            divides = loss.weight_sum if divides is None else divides
+            norm = math.sqrt(vote.squared_norm) / divides
+            updated = math.isfinite(norm)
+            if updated:
+                with self._in_phase("optimizer", calls[-1].runtime.strategy.name, phase):
+                    self.optimizer.divide_gradients(divides)
+                    routing = None if self.routers is None else self.routers.accept(vote.routing)
                     self._update_shards(norm, vote.next_strategy)
         traffic = [call.runtime.regrouper.traffic for call in calls]
         return StepOutcome(
@@ -403,7 +355,7 @@ class Engine:
         """An update without its last step, which works in place. Raises as `discard_gradients`."""
         self.discard_gradients()
         self.optimizer.divide_gradients(1)
-        self.optimizer.gradient_norm()
+        self.optimizer.squared_norm()
 
     def evaluate(
         self, strategy_name: str, batches: Sequence[PackedBatch], forward_step: ForwardStep
@@ -650,15 +602,25 @@ class Engine:
             )
         return 1.0 if num_divided else divisor
 
-    def _take_vote(self, next_strategy: str | None = None) -> tuple[StepVote, tuple[int, ...]]:
+    def _take_vote(
+        self, next_strategy: str | None = None, *, updates: bool = False
+    ) -> tuple[StepVote, tuple[int, ...]]:
         """`_vote` about all calls since the last update, which the next one leaves out."""
         calls, self._accumulated = self._accumulated, []
-        return self._vote(calls, next_strategy)
+        return self._vote(calls, next_strategy, updates=updates)
 
     def _vote(
-        self, calls: Sequence[LocalGradients], next_strategy: str | None = None
+        self,
+        calls: Sequence[LocalGradients],
+        next_strategy: str | None = None,
+        *,
+        updates: bool = False,
     ) -> tuple[StepVote, tuple[int, ...]]:
-        """Collective: the ranks' votes, added up, and this rank's micro-batches of bad loss."""
+        """Collective: the ranks' votes, added up, and this rank's micro-batches of bad loss.
+
+        All that the host reads of an iteration comes in one sum and one copy, for which it waits
+        once.
+        """
         index = None
         if self.rank == 0 and next_strategy is not None:
             index = self.pool.strategies.index(self.pool.strategy(next_strategy))
@@ -671,14 +633,21 @@ class Engine:
         losses = torch.stack(reports).double() if reports else None
         total = StepVote.to_tensor(
             losses,
+            self.optimizer.squared_norm() if updates else None,
             trained_tokens=sum(call.trained_tokens for call in reporting),
             next_strategy=index,
             ran_out_of_memory=any(call.out_of_memory is not None for call in calls),
             device=self.device,
         )
+        routers = self.routers if updates else None
+        num_votes = len(total)
+        if routers is not None:
+            total = torch.cat([total, routers.sums])
         with self._in_phase("loss", calls[-1].runtime.strategy.name, untimed):
             dist.all_reduce(total)
-        vote = StepVote.from_tensor(total)
+        if routers is not None:
+            total = torch.cat([total, routers.propose(total[num_votes:])])
+        vote = StepVote.from_host(total.cpu())
         bad: list[int] = []
         if losses is not None and not vote.loss.is_finite:
             bad = [i for i, loss in enumerate(losses[:, 0].tolist()) if not math.isfinite(loss)]

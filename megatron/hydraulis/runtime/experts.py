@@ -78,15 +78,18 @@ class RouterState:
         assert config.num_moe_experts is not None
         shape = (config.num_layers, config.num_moe_experts)
         self._config = config
-        self._sums = torch.zeros(math.prod(shape) + 2, dtype=torch.float64, device=device)
-        self.counts = self._sums[2:].view(shape)
+        self.sums = torch.zeros(math.prod(shape) + 2, dtype=torch.float64, device=device)
+        """This rank's, flat: losses and counts."""
+        self.counts = self.sums[2:].view(shape)
         """(layers, experts): how often tokens that are not padding chose an expert."""
-        self.balancing_loss, self.z_loss = self._sums[:2].split(1)
+        self.balancing_loss, self.z_loss = self.sums[:2].split(1)
         """Sums over tokens and layers, without coefficients."""
         self.biases: Tensor | None = None
         """(layers, experts), in fp32 as upstream's; None in a model without them."""
         if config.moe_router_enable_expert_bias:
             self.biases = torch.zeros(shape, dtype=torch.float32, device=device)
+        self._proposed: Tensor | None = None
+        """The biases after the update about which ranks decide."""
 
     def attach(self, model: torch.nn.Module) -> None:
         """Let the routers of a model use the biases, and add to the sums.
@@ -107,25 +110,40 @@ class RouterState:
 
     def forget(self) -> None:
         """Begin the sums of the next update."""
-        self._sums.zero_()
+        self.sums.zero_()
 
-    def update(self) -> RoutingFigures | None:
-        """Collective: add up the sums of all ranks, and move each bias by the update rate towards
-        equal loads of a layer's experts (arXiv 2408.15664)."""
-        dist.all_reduce(self._sums)
-        if self.biases is not None:
-            # Whole numbers, so the sign is exact.
-            missing = self.counts.sum(dim=1, keepdim=True) - self.counts.shape[1] * self.counts
-            rate = self._config.moe_router_bias_update_rate
-            self.biases.add_(missing.sign().to(self.biases.dtype), alpha=rate)
-        return self._figures()
+    def propose(self, sums: Tensor) -> Tensor:
+        """Move each bias by the update rate towards equal loads of a layer's experts (arXiv
+        2408.15664), in a copy until `accept`.
 
-    def _figures(self) -> RoutingFigures | None:
-        """Of the sums; waits for the device once. None where no token has trained."""
-        config, biases = self._config, self.biases
-        of_biases = () if biases is None else biases.aminmax()
-        host = torch.cat([self._sums, *(each.double().view(1) for each in of_biases)]).cpu()
-        num_sums = len(self._sums)
+        Args:
+            sums: those of all ranks, added up.
+
+        Returns:
+            In fp64, smallest and largest bias; empty without biases.
+        """
+        if self.biases is None:
+            return sums.new_empty(0)
+        counts = sums[2:].view_as(self.counts)
+        # Whole numbers, so the sign is exact.
+        missing = counts.sum(dim=1, keepdim=True) - counts.shape[1] * counts
+        rate = self._config.moe_router_bias_update_rate
+        self._proposed = self.biases.add(missing.sign().to(self.biases.dtype), alpha=rate)
+        return torch.stack(self._proposed.aminmax()).double()
+
+    def accept(self, host: Tensor) -> RoutingFigures | None:
+        """Use the proposed biases.
+
+        Args:
+            host: the sums that were proposed and what `propose` returned, on the host.
+
+        Returns:
+            Their figures; None where no token has trained.
+        """
+        if self.biases is not None and self._proposed is not None:
+            self.biases.copy_(self._proposed)
+        config = self._config
+        num_sums = len(self.sums)
         counts = host[2:num_sums].view_as(self.counts)
         counts = counts[counts.any(dim=1)]
         if not len(counts):

@@ -7,7 +7,11 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 
+import torch
+from torch import Tensor
+
 from megatron.hydraulis.runtime.memory import OutOfMemory
+from megatron.hydraulis.runtime.process_groups import to_device
 
 Phase = Callable[[str], AbstractContextManager[object]]
 """``phase(name)`` is entered around every part of an iteration, by all ranks, including idle ones:
@@ -42,6 +46,62 @@ class LossTotal:
     def is_finite(self) -> bool:
         """Whether every micro-batch's loss was finite."""
         return math.isfinite(self.loss_sum) and math.isfinite(self.weight_sum)
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepVote:
+    """What all ranks add up after their backward passes, so that all take the same decision."""
+
+    loss: LossTotal
+    next_strategy: int | None
+    """Index in the pool of the next iteration's strategy; None where rank 0 does not know it."""
+    num_ranks_without_memory: int
+    squared_norm: float
+    """Of the gradients before any division; 0 where no update follows."""
+    routing: Tensor
+    """What `RouterState.accept` reads; empty without experts and where no update follows."""
+
+    @staticmethod
+    def to_tensor(
+        losses: Tensor | None,
+        squared_norm: Tensor | None,
+        *,
+        trained_tokens: int,
+        next_strategy: int | None,
+        ran_out_of_memory: bool,
+        device: torch.device,
+    ) -> Tensor:
+        """This rank's summand.
+
+        Args:
+            losses: shape (num_micro_batches, 2), sums of weighted losses and of weights, on the
+                device; None on ranks that do not report them.
+            squared_norm: shape (1,), of this rank's gradients; None where no update follows.
+            trained_tokens: of the micro-batches of ``losses``.
+            next_strategy: on rank 0; None on the others.
+            ran_out_of_memory: whether this rank has abandoned its micro-batches.
+        """
+        number = 0 if next_strategy is None else 1 + next_strategy
+        values = [0.0, 0.0, trained_tokens, number, ran_out_of_memory, 0.0]
+        vote = torch.tensor(values, dtype=torch.float64)
+        vote = to_device(vote, device)
+        if losses is not None:
+            vote[:2] += losses.sum(dim=0)
+        if squared_norm is not None:
+            vote[5:] = squared_norm
+        return vote
+
+    @classmethod
+    def from_host(cls, total: Tensor) -> StepVote:
+        """From the sum over all ranks, followed by the figures of routing."""
+        loss_sum, weight_sum, tokens, number, num_without_memory, squared_norm = total[:6].tolist()
+        return cls(
+            loss=LossTotal(loss_sum, weight_sum, round(tokens)),
+            next_strategy=round(number) - 1 if number else None,
+            num_ranks_without_memory=round(num_without_memory),
+            squared_norm=squared_norm,
+            routing=total[6:],
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
