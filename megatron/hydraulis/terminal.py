@@ -7,7 +7,8 @@ import io
 import json
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from rich.progress import (
     ProgressColumn,
     TaskID,
     TextColumn,
+    TimeElapsedColumn,
     TimeRemainingColumn,
 )
 from rich.table import Table
@@ -27,6 +29,9 @@ _WIDTH_WITHOUT_TERMINAL = 100
 _BYTES_PER_MB = 1e6
 _BYTES_PER_GB = 1e9
 _LINE_INTERVAL_S = 10.0
+
+OnProgress = Callable[[str, int, int], None]
+"""Called with the name of a phase, the number of its completed steps, and of all its steps."""
 
 
 def results_console(width: int = _WIDTH_WITHOUT_TERMINAL) -> Console:
@@ -81,6 +86,26 @@ class ProgressBars(Progress):
             (task,) = (task for task in self.tasks if task.id == task_id)
             figures = " ".join(str(column(task)) for column in self._figures)
             print(f"{task.description} ({figures})", file=sys.stderr, flush=True)
+
+
+@contextmanager
+def phase_progress(*, prefix: str = "", is_shown: bool = True) -> Iterator[OnProgress]:
+    """Shows a bar for each phase on stderr: its steps, time so far, time that is left."""
+    columns = (
+        TextColumn("{task.completed} of {task.total}"),
+        TimeElapsedColumn(),
+        TextColumn("left"),
+        TimeRemainingColumn(),
+    )
+    with ProgressBars(*columns, is_shown=is_shown) as bars:
+        tasks: dict[str, TaskID] = {}
+
+        def on_progress(what: str, done: int, total: int) -> None:
+            if what not in tasks:
+                tasks[what] = bars.add_task(prefix + what, total=total)
+            bars.update(tasks[what], completed=done, total=total)
+
+        yield on_progress
 
 
 class ByteProgress:

@@ -46,14 +46,16 @@ from megatron.hydraulis.model_shape import ModelShape
 from megatron.hydraulis.planner.solver import native_prints_to_stderr
 from megatron.hydraulis.proposal.batches import draw_batches
 from megatron.hydraulis.proposal.candidates import Candidates
-from megatron.hydraulis.proposal.command import add_search_arguments, proposal_progress
-from megatron.hydraulis.proposal.propose import OnProgress, Proposal, propose
+from megatron.hydraulis.proposal.command import add_search_arguments
+from megatron.hydraulis.proposal.propose import Proposal, propose
 from megatron.hydraulis.simulator.ways import CEILING, FIXED_ROWS, PACKING, Ways
 from megatron.hydraulis.simulator.work import IterationWork, MicroBatchWork
 from megatron.hydraulis.strategy import Pool, Scheme, Strategy
 from megatron.hydraulis.terminal import (
+    OnProgress,
     figures_table,
     launch_command,
+    phase_progress,
     print_json,
     print_next,
     results_console,
@@ -340,7 +342,7 @@ def run(namespace: argparse.Namespace) -> int:
     costs = _costs(namespace, num_ranks, ranks_per_node)
     counts = read_length_counts(namespace.lengths)
     counts = counts.cut(namespace.seq_length, namespace.long_sequences)
-    with proposal_progress(is_shown=not namespace.json) as on_progress, native_prints_to_stderr():
+    with phase_progress(is_shown=not namespace.json) as on_progress, native_prints_to_stderr():
         advice = advise(
             costs,
             draw_batches(counts, sizes, namespace.num_batches, namespace.seed),

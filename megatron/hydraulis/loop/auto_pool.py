@@ -34,10 +34,10 @@ from megatron.hydraulis.loop.startup import made_by_rank_0
 from megatron.hydraulis.planner.solver import native_prints_to_stderr
 from megatron.hydraulis.proposal.batches import draw_batches
 from megatron.hydraulis.proposal.candidates import Candidates
-from megatron.hydraulis.proposal.command import proposal_progress
 from megatron.hydraulis.proposal.propose import propose_for_corpus
 from megatron.hydraulis.strategy import Pool, Scheme, Strategy
 from megatron.hydraulis.strategy.pool import MADE_FOR
+from megatron.hydraulis.terminal import phase_progress
 
 FILE_NAME = "auto_pool.json"
 _NUM_BATCHES = 8
@@ -178,7 +178,7 @@ def _proposed(resolved: Resolved, device: DeviceConstants, counts: LengthCounts)
             f"to offer them, measure them as well (hydraulis profile --schemes)",
             flush=True,
         )
-    with proposal_progress(is_shown=True) as on_progress, native_prints_to_stderr():
+    with phase_progress(prefix="strategy pool, ") as on_progress, native_prints_to_stderr():
         return propose_for_corpus(
             counts,
             resolved.sizes,

@@ -6,9 +6,9 @@ Times depend on nothing else, so the search works on mixes.
 
 import difflib
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
 
 import numpy as np
 import numpy.typing as npt
@@ -89,8 +89,11 @@ class Candidates:
                     f"--schemes: strategies are made of schemes of the cost profile but {scheme} "
                     f"is none of {listed(nearest)}; measure it or leave it out"
                 )
+        overhead_ms = partial(
+            _overhead_ms, cost_model=cost_model, num_ranks=num_ranks, ranks_per_node=ranks_per_node
+        )
         found = [
-            (scheme, cost, _overhead_ms(scheme, cost_model, num_ranks, ranks_per_node))
+            _Rated(scheme, cost, overhead_ms)
             for scheme in known
             if (allowed is None or scheme in allowed)
             and scheme.num_ranks <= num_ranks
@@ -108,8 +111,13 @@ class Candidates:
         ]
         if allowed is None and batches:
             kept = _without_slow_waves(kept, num_ranks, iteration_ms, batches, longest)
-        schemes, costs, overheads_ms = zip(*kept, strict=True) if kept else ((), (), ())
-        return cls(num_ranks, ranks_per_node, schemes, costs, overheads_ms)
+        return cls(
+            num_ranks,
+            ranks_per_node,
+            tuple(one.scheme for one in kept),
+            tuple(one.cost for one in kept),
+            tuple(one.overhead_ms for one in kept),
+        )
 
     @cached_property
     def sizes(self) -> tuple[int, ...]:
@@ -145,7 +153,7 @@ class Candidates:
 
     def num_idle(self, mix: Mix) -> int:
         """Ranks that a mix leaves idle."""
-        return self.num_ranks - sum(n * size for n, size in zip(mix, self.sizes, strict=True))
+        return self.num_ranks - int(math.sumprod(mix, self.sizes))
 
     def is_static(self, mix: Mix) -> bool:
         """Whether a mix is one scheme on all ranks that Megatron has too: ``~`` only with ep."""
@@ -186,6 +194,8 @@ class Candidates:
         """
         counts, idle = list(mix), self.num_idle(mix)
         for index in (*first, *self._largest_first):
+            if not idle:
+                break
             num, idle = divmod(idle, self.sizes[index])
             counts[index] += num
         return tuple(counts)
@@ -220,8 +230,18 @@ def _overhead_ms(
     return cost_model.overhead_ms(Strategy.parse(text, num_ranks, ranks_per_node=ranks_per_node))
 
 
-_Rated = tuple[Scheme, SchemeCost, float]
-"""A scheme with its cost and its overhead in ms."""
+@dataclass(frozen=True, eq=False)
+class _Rated:
+    """A scheme with its cost and overhead."""
+
+    scheme: Scheme
+    cost: SchemeCost
+    _overhead_ms: Callable[[Scheme], float]
+
+    @cached_property
+    def overhead_ms(self) -> float:
+        """Computed if needed: it takes a hundredth of a second."""
+        return self._overhead_ms(self.scheme)
 
 
 def _least_iteration_ms(
@@ -230,9 +250,9 @@ def _least_iteration_ms(
     """Mean over batches of their work at the best rates, over all ranks; inf without batches."""
     if not batches or not rated:
         return math.inf
-    a_ms = min(scheme.num_ranks * cost.coefficients.a_ms_per_token2 for scheme, cost, _ in rated)
-    b_ms = min(scheme.num_ranks * cost.coefficients.b_ms_per_token for scheme, cost, _ in rated)
-    all_ranks = Coefficients(a_ms, b_ms, 0.0, rated[0][1].coefficients.window)
+    a_ms = min(one.scheme.num_ranks * one.cost.coefficients.a_ms_per_token2 for one in rated)
+    b_ms = min(one.scheme.num_ranks * one.cost.coefficients.b_ms_per_token for one in rated)
+    all_ranks = Coefficients(a_ms, b_ms, 0.0, rated[0].cost.coefficients.window)
     return math.fsum(map(all_ranks.time_ms, batches)) / len(batches) / num_ranks
 
 
@@ -244,16 +264,18 @@ def _beats(rival: _Rated, mine: _Rated, iteration_ms: float, wins_ties: bool) ->
     the rival. Only bounds are known of a scheme that divides its width per micro-batch, so it beats
     none, and none beats it.
     """
-    (scheme, better, better_ms), (other, cost, overhead_ms) = rival, mine
+    scheme, better, other, cost = rival.scheme, rival.cost, mine.scheme, mine.cost
     if better.waves is not None or cost.waves is not None or other.num_ranks % scheme.num_ranks:
         return False
     if better.longest < cost.longest:
         return False
     lengths = np.geomspace(cost.longest / _MOST_OVER_SHORTEST, cost.longest, _NUM_COMPARED)
-    ones = (*_pace(scheme, better, lengths, iteration_ms), scheme.num_ranks, better_ms)
-    others = (*_pace(other, cost, lengths, iteration_ms), other.num_ranks, overhead_ms)
+    ones = (*_pace(scheme, better, lengths, iteration_ms), scheme.num_ranks)
+    others = (*_pace(other, cost, lengths, iteration_ms), other.num_ranks)
     less, more = np.hstack(ones), np.hstack(others)
-    return bool((less <= more).all() and (wins_ties or (less < more).any()))
+    if not (less <= more).all() or rival.overhead_ms > mine.overhead_ms:
+        return False
+    return bool(wins_ties or (less < more).any() or rival.overhead_ms < mine.overhead_ms)
 
 
 def _pace(
@@ -295,17 +317,17 @@ def _without_slow_waves(
     lengths = np.sort(np.concatenate([np.asarray(batch, dtype=np.float64) for batch in batches]))
     share = np.cumsum(lengths) / lengths.sum()
     weighed = lengths[np.searchsorted(share, (np.arange(_NUM_WEIGHED) + 0.5) / _NUM_WEIGHED)]
-    split = [one for one in rated if one[0].splits_cp and one[0].ep > 1]
+    split = [one for one in rated if one.scheme.splits_cp and one.scheme.ep > 1]
     of_batches = [max(batch) for batch in batches]
     kept: list[_Rated] = [one for one in rated if one not in split]
     for limit in (max(longest, *of_batches), int(np.median(of_batches))):
         narrowest: dict[tuple[int, int, int], _Rated] = {}
         for one in split:  # narrow ones first
-            if one[1].longest >= limit:
-                narrowest.setdefault((one[0].tp, one[0].ep, one[0].pp), one)
+            if one.cost.longest >= limit:
+                narrowest.setdefault((one.scheme.tp, one.scheme.ep, one.scheme.pp), one)
         paces_ms = {
-            one: _wave_pace_ms(one[0], one[1], weighed[weighed <= limit], iteration_ms)
-            + one[2] * num_ranks / (lengths.sum() / len(batches))
+            one: _wave_pace_ms(one.scheme, one.cost, weighed[weighed <= limit], iteration_ms)
+            + one.overhead_ms * num_ranks / (lengths.sum() / len(batches))
             for one in narrowest.values()
         }
         fastest = sorted(paces_ms, key=lambda one: paces_ms[one])[:_NUM_SPLITTING]

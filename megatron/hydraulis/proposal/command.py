@@ -1,10 +1,6 @@
 """``hydraulis propose``: which strategies a pool should hold."""
 
 import argparse
-from collections.abc import Iterator
-from contextlib import contextmanager
-
-from rich.progress import TextColumn, TimeElapsedColumn
 
 from megatron.hydraulis.cost_model.limits import add_row_quantum
 from megatron.hydraulis.cost_model.profile import ProfileCostModel
@@ -29,19 +25,17 @@ from megatron.hydraulis.planner.solver import native_prints_to_stderr
 from megatron.hydraulis.proposal.propose import (
     MAX_STRATEGIES,
     NUM_BATCHES,
-    OnProgress,
     propose_for_corpus,
 )
 from megatron.hydraulis.strategy.notation import parse_terms
 from megatron.hydraulis.terminal import (
-    ProgressBars,
     launch_command,
+    phase_progress,
     print_json,
     print_next,
     results_console,
 )
 
-_NONE = "–"
 _PROFILE_SUFFIX = ".cost_profile.json"
 
 
@@ -111,7 +105,7 @@ def run(namespace: argparse.Namespace) -> int:
         ranks_per_node=ranks_per_node,
         path=profile_path,
     )
-    with proposal_progress(is_shown=not namespace.json) as on_progress, native_prints_to_stderr():
+    with phase_progress(is_shown=not namespace.json) as on_progress, native_prints_to_stderr():
         proposal = propose_for_corpus(
             counts,
             batch_sizes(namespace),
@@ -165,19 +159,3 @@ def run(namespace: argparse.Namespace) -> int:
         *("--strategy-pool", namespace.out or "POOL", "--cost-profile", profile_path, "FLAGS"),
     )
     return 0
-
-
-@contextmanager
-def proposal_progress(*, is_shown: bool) -> Iterator[OnProgress]:
-    """Shows what is searched on stderr."""
-    columns = (TextColumn("{task.completed} of {task.total}"), TimeElapsedColumn())
-    with ProgressBars(*columns, is_shown=is_shown) as progress:
-        tasks = {
-            what: progress.add_task(f"strategy pool, {what}", total=None, visible=False)
-            for what in ("search", "bounds", "plans", "baselines")
-        }
-
-        def on_progress(what: str, done: int, total: int) -> None:
-            progress.update(tasks[what], completed=done, total=total, visible=True)
-
-        yield on_progress

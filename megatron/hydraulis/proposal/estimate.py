@@ -71,6 +71,9 @@ class Estimator:
         self._pass_ms = np.where(longest[..., None] <= held, stages * one_ms, np.inf)
         self._pass_ms[np.broadcast_to(is_empty, self._pass_ms.shape)] = 0.0
         self._grid_ms, self._grid_shares = _work_shares(costs, batches)
+        self._parts: dict[tuple[tuple[Mix, ...], tuple[int, ...]], tuple[FloatArray, FloatArray]]
+        self._parts = {}
+        """By mixes and batches: a search returns to the same neighbours after it has learned."""
         # Of each scheme, of pipelines, constant.
         self._stretches = np.zeros(len(costs) + 2)
 
@@ -142,6 +145,14 @@ class Estimator:
         """Times without stretch, and of the longest sequence alone: each as `times_ms`."""
         if not mixes:
             return np.zeros((0, len(batches))), np.zeros((0, len(batches)))
+        key = tuple(mixes), tuple(batches)
+        if key not in self._parts:
+            self._parts[key] = self._new_parts_ms(mixes, batches)
+        return self._parts[key]
+
+    def _new_parts_ms(
+        self, mixes: Sequence[Mix], batches: Sequence[int]
+    ) -> tuple[FloatArray, FloatArray]:
         counts = np.array(mixes, dtype=np.float64)
         num_classes = int((counts > 0).sum(axis=1).max())
         size = len(batches) * self._work_ms.shape[1] * num_classes

@@ -40,6 +40,9 @@ class Explorer:
         self._longest = longest
         self._rows: dict[Mix, FloatArray] = {}
         """Estimated times of the remembered mixes for all batches."""
+        self._initial: dict[Regime, tuple[Mix, ...]] = {}
+        self._neighbours: dict[Mix, tuple[Mix, ...]] = {}
+        self._plain = single_scheme_mixes(candidates)
 
     @property
     def num_mixes(self) -> int:
@@ -49,9 +52,9 @@ class Explorer:
     def search_regime(self, regime: Regime) -> None:
         """Remembers good mixes for the batches of a regime."""
         batches = regime.batches[:: -(-len(regime.batches) // _MAX_REGIME_BATCHES)]
-        initial = range_mixes(self._candidates, self._estimator, batches)
-        initial += single_scheme_mixes(self._candidates)
-        mixes = tuple(dict.fromkeys((*self._rows, *initial)))
+        if regime not in self._initial:
+            self._initial[regime] = range_mixes(self._candidates, self._estimator, batches)
+        mixes = tuple(dict.fromkeys((*self._rows, *self._initial[regime], *self._plain)))
         means_ms = self._means_ms(mixes, batches)
         best = int(means_ms.argmin())
         if np.isfinite(means_ms[best]):
@@ -67,8 +70,7 @@ class Explorer:
 
     def grow(self, size: int, on_size: Callable[[int], None]) -> None:
         """Remembers the members of good pools of 1 to size mixes."""
-        mixes = single_scheme_mixes(self._candidates)
-        self.remember(mix for mix in mixes if self._candidates.limit(mix) >= self._longest)
+        self.remember(mix for mix in self._plain if self._candidates.limit(mix) >= self._longest)
         pool: list[Mix] = []
         for num in range(1, size + 1):
             pool = self._best_pool(num, pool)
@@ -109,7 +111,7 @@ class Explorer:
 
     def near(self, mix: Mix, batches: Sequence[int], num: int) -> tuple[Mix, ...]:
         """The num best neighbours of a mix for some batches, best first."""
-        around = neighbours(self._candidates, mix)
+        around = self._around(mix)
         means_ms = self._means_ms(around, batches)
         order = np.argsort(means_ms, kind="stable")[:num]
         return tuple(around[place] for place in order if np.isfinite(means_ms[place]))
@@ -124,11 +126,16 @@ class Explorer:
         means_ms: FloatArray = self._estimator.times_ms(mixes, batches).mean(axis=1)
         return means_ms
 
+    def _around(self, mix: Mix) -> tuple[Mix, ...]:
+        if mix not in self._neighbours:
+            self._neighbours[mix] = neighbours(self._candidates, mix)
+        return self._neighbours[mix]
+
     def _descend(self, start: Mix, mean_ms: float, batches: Sequence[int]) -> list[Mix]:
         """Steepest descent; the path from start to a mix that no exchange improves."""
         path = [start]
         for _ in range(_MAX_STEPS):
-            around = neighbours(self._candidates, path[-1])
+            around = self._around(path[-1])
             if not around:
                 break
             means_ms = self._means_ms(around, batches)

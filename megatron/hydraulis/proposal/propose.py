@@ -1,7 +1,7 @@
 """From lengths, a cost profile and a cluster to a pool of strategies."""
 
 import time
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from statistics import fmean
 from typing import Any
@@ -26,7 +26,7 @@ from megatron.hydraulis.proposal.explore import (
     with_longest_sequence,
 )
 from megatron.hydraulis.strategy import Pool, Scheme, Strategy
-from megatron.hydraulis.terminal import figures_table, notebook_html, table_text
+from megatron.hydraulis.terminal import OnProgress, figures_table, notebook_html, table_text
 
 _MS_PER_S = 1e3
 _WIDTH = 110
@@ -41,7 +41,10 @@ _LEARNING_PER_MEMBER, _SHORTLIST_PER_MEMBER = 1, 2
 _MIN_REGIME_SHARE = 1.0 / 32.0
 """A regime with a smaller share of the batches is searched together with the next longer one."""
 _NUM_STATIC = 3
-"""Strategies of one scheme that are planned in full, to compare the pool with the best."""
+"""Strategies of one scheme that may be planned in full, to compare the pool with the best."""
+_PLAN_BELOW_EXPECTED = 0.01
+"""Share of the expected time of all batches that plans may save at most: one that must save more to
+be the best static strategy is not planned further."""
 _NUM_NEAR = 2
 """Neighbours of a member that are bounded for its batches."""
 _LEAST_EXCHANGE_GAIN = 2e-3
@@ -57,9 +60,6 @@ a few percent."""
 
 NUM_BATCHES, MAX_STRATEGIES = 32, 7
 """Usual numbers of batches to draw, and of strategies."""
-
-OnProgress = Callable[[str, int, int], None]
-"""Called with the name of a phase, the number of its completed steps, and of all its steps."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -382,13 +382,19 @@ class _PoolSearch:
             for mix, mean_ms in means_ms.items()
             if self.candidates.is_static(mix) and self.candidates.limit(mix) >= self._longest
         }
-        rows = []
+        best, best_ms = None, float("inf")
         for mix in sorted(means_ms, key=lambda mix: means_ms[mix])[:_NUM_STATIC]:
             self.add(mix)
-            rows.append(self.mixes.index(mix))
-            for batch in range(self.times_ms.shape[1]):
-                self.times_ms[rows[-1], batch] = self.evaluator.plan_ms(mix, batch)
-        return min(rows, key=lambda row: self.mean_ms((row,)), default=None)
+            row = self.mixes.index(mix)
+            times_ms = self.times_ms[row]  # a view
+            least_ms = times_ms * (1.0 - _PLAN_BELOW_EXPECTED)
+            for batch in range(len(times_ms)):
+                if not least_ms.sum() < best_ms:
+                    break
+                times_ms[batch] = least_ms[batch] = self.evaluator.plan_ms(mix, batch)
+            if least_ms.sum() < best_ms:
+                best, best_ms = row, float(least_ms.sum())
+        return best
 
     def planned_pool(self, size: int, start: Sequence[int] = ()) -> tuple[int, ...]:
         """The best pool found of at most size strategies, as indices of mixes, no worse than start.
