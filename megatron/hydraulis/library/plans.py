@@ -192,7 +192,7 @@ def propose(
 
     The result can be given to `plan` and `simulate` in place of a pool.
 
-    Args:
+    Args, besides those of `plan`:
         lengths: of the corpus, in tokens, or the path of a file as ``--lengths`` takes it.
         profile: measured or estimated; with model and device, widths of cp are assumed.
         num_ranks: of the job.
@@ -204,10 +204,6 @@ def propose(
         schemes: to build strategies from; None for all of the profile.
         max_strategies: in the pool.
         num_batches: that are drawn.
-        model: as for `plan`.
-        device: as for `plan`.
-        grad_reduce_in_bf16: as for `plan`.
-        row_quantum: as for `plan`.
         seed: of the batches.
 
     Raises the errors of `plan`.
@@ -257,26 +253,14 @@ def simulate(
 ) -> Comparison:
     """Times of the pool and of simpler ways to train the same batches, as ``hydraulis simulate``.
 
-    Args:
-        lengths: as for `propose`.
-        pool: as for `plan`.
-        profile: as for `plan`.
-        global_batch_size: sequences of a batch.
-        global_batch_tokens: or its most tokens instead.
+    Args, besides those of `plan` and `propose`:
         iterations: to simulate.
         ways: what to simulate; docs/metrics.md explains them.
         seq_length: most tokens of a sequence; None for the most that the pool holds.
-        long_sequences: as for `propose`.
         long_sequence_window: iterations that a long sequence may wait for others.
-        model: as for `plan`.
-        device: as for `plan`.
-        ranks_per_node: as for `plan`.
-        grad_reduce_in_bf16: as for `plan`.
         plan_ahead: iterations planned ahead.
         plan_time_s: time of a plan; None for the CPU time that it takes here.
         num_processes: that plan; more than one need a main module that can be imported.
-        row_quantum: as for `plan`.
-        seed: of the batches.
 
     Raises the errors of `plan`.
     """
