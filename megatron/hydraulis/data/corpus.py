@@ -325,7 +325,8 @@ class Corpus:
         part = slice(offset, offset + int(self.lengths[sequence_id]) + 1)
         if self._loss_normalization == "token":
             return self._stored_weights(dataset, sequence_id, part)
-        whole = slice(0, self._document_length(dataset, sequence_id) + 1)
+        pieces = self._pieces(dataset, sequence_id)
+        whole = slice(0, int(self.lengths[pieces.start : pieces.stop].sum(dtype=np.int64)) + 1)
         weights = self._stored_weights(dataset, sequence_id, whole)
         total = weights[1:].sum(dtype=np.float64)
         return weights[part] if total == 0 else (weights[part] / total).astype(np.float32)
@@ -442,11 +443,6 @@ class Corpus:
         ``seq_length`` long.
         """
         return (sequence_id - self._pieces(dataset, sequence_id).start) * self._seq_length
-
-    def _document_length(self, dataset: int, sequence_id: int) -> int:
-        """Sum of the lengths of all sequences of its document."""
-        pieces = self._pieces(dataset, sequence_id)
-        return int(self.lengths[pieces.start : pieces.stop].sum(dtype=np.int64))
 
     def _pieces(self, dataset: int, sequence_id: int) -> range:
         """The sequences of a sequence's document."""

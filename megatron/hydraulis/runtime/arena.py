@@ -94,9 +94,8 @@ def _resize(flat: Tensor, num_elements: int) -> None:
 
 @dataclass(frozen=True)
 class BoundParameter:
-    """A parameter of the role and its flat views of the arena."""
+    """Flat views of the arena: a parameter of the role, and its gradient."""
 
-    name: str
     values: Tensor
     gradient: Tensor
 
@@ -178,7 +177,9 @@ class Arena:
                 f"parameter '{name}' has shape {tuple(original.shape)} on this stage, but "
                 f"{spec.shape} cut over tp={cut[0]} gives {shape}"
             )
-        bound = self._views(index, name, math.prod(shape))
+        start = self._offsets[index]
+        place = slice(start, start + math.prod(shape))
+        bound = BoundParameter(self.parameters[place], self.gradients[place])
         # `Parameter(view)` would share the arena's version counter: autograd would raise as soon
         # as the gather of another parameter writes to the arena.
         parameter = torch.nn.Parameter(torch.empty(0, dtype=bound.values.dtype))
@@ -191,12 +192,6 @@ class Arena:
         parameter.register_post_accumulate_grad_hook(_add_to_main_grad)
         self.bound[index] = bound
         return index, parameter
-
-    def _views(self, index: int, name: str, size: int) -> BoundParameter:
-        start = self._offsets[index]
-        return BoundParameter(
-            name, self.parameters[start : start + size], self.gradients[start : start + size]
-        )
 
 
 def _add_to_main_grad(parameter: Any) -> None:
