@@ -94,6 +94,37 @@ class _ShortUsage(argparse.HelpFormatter):
         super().add_usage(usage, [*required, optional, *positional], groups, prefix)
 
 
+def add_lengths_argument(parser: argparse._ActionsContainer, *, of_batch: bool = False) -> None:
+    """Declare --lengths, of one batch or of a corpus."""
+    what, histogram = "batch", ""
+    if not of_batch:
+        what, histogram = "corpus", ", or a histogram .csv with the header length_tokens,count"
+    parser.add_argument(
+        "--lengths",
+        required=True,
+        metavar="FILE",
+        help=f"lengths of the {what} in tokens: an .idx (a document of D tokens trains D-1), a "
+        f"JSON list, text with a number per line{histogram}",
+    )
+
+
+def add_profile_argument(
+    parser: argparse._ActionsContainer, note: str = "", *, required: bool = True
+) -> None:
+    """Declare --cost-profile, with a note on what else it is used for."""
+    parser.add_argument(
+        "--cost-profile",
+        required=required,
+        metavar="FILE",
+        help="cost profile, JSON: times of schemes in ms, limits in tokens per micro-batch" + note,
+    )
+
+
+def add_pool_argument(parser: argparse._ActionsContainer) -> None:
+    """Declare --pool."""
+    parser.add_argument("--pool", required=True, metavar="FILE", help="pool of strategies, JSON")
+
+
 def closest(word: str, known: Iterable[str]) -> str | None:
     """The known name most similar to a misspelt one; None if none is similar."""
     close = difflib.get_close_matches(word, list(known), n=1, cutoff=_MIN_SIMILARITY)

@@ -15,7 +15,7 @@ _LINE = re.compile(
     r" iteration +(?P<iteration>\d+)/ +(?P<train_iters>\d+) \|"
     r" consumed samples: +(?P<consumed_samples>\d+) \|"
     r" elapsed time per iteration \(ms\): (?P<elapsed_ms>[\d.]+) \|"
-    r" throughput per GPU \(TFLOP/s/GPU\): (?P<throughput>[\d.]+) \|"
+    r"( throughput per GPU \(TFLOP/s/GPU\): (?!0\.0 )[\d.]+ \|)?"
     r" learning rate: (?P<learning_rate>\S+) \|"
     r" global batch size: +(?P<global_batch_size>\d+) \|"
     r"( lm loss: (?P<lm_loss>\S+) \|)?"

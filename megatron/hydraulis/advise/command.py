@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 from rich.table import Table
 
+from megatron.hydraulis.command_line import add_profile_argument
 from megatron.hydraulis.cost_model.analytic import AnalyticCostModel
 from megatron.hydraulis.cost_model.estimate_command import estimated_profile, possible_schemes
 from megatron.hydraulis.cost_model.interface import Coefficients, CostModel
@@ -24,7 +25,6 @@ from megatron.hydraulis.cost_model.profile import NOTHING_HIDDEN, ProfileCostMod
 from megatron.hydraulis.cost_model.shape_arguments import (
     add_job_arguments,
     add_layer_arguments,
-    add_profile_argument,
     add_regroup_arguments,
     job_options,
     job_ranks,

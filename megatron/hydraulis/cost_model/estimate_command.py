@@ -3,7 +3,6 @@
 import argparse
 import datetime
 import itertools
-import sys
 from collections.abc import Iterable, Sequence
 
 from rich.table import Table
@@ -45,13 +44,8 @@ from megatron.hydraulis.terminal import (
 
 _FP32_BYTES = 4
 _NS_PER_MS, _US_PER_MS = 1e6, 1e3
-_EXIT_NOTHING_FITS = 1
 _MOST_STAGES = 8
 """Of schemes that are not named: longer pipelines rarely win with few micro-batches."""
-
-
-class NothingFits(ConfigurationError):
-    """No scheme holds the model."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -81,8 +75,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(namespace: argparse.Namespace) -> int:
     """Estimate, write and print; returns the exit status.
 
-    It is 1 if no scheme holds the model. Raises ConfigurationError or StrategyError for invalid
-    flags and files.
+    Raises ConfigurationError or StrategyError for invalid flags and files, and as
+    `estimated_profile`.
     """
     shape = shape_of(namespace)
     device = device_constants(namespace.device)
@@ -96,11 +90,7 @@ def run(namespace: argparse.Namespace) -> int:
         **layer_settings(namespace, shape),
     )
     is_given = namespace.pool is not None or namespace.schemes is not None
-    try:
-        profile = estimated_profile(model, schemes, keeps_all=is_given)
-    except NothingFits as error:
-        print(f"error: {error}", file=sys.stderr)
-        return _EXIT_NOTHING_FITS
+    profile = estimated_profile(model, schemes, keeps_all=is_given)
     if namespace.out is not None:
         write_output(namespace.out, profile.to_json())
     if namespace.json:
@@ -123,7 +113,8 @@ def estimated_profile(
 ) -> ProfileCostModel:
     """The cost profile of schemes, by default without those that do not hold the model.
 
-    Raises StrategyError for a scheme that cannot divide the model, NothingFits if none holds it.
+    Raises StrategyError for a scheme that cannot divide the model, ConfigurationError if none
+    holds it.
     """
     device, cluster = model.device, model.cluster
     for scheme in schemes:
@@ -152,7 +143,7 @@ def estimated_profile(
     )
 
 
-def _nothing_fits(model: AnalyticCostModel, schemes: Sequence[Scheme]) -> NothingFits:
+def _nothing_fits(model: AnalyticCostModel, schemes: Sequence[Scheme]) -> ConfigurationError:
     """The error, with the scheme that needs the least memory."""
     memory = model.memory
 
@@ -161,7 +152,7 @@ def _nothing_fits(model: AnalyticCostModel, schemes: Sequence[Scheme]) -> Nothin
         return max(memory.peak_bytes(scheme, stage, row) for stage in range(scheme.pp))
 
     best = min(schemes, key=least_bytes)
-    return NothingFits(
+    return ConfigurationError(
         f"a cost profile needs a scheme that holds the model but on {model.cluster.num_ranks} "
         f"ranks of {model.device.name} none of {len(schemes)} does: {best} needs "
         f"{least_bytes(best) / 1e9:.1f} GB of {memory.usable_bytes / 1e9:.1f} GB with the shortest "

@@ -207,22 +207,6 @@ def job_ranks(namespace: argparse.Namespace) -> tuple[int, int]:
     return num_ranks, ranks_of_node(num_ranks, namespace.ranks_per_node, what)
 
 
-def add_profile_argument(
-    parser: argparse._ActionsContainer, note: str = "", *, required: bool = True
-) -> None:
-    """Declare --cost-profile, with a note on what else it is used for."""
-    parser.add_argument(
-        "--cost-profile",
-        required=required,
-        metavar="FILE",
-        help="cost profile, JSON: times of schemes in ms, limits in tokens per micro-batch" + note,
-    )
-
-
-def add_pool_argument(parser: argparse._ActionsContainer) -> None:
-    parser.add_argument("--pool", required=True, metavar="FILE", help="pool of strategies, JSON")
-
-
 def add_layer_arguments(parser: argparse._ActionsContainer) -> None:
     """Declare the flags that layer_settings and parameter_bytes read, as in training."""
     parser.add_argument("--fp32", action="store_true", help="train in fp32 (default: bf16)")

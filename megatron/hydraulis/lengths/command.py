@@ -12,6 +12,7 @@ import numpy as np
 import numpy.typing as npt
 from rich.table import Table
 
+from megatron.hydraulis.command_line import add_lengths_argument
 from megatron.hydraulis.data.index import LONG_SEQUENCES, LongSequences
 from megatron.hydraulis.data.sampler import BatchSizes
 from megatron.hydraulis.errors import ConfigurationError
@@ -176,20 +177,6 @@ def _cut(counts: LengthCounts, seq_length: int, how: LongSequences) -> CutEffect
         num_sequences=after.num_sequences,
         num_tokens=after.num_tokens,
         square_ratio=float(_squares(after).sum() / _squares(counts).sum()),
-    )
-
-
-def add_lengths_argument(parser: argparse._ActionsContainer, *, of_batch: bool = False) -> None:
-    """Declares --lengths, of one batch for `read_lengths` or else for `read_length_counts`."""
-    what, histogram = "batch", ""
-    if not of_batch:
-        what, histogram = "corpus", ", or a histogram .csv with the header length_tokens,count"
-    parser.add_argument(
-        "--lengths",
-        required=True,
-        metavar="FILE",
-        help=f"lengths of the {what} in tokens: an .idx (a document of D tokens trains D-1), a "
-        f"JSON list, text with a number per line{histogram}",
     )
 
 

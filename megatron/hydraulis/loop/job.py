@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -63,6 +64,8 @@ from megatron.hydraulis.loop.step import Iterators, RunParts, TrainingLoop
 from megatron.hydraulis.loop.tracing import RunTrace
 from megatron.hydraulis.observability.console import closing_table
 from megatron.hydraulis.observability.records import (
+    CONFIG_FILE_NAME,
+    HAS_ENDED,
     METRICS_FILE_NAME,
     MetricsWriter,
     set_aside_earlier_run,
@@ -121,6 +124,7 @@ class Job:
         self._has_cuda = has_cuda
         self._engine: Engine | None = None
         self._core_attention: CoreAttention | None = None
+        self._configuration: dict[str, Any] = {}
         self._profile = read_cost_profile(resolved)
         rank = int(os.environ.get("RANK", "0"))
         self._device = constants_of_this_rank(
@@ -316,14 +320,18 @@ class Job:
             for part in corpora
             if part is not None
         }
-        configuration = self._planning.description_of(self._resolved) | {
+        self._configuration = self._planning.description_of(self._resolved) | {
             "corpus": corpus,
             "notes": list(self._hooks.notes),
         }
+        self._write_configuration()
+
+    def _write_configuration(self, *, has_ended: bool = False) -> None:
+        path = self._run_dir / CONFIG_FILE_NAME
         try:
-            write_json(self._run_dir / "config.json", configuration)
+            write_json(path, self._configuration | {HAS_ENDED: has_ended})
         except OSError as error:
-            reason = why_not_written(error, self._run_dir / "config.json")
+            reason = why_not_written(error, path)
             raise _cannot_write("--run-dir", self._run_dir, reason) from error
 
     def _print_notices(self, corpora: Corpora) -> None:
@@ -566,6 +574,8 @@ class Job:
             parts.trace.close(merges=True)
         if parts.refit is not None:
             parts.refit.write(self._run_dir)
+        if dist.get_rank() == 0:
+            self._write_configuration(has_ended=True)
         parts.guard.close()
 
     def _abandon(self, parts: RunParts) -> None:

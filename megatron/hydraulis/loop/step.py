@@ -66,6 +66,8 @@ MAX_SEQUENCES_NAMED = 16
 """Sequences that an error names before it only counts the rest."""
 
 _BATCH_SIZE = re.compile(r" global batch size: +\d+ \|")
+_NO_THROUGHPUT = " throughput per GPU (TFLOP/s/GPU): 0.0 |"
+"""Of CPU ranks and tiny models, for which upstream's unit is too large."""
 
 
 @dataclass(frozen=True)
@@ -326,6 +328,7 @@ class TrainingLoop:
             record = self._interval.mean_record if is_line else None
             if record is not None:
                 num_left = get_args().train_iters - record.iteration
+                message = message.replace(_NO_THROUGHPUT, "")
                 message = _BATCH_SIZE.sub(
                     f" global batch size: {record.num_sequences:5d} |", message, count=1
                 )

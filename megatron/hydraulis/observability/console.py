@@ -5,7 +5,7 @@ from __future__ import annotations
 import datetime
 import math
 import statistics
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -158,21 +158,22 @@ def tokens_text(num_tokens: int, trained_tokens: int) -> str:
 
 
 def model_text(model: Mapping[str, Any]) -> str:
-    """The sizes of a model in the configuration of a run."""
+    """The sizes of a model in the configuration of a run, with – for unknown ones."""
+    size = defaultdict(lambda: _UNKNOWN, model)
     text = (
-        f"{model.get('num_layers')} layers, hidden {model.get('hidden_size')}, "
-        f"ffn {model.get('ffn_hidden_size')}, {model.get('num_attention_heads')} heads of "
-        f"{model.get('kv_channels')}, {model.get('num_query_groups')} query groups, vocabulary "
-        f"{model.get('vocab_size_unpadded')} padded to {model.get('vocab_size')}"
+        f"{size['num_layers']} layers, hidden {size['hidden_size']}, "
+        f"ffn {size['ffn_hidden_size']}, {size['num_attention_heads']} heads of "
+        f"{size['kv_channels']}, {size['num_query_groups']} query groups, vocabulary "
+        f"{size['vocab_size_unpadded']} padded to {size['vocab_size']}"
     )
-    if model.get("num_experts"):
+    if size["num_experts"] not in (_UNKNOWN, 0):
         text += (
-            f", {model['num_experts']} experts of ffn {model['expert_ffn_hidden_size']} in "
-            f"{model['num_expert_layers']} layers, {model['experts_per_token']} a token"
+            f", {size['num_experts']} experts of ffn {size['expert_ffn_hidden_size']} in "
+            f"{size['num_expert_layers']} layers, {size['experts_per_token']} a token"
         )
-        shared = model["shared_expert_ffn_hidden_size"]
-        text += f" and shared ones of ffn {shared}" if shared else ""
-    parameters = model.get("num_parameters")
+        if size["shared_expert_ffn_hidden_size"] not in (_UNKNOWN, 0):
+            text += f" and shared ones of ffn {size['shared_expert_ffn_hidden_size']}"
+    parameters = size["num_parameters"]
     return text + (f": {parameters:,} parameters" if isinstance(parameters, int) else "")
 
 

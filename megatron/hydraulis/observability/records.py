@@ -23,6 +23,8 @@ REPORT_FILE_NAME = "report.html"
 REPORT_PICTURES_FOLDER_NAME = "report"
 REFITTED_PROFILE_FILE_NAME = "cost_profile_refitted.json"
 """Written by ``--refit-cost-profile`` at the end of a run."""
+HAS_ENDED = "has_ended"
+"""Key of ``config.json``: whether the run ended without an error."""
 
 _LEFT_BY_A_RUN = (
     METRICS_FILE_NAME,

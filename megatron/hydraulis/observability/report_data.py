@@ -18,8 +18,8 @@ from typing import Any
 from megatron.hydraulis.errors import HydraulisError
 from megatron.hydraulis.observability.records import (
     CONFIG_FILE_NAME,
+    HAS_ENDED,
     METRICS_FILE_NAME,
-    SUMMARY_FILE_NAME,
     IterationRecord,
     read_metrics,
 )
@@ -290,11 +290,9 @@ def _interruptions(run: Run) -> list[str]:
     notes = []
     last, wanted = run.records[-1].iteration, run.num_train_iters
     if wanted is not None and last < wanted:
-        # Written when a run ends without an error; a new start moves it away.
-        has_ended = (run.folder / SUMMARY_FILE_NAME).is_file()
         notes.append(
             f"The run ended at iteration {last} of {wanted}, as one of its --exit options asks."
-            if has_ended
+            if run.config.get(HAS_ENDED)
             else f"The run has reached iteration {last} of {wanted}: it was interrupted or is "
             "still running."
         )

@@ -29,6 +29,11 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from megatron.hydraulis.command_line import (
+    add_lengths_argument,
+    add_pool_argument,
+    add_profile_argument,
+)
 from megatron.hydraulis.plan_check.files import (
     BrokenRule,
     Plan,
@@ -57,20 +62,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "invalid one, 2 for files that cannot be read."
     )
     parser.add_argument("--plan", required=True, metavar="FILE", help="plan, JSON, times in s")
-    parser.add_argument(
-        "--lengths",
-        required=True,
-        metavar="FILE",
-        help="lengths of the batch in tokens: an .idx (a document of D tokens trains D-1), a JSON "
-        "list, text with a number per line",
-    )
-    parser.add_argument(
-        "--cost-profile",
-        required=True,
-        metavar="FILE",
-        help="cost profile, JSON: times of schemes in ms, limits in tokens per micro-batch",
-    )
-    parser.add_argument("--pool", required=True, metavar="FILE", help="pool of strategies, JSON")
+    add_lengths_argument(parser, of_batch=True)
+    add_profile_argument(parser)
+    add_pool_argument(parser)
     parser.add_argument(
         "--grad-reduce-in-bf16",
         action="store_true",

@@ -2,18 +2,20 @@
 
 import argparse
 
+from megatron.hydraulis.command_line import (
+    add_lengths_argument,
+    add_pool_argument,
+    add_profile_argument,
+)
 from megatron.hydraulis.cost_model.limits import add_row_quantum
 from megatron.hydraulis.cost_model.profile import ProfileCostModel
 from megatron.hydraulis.cost_model.shape_arguments import (
-    add_pool_argument,
-    add_profile_argument,
     add_regroup_arguments,
     job_options,
     print_bf16_advice,
     warn_of_unknown_overheads,
 )
 from megatron.hydraulis.json_object import write_output
-from megatron.hydraulis.lengths.command import add_lengths_argument
 from megatron.hydraulis.lengths.counts import read_lengths
 from megatron.hydraulis.planner.planned import WIDTH, plan_batch, replica_table, summary
 from megatron.hydraulis.strategy import Pool

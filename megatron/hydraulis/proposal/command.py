@@ -2,11 +2,11 @@
 
 import argparse
 
+from megatron.hydraulis.command_line import add_profile_argument
 from megatron.hydraulis.cost_model.limits import add_row_quantum
 from megatron.hydraulis.cost_model.profile import ProfileCostModel
 from megatron.hydraulis.cost_model.shape_arguments import (
     add_job_arguments,
-    add_profile_argument,
     add_regroup_arguments,
     job_options,
     job_ranks,

@@ -7,11 +7,14 @@ from typing import Any
 
 from rich.progress import TextColumn, TimeElapsedColumn
 
+from megatron.hydraulis.command_line import (
+    add_lengths_argument,
+    add_pool_argument,
+    add_profile_argument,
+)
 from megatron.hydraulis.cost_model.limits import add_row_quantum
 from megatron.hydraulis.cost_model.profile import ProfileCostModel
 from megatron.hydraulis.cost_model.shape_arguments import (
-    add_pool_argument,
-    add_profile_argument,
     add_regroup_arguments,
     job_options,
     print_bf16_advice,
@@ -21,7 +24,6 @@ from megatron.hydraulis.errors import ConfigurationError
 from megatron.hydraulis.json_object import write_json
 from megatron.hydraulis.lengths.command import (
     add_batch_arguments,
-    add_lengths_argument,
     add_long_sequences,
     add_seed,
     batch_sizes,

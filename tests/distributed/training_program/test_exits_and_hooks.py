@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import json
 import os
 import re
 import signal
@@ -47,6 +48,7 @@ def test_an_exit_interval_ends_the_run_properly_even_with_idle_ranks(launch: Lau
     assert len(run.records) == 2
     assert "Training finished" in run.outcome.ranks[1].stdout
     assert (run.run_dir / "summary.png").is_file()
+    assert json.loads((run.run_dir / "config.json").read_text())["has_ended"]
 
 
 def test_a_signal_ends_the_run_properly(launch: Launch) -> None:

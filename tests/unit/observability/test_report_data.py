@@ -48,7 +48,8 @@ def test_an_interrupted_run_shows_its_progress(tmp_path: Path) -> None:
     cut, came = run.notes
     assert "last line" in cut
     assert "iteration 5 of 8: it was interrupted" in came
-    (tmp_path / "summary.png").touch()
+    config = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(config | {"has_ended": True}))
     assert read_run(tmp_path).notes[1:] == (
         "The run ended at iteration 5 of 8, as one of its --exit options asks.",
     )
