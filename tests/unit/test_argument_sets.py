@@ -139,7 +139,10 @@ def test_kernels_for_experts_give_way_to_plain_ones(
         "--num-experts 4 --disable-bias-linear --moe-grouped-gemm --moe-permute-fusion "
         "--moe-token-dispatcher-type flex --moe-enable-deepep"
     )
-    for has_cuda, why in ((True, "layers are not Transformer Engine's"), (False, "has no CUDA")):
+    for has_cuda, why in (
+        (True, "layers are not Transformer Engine's"),
+        (False, "the device is a CPU"),
+    ):
         monkeypatch.setattr(torch.cuda, "is_available", lambda found=has_cuda: found)
         resolved = parse(tmp_path, *typed.split())
         args, taken = resolved.args, dict(resolved.taken)
@@ -150,6 +153,21 @@ def test_kernels_for_experts_give_way_to_plain_ones(
         assert taken["--moe-grouped-gemm"] == taken["--moe-permute-fusion"]
         assert why in taken["--moe-grouped-gemm"]
         assert "plain collectives" in taken["--moe-enable-deepep"]
+
+
+def test_a_dry_run_is_for_the_device_that_it_names(tmp_path: Path) -> None:
+    """Layers of Transformer Engine, too, which need not be installed where the dry run is."""
+    typed = (
+        "--dry-run --device h100-80g --cost-profile FILE --transformer-impl transformer_engine "
+        "--distributed-backend nccl --position-embedding-type rope"
+    )
+    resolved = parse(tmp_path, *typed.split())
+    assert resolved.args.transformer_impl == "transformer_engine"
+    assert resolved.args.apply_rope_fusion
+    ((option, why),) = resolved.taken
+    assert option == "--device h100-80g"
+    assert "those of --cost-profile" in why
+    assert not any("CPU" in str(difference) for difference in resolved.differences)
 
 
 def test_what_was_taken_is_listed_with_what_happens_instead(tmp_path: Path) -> None:
@@ -163,7 +181,7 @@ def test_what_was_taken_is_listed_with_what_happens_instead(tmp_path: Path) -> N
         "--max-tokens-per-micro-batch limits it",
         "--exp-avg-dtype bf16": "optimizer state and gradients stay fp32, which is more precise",
         "--save-interval 5": "it has an effect only with --save",
-        "--distributed-backend nccl": "gloo, as this machine has no CUDA",
+        "--distributed-backend nccl": "gloo, as the device is a CPU",
     }
     assert resolved.args.use_distributed_optimizer
 

@@ -116,12 +116,14 @@ def parse_arguments(
     missing = checks.missing_flags(args, attempted=flags.attempted)
     with problems.collected():
         checks.check_required(missing)
-    has_cuda = torch.cuda.is_available()
+    is_here = torch.cuda.is_available()
+    has_cuda = _has_cuda(args)
     before, run_dir = dict(vars(args)), args.run_dir
     taken = (
         *flags.taken,
         *checks.drop_kept_modules(args),
         *_core_attention_taken(flags),
+        *_device_taken(flags),
         *_exchange_taken(flags),
         *_dispatcher_taken(flags),
         *_head_size_taken(flags),
@@ -169,8 +171,8 @@ def parse_arguments(
         checks.check_learning_rate,
         checks.check_schedule_lengths,
         checks.check_weight_decay,
-        partial(checks.check_device, has_cuda=has_cuda),
-        partial(checks.check_layers, has_cuda=has_cuda),
+        partial(checks.check_device, has_cuda=is_here),
+        partial(checks.check_layers, has_cuda=is_here),
         checks.check_schedule_source,
         checks.check_spec,
         *((checks.check_data,) if needs_data else ()),
@@ -201,7 +203,12 @@ def parse_arguments(
         checks.check_sequence_parallel(_model_shape(args), hydraulis, pool)
     problems.raise_any()
     with _upstream_errors():
-        gpt_model_config(args)
+        # Upstream looks for the kernel on this machine.
+        gpt_model_config(
+            argparse.Namespace(
+                **vars(args) | {"apply_rope_fusion": args.apply_rope_fusion and is_here}
+            )
+        )
     args.world_size = num_ranks
     return Resolved(
         args=args,
@@ -219,6 +226,13 @@ def parse_arguments(
         shape=_model_shape(args),
         vocabulary=vocabulary,
     )
+
+
+def _has_cuda(args: argparse.Namespace) -> bool:
+    """Whether the job computes with CUDA, on this machine or on the device of a dry run."""
+    if args.dry_run and args.device is not None:
+        return args.device != "cpu"
+    return torch.cuda.is_available()
 
 
 def wants_proposal(argv: Sequence[str]) -> bool:
@@ -255,6 +269,14 @@ def _layout_taken(
                 yield from ((str(given), wins) for given in flags.given if given.dest == dest)
 
 
+def _device_taken(flags: ParsedFlags) -> tuple[tuple[str, str], ...]:
+    args = flags.args
+    if args.device is None or args.cost_profile is None:
+        return ()
+    why = "times and limits are those of --cost-profile, only regrouping that it lacks is predicted"
+    return ((f"--device {args.device}", why),)
+
+
 def _exchange_taken(flags: ParsedFlags) -> tuple[tuple[str, str], ...]:
     if flags.args.cp_comm_type == ["p2p"] and flags.was_given("cp_comm_type"):
         return (("--cp-comm-type p2p", "run as all_gather, the same bytes"),)
@@ -284,7 +306,7 @@ def _grouping_taken(flags: ParsedFlags, *, has_cuda: bool) -> tuple[tuple[str, s
     for given in flags.given:
         if given.dest in OF_TE:
             setattr(args, given.dest, False)
-            why = "layers are not Transformer Engine's" if has_cuda else "this machine has no CUDA"
+            why = "layers are not Transformer Engine's" if has_cuda else "the device is a CPU"
             found.append((str(given), f"the plain path gives the same result, as {why}"))
     return tuple(found)
 
@@ -295,11 +317,11 @@ def _missing_here(flags: ParsedFlags, *, has_cuda: bool) -> tuple[tuple[str, str
     if not has_cuda and args.distributed_backend == "nccl":
         args.distributed_backend = "gloo"
         if flags.was_given("distributed_backend"):
-            found.append(("--distributed-backend nccl", "gloo, as this machine has no CUDA"))
+            found.append(("--distributed-backend nccl", "gloo, as the device is a CPU"))
     if not has_cuda and args.transformer_impl == TE_LAYERS:
         args.transformer_impl = "local"
         if flags.was_given("transformer_impl"):
-            instead = "layers of megatron-core, as this machine has no CUDA"
+            instead = "layers of megatron-core, as the device is a CPU"
             found.append((f"--transformer-impl {TE_LAYERS}", instead))
     if args.wandb_project and importlib.util.find_spec("wandb") is None:
         found.append(

@@ -202,8 +202,8 @@ class HydraulisConfig:
     does not fill nodes of 8."""
 
     device: str | None = field(default=None, metadata=_flag("NAME"))
-    """Device for which --dry-run predicts, without --cost-profile, for example h100. Default: this
-    machine's."""
+    """Device of the job that --dry-run describes, for example h100; a --cost-profile has its own
+    times and limits. Default: this machine's."""
 
     num_ranks: int | None = field(default=None, metadata=_flag("N"))
     """Number of ranks of the job that --dry-run describes (ranks). Default: WORLD_SIZE; on one
