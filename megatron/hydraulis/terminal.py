@@ -184,7 +184,8 @@ def propose_command(num_ranks: int, cost_profile: str | Path) -> str:
 def launch_command(num_ranks: int, ranks_per_node: int) -> str:
     """The words that start training on the ranks of a job."""
     if num_ranks > ranks_per_node:
-        where = f"--nnodes {num_ranks // ranks_per_node} --rdzv-endpoint HOST:29500"
+        num_nodes = num_ranks // ranks_per_node
+        where = f"--nnodes {num_nodes} --rdzv-backend c10d --rdzv-endpoint HOST:29500"
         num_ranks = ranks_per_node
     else:
         where = "--standalone"

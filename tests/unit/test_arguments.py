@@ -10,6 +10,7 @@ from megatron.core.models.common.embeddings import rope_utils
 from megatron.core.num_microbatches_calculator import get_current_global_batch_size
 from megatron.training import global_vars
 
+from megatron.hydraulis.__main__ import main
 from megatron.hydraulis.errors import ConfigurationError, StrategyError
 from megatron.hydraulis.flags.arguments import Resolved, install_globals
 from megatron.hydraulis.flags.config import HydraulisConfig, default_run_dir, option_of
@@ -377,7 +378,8 @@ def test_strategy(typed: str, num_ranks: int, strategy: str, tmp_path: Path) -> 
         ("4", "", 8, 4),
         ("4", "--ranks-per-node 2", 8, 2),
         ("1", "--dry-run --num-ranks 16", 1, 8),
-        ("1", "--dry-run --num-ranks 12", 1, 12),
+        ("1", "--dry-run --num-ranks 5", 1, 5),
+        ("6", "", 12, 6),
         ("1", "--dry-run --num-ranks 16 --ranks-per-node 4", 1, 4),
     ],
 )
@@ -393,6 +395,20 @@ def test_ranks_per_node(
         monkeypatch.setenv("LOCAL_WORLD_SIZE", variable)
     resolved = parse(tmp_path, *typed.split(), num_ranks=num_ranks)
     assert resolved.pool.ranks_per_node == ranks_per_node
+
+
+@pytest.mark.parametrize(("num_ranks", "example"), [(12, 6), (100, 5), (13, 1)])
+def test_a_job_that_does_not_fill_nodes_of_8_says_how_large_its_nodes_are(
+    num_ranks: int, example: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """In training and in commands."""
+    rule = f"{num_ranks} ranks do not fill such nodes; give --ranks-per-node .* example {example},"
+    typed = ("--num-ranks", str(num_ranks))
+    with pytest.raises(StrategyError, match=rule):
+        parse(tmp_path, "--dry-run", *typed, num_ranks=1)
+    model = ("--model", "examples/model_llama32b.json", "--device", "h100", "--schemes", "tp1")
+    assert main(["estimate", *model, *typed]) == 2
+    assert re.search(rule, capsys.readouterr().err)
 
 
 def test_dry_run_on_one_process_describes_a_job_of_many_ranks(tmp_path: Path) -> None:

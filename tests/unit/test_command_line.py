@@ -122,7 +122,7 @@ def test_output_without_a_reader_ends_quietly(words: list[str]) -> None:
 def test_the_launch_of_a_job_names_its_nodes() -> None:
     tail = "--no-python hydraulis train"
     assert launch_command(4, 8) == f"torchrun --standalone --nproc-per-node 4 {tail}"
-    nodes = "--nnodes 3 --rdzv-endpoint HOST:29500"
+    nodes = "--nnodes 3 --rdzv-backend c10d --rdzv-endpoint HOST:29500"
     assert launch_command(24, 8) == f"torchrun {nodes} --nproc-per-node 8 {tail}"
 
 

@@ -196,13 +196,12 @@ def add_job_arguments(
         "--ranks-per-node",
         type=int,
         metavar="N",
-        help=f"ranks of a node{note} (default: {RANKS_PER_NODE}, or all of a job that does not "
-        f"fill nodes of {RANKS_PER_NODE})",
+        help=f"ranks of a node{note} (default: {RANKS_PER_NODE}, or all of a smaller job)",
     )
 
 
 def job_ranks(namespace: argparse.Namespace) -> tuple[int, int]:
-    """Ranks of the job and of a node; StrategyError unless these fill whole nodes."""
+    """Ranks of the job and of a node; StrategyError as `ranks_of_node`."""
     num_ranks, what = namespace.num_ranks, "--num-ranks, --ranks-per-node"
     return num_ranks, ranks_of_node(num_ranks, namespace.ranks_per_node, what)
 

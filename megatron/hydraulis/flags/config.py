@@ -198,8 +198,8 @@ class HydraulisConfig:
     error (iterations). Default: 10."""
 
     ranks_per_node: int | None = field(default=None, metadata=_flag("N"))
-    """Number of ranks per node (ranks). Default: LOCAL_WORLD_SIZE, else 8, or all of a job that
-    does not fill nodes of 8."""
+    """Number of ranks per node (ranks). Default: LOCAL_WORLD_SIZE, else 8, or all of a smaller
+    job."""
 
     device: str | None = field(default=None, metadata=_flag("NAME"))
     """Device of the job that --dry-run describes, for example h100; a --cost-profile has its own

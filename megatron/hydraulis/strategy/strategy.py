@@ -222,12 +222,20 @@ RANKS_PER_NODE = 8
 
 
 def ranks_of_node(num_ranks: int, given: int | None, what: str) -> int:
-    """Ranks of a node: those given, else 8, or all of a job that does not fill nodes of 8.
+    """Ranks of a node: those given, else 8, or all of a job with fewer.
 
-    Raises StrategyError as `whole_nodes`, and for nodes of 0 ranks.
+    Raises StrategyError as `whole_nodes`, for nodes of 0 ranks, and for a job that must say how
+    large its nodes are.
     """
     if given is None:
-        given = 0 if num_ranks % RANKS_PER_NODE else RANKS_PER_NODE
+        given = RANKS_PER_NODE
+        if num_ranks > given and num_ranks % given:
+            example = max(size for size in range(1, given) if num_ranks % size == 0)
+            raise StrategyError(
+                f"{what}: nodes are taken to have {given} ranks each but {num_ranks} ranks do not "
+                f"fill such nodes; give --ranks-per-node (in Python ranks_per_node), for example "
+                f"{example}, or another number of ranks"
+            )
     elif given < 1:
         raise StrategyError(
             f"{what}: a node needs at least 1 rank but {given} are given; give a positive number"

@@ -457,7 +457,7 @@ def test_all_groups_of_a_splitting_width_are_estimated(
 def test_a_tp_that_does_not_cut_the_model_is_not_estimated(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    flags = ["--device", "h100", "--num-ranks", "9", "--schemes", "tp3"]
+    flags = ["--device", "h100", "--num-ranks", "6", "--schemes", "tp3"]
     assert main(["estimate", *LLAMA_32B, *flags]) == 2
     assert "tp must divide the attention heads" in capsys.readouterr().err
 
