@@ -334,7 +334,9 @@ def test_without_a_launcher_the_torchrun_command_is_shown(command: Command, tmp_
             del os.environ[variable]
         entry.main(argv)
 
-    outcome = run_job(command(), 1, tmp_path / "output", program=program, timeout_s=30)
+    # For four ranks, of which this process is none.
+    argv = command("--strategy", "tp2+2*tp1")
+    outcome = run_job(argv, 1, tmp_path / "output", program=program, timeout_s=30)
     assert outcome.statuses == (EXIT_STATUS,)
     error = _only_error(outcome)
     assert "RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR, MASTER_PORT are not set" in error

@@ -42,6 +42,8 @@ with without_garbage_collection():
 
 __all__ = ["UserHooks", "main"]
 
+_WITHOUT_RANKS = frozenset({"--dry-run", "--help", "-h"})
+"""Options with which one process that no launcher has started is enough."""
 EXIT_STATUS_OF_ERROR = 2
 EXIT_STATUS_OF_UNFORESEEN_ERROR = 1
 """That of an uncaught exception in Python."""
@@ -101,12 +103,14 @@ def _run(argv: Sequence[str] | None, hooks: UserHooks) -> None:
     quieten_upstream(rank)
     num_ranks = int(os.environ.get("WORLD_SIZE", "1"))
     words, met, pool = sys.argv[1:] if argv is None else argv, None, None
+    if not _WITHOUT_RANKS.intersection(words):
+        # Before the flags, which would be wrong for a job of this process alone.
+        check_launched("train FLAGS", otherwise=", or add --dry-run")
     if wants_proposal(words):
         from megatron.hydraulis.loop.auto_pool import pool_of_job  # slow to import
 
         resolved = parse_without_pool(words, num_ranks=num_ranks, rank=rank)
         if not resolved.hydraulis.dry_run:
-            check_launched("train FLAGS", otherwise=", or add --dry-run")
             timeout = timedelta(minutes=resolved.args.distributed_timeout_minutes)
             met = meet(max(timeout, _TIMEOUT_OF_PROPOSAL))
         store = None if met is None else met[0]
@@ -119,13 +123,11 @@ def _run(argv: Sequence[str] | None, hooks: UserHooks) -> None:
     args = resolved.args
     if args.sft:
         if met is None and not resolved.hydraulis.dry_run:
-            check_launched("train FLAGS", otherwise=", or add --dry-run")
             met = meet(timedelta(minutes=args.distributed_timeout_minutes))
         convert_data(args, resolved.hydraulis.run_dir, None if met is None else met[0])
     if resolved.hydraulis.dry_run:
         Job(resolved, hooks, has_cuda=has_cuda).print_description()
         return
-    check_launched("train FLAGS", otherwise=", or add --dry-run")
     if has_cuda:
         check_devices(int(os.environ.get("LOCAL_WORLD_SIZE", num_ranks)), torch.cuda.device_count())
         torch.cuda.set_device(args.local_rank)

@@ -12,6 +12,7 @@ import uuid
 from collections.abc import Callable
 from datetime import timedelta
 
+import torch
 import torch.distributed as dist
 from torch.distributed.rendezvous import rendezvous
 
@@ -52,7 +53,7 @@ def check_launched(command: str, *, otherwise: str = "") -> None:
     """
     missing = [name for name in LAUNCHER_VARIABLES if name not in os.environ]
     if missing:
-        num_ranks = os.environ.get("WORLD_SIZE", "1")
+        num_ranks = os.environ.get("WORLD_SIZE") or max(1, torch.cuda.device_count())
         raise ConfigurationError(
             f"ranks are started by torchrun, which sets {len(LAUNCHER_VARIABLES)} variables, but "
             f"{', '.join(missing)} {'is' if len(missing) == 1 else 'are'} not set; run torchrun "
