@@ -52,10 +52,21 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
     return FolderScheduling(config, log) if config.getoption("dist") == "loadfile" else None
 
 
+@pytest.hookimpl(trylast=True)
+def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> None:
+    """Idle workers use CPU time, and few tests of the other folders need any."""
+    if nextitem is None or nextitem.path.parent != item.path.parent:
+        _end_gloo_workers()
+
+
 @pytest.fixture(scope="session", autouse=True)
 def _no_worker_left_behind() -> Iterator[None]:
-    """Ends the gloo workers; asks `sys.modules`, as most tests never import torch."""
     yield
+    _end_gloo_workers()
+
+
+def _end_gloo_workers() -> None:
+    """Asks `sys.modules`, as most tests never import torch."""
     gloo_pool = sys.modules.get("tests.support.gloo_pool")
     if gloo_pool is not None:
         gloo_pool.close_pools()

@@ -34,6 +34,7 @@ from megatron.hydraulis.loop import entry
 from megatron.hydraulis.observability import report_figures
 from megatron.hydraulis.observability.records import SUMMARY_FILE_NAME
 from megatron.hydraulis.observability.report_data import Run
+from tests.support.gloo_device import share_gloo_device
 
 DEFAULT_TIMEOUT_S = 60.0
 POLL_S = 0.02
@@ -281,6 +282,7 @@ def _prepare_once() -> None:
     for patch in training_loop.ALL:
         patch.check()  # the hashes of upstream's sources are kept
     torch.set_num_threads(1)
+    share_gloo_device()
     _read_docstrings_once()
 
 

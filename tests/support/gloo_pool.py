@@ -7,6 +7,7 @@ worker that hangs or dies fails the test within its timeout, and the next test g
 
 from __future__ import annotations
 
+import importlib
 import os
 import pickle
 import traceback
@@ -22,6 +23,7 @@ import torch
 from hydraulis_patches.cpu_backend import apply_cpu_backend
 from megatron.hydraulis.runtime.process_groups import GroupRegistry
 from tests.support.forked_ranks import DIED, ForkedRanks
+from tests.support.gloo_device import share_gloo_device
 
 DEFAULT_TIMEOUT_S = 60.0
 COLLECTIVE_TIMEOUT_S = 60.0
@@ -138,8 +140,13 @@ class RankPool:
 
 @cache
 def prepare_parent() -> None:
-    """What the forks inherit: one thread, the CPU backend."""
+    """What the forks inherit: one thread, the CPU backend, torch's compiler.
+
+    Torch's optimizers and `Embedding` on meta import the compiler, which takes a rank a second.
+    """
+    importlib.import_module("torch._dynamo")
     torch.set_num_threads(1)
+    share_gloo_device()
     apply_cpu_backend()
 
 

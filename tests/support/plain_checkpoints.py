@@ -107,8 +107,6 @@ NAMED_LATENTS_WORKLOAD = NamedAsTransformerEngine(**_LATENTS)
 
 def on_plain_ranks(num_ranks: int, function: Callable[..., Any], *args: Any) -> list[Any]:
     """As `RankPool.run`, in new processes, because plain Megatron changes them permanently."""
-    # Torch's optimizers import the compiler, which takes a second of CPU time in every fork.
-    importlib.import_module("torch._dynamo")
     pool = RankPool(num_ranks)
     try:
         return pool.run(function, *args)
