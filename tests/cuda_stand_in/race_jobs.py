@@ -18,12 +18,24 @@ from megatron.hydraulis.runtime import track
 from megatron.hydraulis.runtime.passes import StallTimer
 from tests.cuda_stand_in.device import events_never_ready
 from tests.cuda_stand_in.lone_ranks import log_of, run_alone
-from tests.cuda_stand_in.orders import IN_SUITE, NIGHTLY, OrderCase, run_case, train_and_save
+from tests.cuda_stand_in.orders import (
+    IN_SUITE,
+    NIGHTLY,
+    WITH_EXPERTS,
+    OrderCase,
+    run_case,
+    train_and_save,
+)
 from tests.cuda_stand_in.pool import run_logged
 from tests.cuda_stand_in.races import AccessMarks, Race, find_races
 from tests.support.gloo_pool import pool_of
 
 CASES = (*IN_SUITE, *NIGHTLY)
+WHOLE_EXPERTS = tuple(
+    OrderCase(("tp2cp2ep4", "cp4~ep4", "cp2ep2pp2"), 4, model=model)
+    for model in (WITH_EXPERTS, replace(WITH_EXPERTS, granularity="selective"))
+)
+"""Their ranks have peers."""
 
 
 def races_of(case: OrderCase, folder: Path, removed: str = "") -> list[list[Race]]:
@@ -40,10 +52,10 @@ def _run(case: OrderCase, removed: str) -> None:
         run_case(case)
 
 
-def races_with_peers(case: OrderCase, folder: Path) -> list[list[Race]]:
+def races_with_peers(case: OrderCase, folder: Path, removed: str = "") -> list[list[Race]]:
     """As `races_of`, of four ranks that exchange data: what experts' ranks exchange depends on it,
     which a lone rank cannot know."""
-    pool_of(4, "cuda").run(run_logged, folder, _run, case, "")
+    pool_of(4, "cuda").run(run_logged, folder, _run, case, removed)
     return [find_races(log_of(folder, rank)) for rank in range(4)]
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -12,18 +11,18 @@ import torch
 import megatron.hydraulis as package
 from tests.cuda_stand_in.device import events_never_ready
 from tests.cuda_stand_in.lone_ranks import log_of, run_alone
-from tests.cuda_stand_in.orders import IN_SUITE, WITH_EXPERTS, OrderCase
+from tests.cuda_stand_in.orders import IN_SUITE, OrderCase
 from tests.cuda_stand_in.race_jobs import (
     CANNOT_RACE,
     CASES,
     VOTE,
     WAITS,
+    WHOLE_EXPERTS,
     races_of,
     races_while_saving,
     races_with_peers,
 )
 from tests.cuda_stand_in.races import HOST, AccessMarks, Race, find_races, spans_of
-from tests.support.recomputed_models import RecomputedModel
 
 FIRST, SECOND = 0x10, 0x20
 """Two streams."""
@@ -168,9 +167,8 @@ def test_jobs_have_no_races(case: OrderCase, tmp_path: Path) -> None:
 
 
 @pytest.mark.nightly
-@pytest.mark.parametrize("model", [WITH_EXPERTS, replace(WITH_EXPERTS, granularity="selective")])
-def test_whole_experts_have_no_races(model: RecomputedModel, tmp_path: Path) -> None:
-    case = OrderCase(("tp2cp2ep4", "cp4~ep4", "cp2ep2pp2"), 4, model=model)
+@pytest.mark.parametrize("case", WHOLE_EXPERTS, ids=lambda case: case.name)
+def test_whole_experts_have_no_races(case: OrderCase, tmp_path: Path) -> None:
     found = races_with_peers(case, tmp_path)
     assert not any(found), "\n".join(str(race) for of_rank in found for race in of_rank)
 

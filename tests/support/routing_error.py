@@ -8,7 +8,7 @@ chooses for every token, and with free choices over many draws of weights and se
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from types import SimpleNamespace
@@ -26,16 +26,16 @@ from megatron.hydraulis.strategy import Strategy
 from tests.support.bf16_error import differences
 from tests.support.gloo_pool import pool_of
 from tests.support.law import law_job, random_weights
-from tests.support.models import Job, RankRun, SmallModel, assemble, run_job, sequences, spread
+from tests.support.models import Job, RankRun, SmallModel, assemble, run_job, sequences
 from tests.support.reference import ReferenceRun, run_reference
 
 Choices = dict[tuple[int, int, int], tuple[int, ...]]
-"""(layer, sequence, place in it) -> the experts that the token passes."""
+"""(layer, sequence of all iterations, place in it) -> the experts that the token passes."""
 
 
 @dataclass(frozen=True)
 class RoundedRuns:
-    """Runs of a strategy with many draws."""
+    """Runs of a job with many draws."""
 
     errors: dict[str, float]
     """Of the gradients of each kind of parameter; root mean squares over the draws."""
@@ -43,55 +43,59 @@ class RoundedRuns:
     """Of tokens and layers: those with other experts than in exact arithmetic."""
     losses: tuple[float, ...]
 
+    def worst_ratio(self, alone: RoundedRuns) -> float:
+        """The largest error of any kind over that of one process."""
+        return max(self.errors[kind] / error for kind, error in alone.errors.items())
 
-@cache
-def rounded_runs(model: SmallModel, text: str, num_draws: int, *, is_free: bool) -> RoundedRuns:
-    """One iteration for each draw; with one rank for ``tp1``, else with four.
+
+Run = Callable[..., list[tuple[RankRun, Choices]]]
+"""Runs a function with its arguments on all ranks."""
+
+
+def rounded_runs(job: Job, num_draws: int, *, is_free: bool, run: Run | None = None) -> RoundedRuns:
+    """The job for each draw; with one rank for ``tp1``, else with four.
 
     Args:
-        model: in bf16, without recompute.
-        text: the strategy.
+        job: with as many sequences as `law_job`; its model in bf16, without recompute.
         num_draws: of weights and sequences.
         is_free: whether tokens choose their experts; if not, they are given the exact choices.
+        run: None for a pool on the CPU.
     """
-    num_ranks = 1 if text == "tp1" else 4
+    run = run or pool_of(1 if job.strategies == ("tp1",) else 4).run
     squares: dict[str, list[float]] = {}
-    changed, losses = [], []
+    changed: list[bool] = []
+    losses: list[float] = []
     for seed in range(num_draws):
-        reference, exact = _exact_run(model, seed)
-        job = _job(text, num_ranks, model, seed)
-        results = pool_of(num_ranks).run(_run, job, None if is_free else exact)
-        runs: list[RankRun] = [run for run, _ in results]
+        reference, exact = _exact_run(job.model, seed)
+        results = run(_run, _drawn(job, seed), None if is_free else exact)
+        runs = [run for run, _ in results]
         made: Choices = {token: experts for _, part in results for token, experts in part.items()}
         assert made.keys() == exact.keys()
-        changed.append(np.mean([made[token] != experts for token, experts in exact.items()]))
-        losses.append(runs[0].losses[0])
-        gradients = assemble(runs, [run.gradients[0] for run in runs])
-        for kind, error in differences(gradients, reference.gradients[0]).items():
-            squares.setdefault(kind, []).append(error**2)
+        changed += [made[token] != experts for token, experts in exact.items()]
+        losses += runs[0].losses
+        for i, expected in enumerate(reference.gradients):
+            gradients = assemble(runs, [run.gradients[i] for run in runs])
+            for kind, error in differences(gradients, expected).items():
+                squares.setdefault(kind, []).append(error**2)
     errors = {kind: float(np.mean(each)) ** 0.5 for kind, each in squares.items()}
     return RoundedRuns(errors, float(np.mean(changed)), tuple(losses))
 
 
-def _job(text: str, num_ranks: int, model: SmallModel, seed: int) -> Job:
+def _drawn(job: Job, seed: int) -> Job:
     rng = np.random.default_rng(seed)
-    lengths = rng.integers(8, 60, size=24).tolist()
-    num_replicas = len(Strategy.parse(text, num_ranks).replicas)
+    lengths = [rng.integers(8, 60, size=len(batch)).tolist() for batch in job.batches]
     return replace(
-        law_job(num_ranks, text, model),
-        schedule=(0,),
-        assignments=(spread(len(lengths), num_replicas),),
-        batches=(sequences(rng, lengths, model.vocab_size),),
-        weights=(random_weights(rng, lengths, float(sum(lengths))),),
+        job,
+        batches=tuple(sequences(rng, each, job.model.vocab_size) for each in lengths),
+        weights=tuple(random_weights(rng, each, float(sum(each))) for each in lengths),
         seed=seed,
     )
 
 
 @cache
 def _exact_run(model: SmallModel, seed: int) -> tuple[ReferenceRun, Choices]:
-    found: tuple[ReferenceRun, Choices] = pool_of(1).run(_run_exactly, _job("tp1", 1, model, seed))[
-        0
-    ]
+    job = _drawn(law_job(1, "tp1", replace(model, core_attention="sdpa")), seed)
+    found: tuple[ReferenceRun, Choices] = pool_of(1).run(_run_exactly, job)[0]
     return found
 
 
@@ -114,18 +118,13 @@ def _run_exactly(job: Job) -> tuple[ReferenceRun, Choices]:
 
 def _run(job: Job, given: Choices | None) -> tuple[RankRun, Choices]:
     """On every rank; the choices are those of its own tokens."""
-    rank = torch.distributed.get_rank()
-    strategy = Strategy.parse(job.strategies[0], torch.distributed.get_world_size())
-    of_replicas = zip(job.assignments[0].replicas, strategy.replicas, strict=True)
-    rows = next((rows for rows, replica in of_replicas if rank in replica.ranks), ())
+    rows = _rows(job, torch.distributed.get_rank())
     made: Choices = {}
-    num_seen: Counter[int] = Counter()
     right = SequenceRouter.routing
 
     def routing(router: Any, logits: Tensor, *others: Any, **named: Any) -> tuple[Tensor, Tensor]:
         num_local = logits.shape[:-1].numel()
-        tokens = _tokens(router, num_local, rows[num_seen[router.layer]])
-        num_seen[router.layer] += 1
+        tokens = _tokens(router, num_local, next(rows[router.layer]))
 
         def choose(scores: Tensor, *others: Any) -> tuple[Tensor, Tensor]:
             assert given is not None
@@ -144,6 +143,26 @@ def _run(job: Job, given: Choices | None) -> tuple[RankRun, Choices]:
 
     with patch.object(SequenceRouter, "routing", routing):
         return run_job(job), made
+
+
+def _rows(job: Job, rank: int) -> dict[int, Iterator[tuple[int, ...]]]:
+    """The sequences of each row that passes a layer on this rank, numbered over all iterations."""
+    rows: dict[int, list[tuple[int, ...]]] = {i: [] for i in range(job.model.num_layers)}
+    begin = 0
+    for which, assignment, batch in zip(job.schedule, job.assignments, job.batches, strict=True):
+        strategy = Strategy.parse(job.strategies[which], torch.distributed.get_world_size())
+        for index, replica in enumerate(strategy.replicas):
+            position = replica.position_of(rank)
+            if position is None:
+                continue
+            sizes = replica.scheme.layers_per_stage(job.model.num_layers)
+            first = sum(sizes[: position.stage])
+            for micro_batch in assignment.micro_batches(index, batch):
+                share = micro_batch.share_of(position.cp, replica.scheme.cp)
+                for layer in range(first, first + sizes[position.stage]):
+                    rows[layer].append(tuple(begin + i for i in share.sequences))
+        begin += len(batch)
+    return {layer: iter(of_layer) for layer, of_layer in rows.items()}
 
 
 def _tokens(

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -14,12 +15,14 @@ import torch
 from tests.cuda_stand_in.lone_ranks import log_of
 from tests.cuda_stand_in.order import check_order, read_log
 from tests.cuda_stand_in.pool import run_logged
+from tests.distributed.test_experts import BF16_MODELS, WHOLE_EXPERTS
 from tests.distributed.test_experts import MODELS as EXPERT_MODELS
 from tests.distributed.test_latent_attention import MODELS as LATENT_MODELS
-from tests.support.bf16_error import MOST_OF_ONE_PROCESS, worst_ratio
+from tests.support.bf16_error import LEAST_ERROR, MOST_OF_ONE_PROCESS, worst_ratio
 from tests.support.gloo_pool import pool_of
-from tests.support.law import MAIN_MODEL, SPLITS, assert_law, law_job, waves
+from tests.support.law import MAIN_MODEL, SPLITS, assert_law, changing, law_job, waves
 from tests.support.models import Job, RankRun, SmallModel, assemble, run_job
+from tests.support.routing_error import rounded_runs
 
 pytestmark = pytest.mark.timeout(900)
 
@@ -28,6 +31,8 @@ FP32_MODEL = replace(MAIN_MODEL, dtype=torch.float32, has_te_layers=True)
 BF16_ON_THE_CPU = replace(MAIN_MODEL, dtype=torch.bfloat16, hidden_size=64)
 BF16_MODEL = replace(BF16_ON_THE_CPU, core_attention="te", has_te_layers=True)
 
+NUM_DRAWS = 2
+"""Of weights and sequences."""
 STRATEGIES = ("tp2+2*tp1", "cp4~", "pp2+tp2")
 # Products of weight gradients add to the arena.
 LAYERS = {"generic_gemm", "generic_gemm_accumulating", "rmsnorm_fwd", "rmsnorm_bwd"}
@@ -123,15 +128,41 @@ def test_every_exchange_in_bf16(text: str, way: str, tmp_path: Path) -> None:
     assert {name for name in kernels if name.startswith("thd_")} == KERNELS_OF[way]
 
 
+@pytest.mark.parametrize("name", BF16_MODELS)
+def test_experts_in_bf16(name: str, tmp_path: Path) -> None:
+    """With the experts that exact arithmetic chooses."""
+    of_cpu = replace(EXPERT_MODELS[name], dtype=torch.bfloat16, hidden_size=64)
+    model = replace(of_cpu, core_attention="te", has_te_layers=True)
+    alone = rounded_runs(law_job(1, "tp1", of_cpu), NUM_DRAWS, is_free=False)
+    jobs = {
+        "one strategy": law_job(4, "tp2cp2ep4", model),
+        "waves": waves(list(SPLITS.values()), model, ep=4),
+        **{", ".join(texts): changing(texts, model) for texts in WHOLE_EXPERTS[:2]},
+    }
+    for text, job in jobs.items():
+        run_on_device = partial(pool_of(4, "cuda").run, run_logged, tmp_path)
+        found = rounded_runs(job, NUM_DRAWS, is_free=False, run=run_on_device)
+        ratio = found.worst_ratio(alone)
+        print(f"\n{name}, {text}: {ratio:.2f} x the error of one process")
+        assert found.errors["everything"] > LEAST_ERROR
+        assert ratio <= MOST_OF_ONE_PROCESS
+        assert kernels_in(tmp_path) >= LAYERS | GROUPED | ATTENTION
+
+
 def run(job: Job, folder: Path) -> tuple[list[RankRun], set[str]]:
-    """All ranks and the kernels that they launch. NCCL calls match and have one order."""
+    """All ranks and the kernels that they launch."""
     folder.mkdir(exist_ok=True)
     runs: list[RankRun] = pool_of(4, "cuda").run(run_logged, folder, run_job, job)
+    return runs, kernels_in(folder)
+
+
+def kernels_in(folder: Path) -> set[str]:
+    """Those in the logs of all ranks, whose NCCL calls match and have one order."""
     logs = [log_of(folder, rank) for rank in range(4)]
     report = check_order([read_log(log) for log in logs])
     assert not report.mismatches, str(report)
     assert not report.cycle, str(report)
-    return runs, {
+    return {
         name for log in logs for name in re.findall(r"KERNEL stream \S+ (\w+)", log.read_text())
     }
 
