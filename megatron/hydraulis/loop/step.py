@@ -43,7 +43,7 @@ from megatron.hydraulis.planner.plan import is_marked, plan_status
 from megatron.hydraulis.runtime.engine import Engine
 from megatron.hydraulis.runtime.memory import allocator_peaks
 from megatron.hydraulis.runtime.outcome import StepOutcome
-from megatron.hydraulis.runtime.process_groups import of_all_ranks, to_device
+from megatron.hydraulis.runtime.process_groups import of_all_ranks
 
 LossDict = dict[str, torch.Tensor]
 Iterators = tuple[PlannedData | None, PlannedData | None, PlannedData | None]
@@ -185,10 +185,7 @@ class TrainingLoop:
             self._record(args, number, planned, outcome, optimizer, iteration_time_s)
             if self._refit is not None:
                 self._refit.end(number, planned, iteration_time_s, data_iterator.feed)
-        losses = {
-            name: to_device(torch.tensor([loss], dtype=torch.float32), engine.device)
-            for name, loss in _losses(outcome)
-        }
+        losses = {name: torch.tensor([loss]) for name, loss in _losses(outcome)}
         skipped = 0 if outcome.updated else 1
         return losses, skipped, False, False, 0, outcome.gradient_norm, None, None
 
@@ -280,7 +277,7 @@ class TrainingLoop:
         timers("evaluate").stop()
         timers.log(["evaluate"])
         mean = loss_sum / weight_sum if weight_sum else math.nan
-        return {"lm loss": torch.tensor(mean, device=engine.device)}, None, False
+        return {"lm loss": torch.tensor(mean)}, None, False
 
     # --- replaced: training_log, print_rank_last --------------------------------------------
 
@@ -297,6 +294,11 @@ class TrainingLoop:
             is_first_iteration = is_first_iteration and not ends_interval
             # Upstream divides one iteration's operations by the mean time since the last line.
             tokens, squares = self._interval.mean_sums
+            losses, totals = positional[:2]
+            for name, loss in losses.items():
+                # Upstream's sums would be on the device, for which the host waits at each line.
+                if name not in totals or totals[name].device != loss.device:
+                    totals[name] = torch.zeros_like(loss)
             named |= {
                 "total_real_tokens_in_batch": tokens,
                 "seqlen_squared_sum_in_batch": squares,
