@@ -21,7 +21,7 @@ from megatron.hydraulis.runtime.core_attention import CoreAttentionName
 from megatron.hydraulis.runtime.engine import Engine
 from megatron.hydraulis.runtime.executor import make_forward_step
 from megatron.hydraulis.runtime.memory import CudaMemory
-from megatron.hydraulis.runtime.memory_trial import TrialResult, run_memory_trial
+from megatron.hydraulis.runtime.memory_trial import StrategyTrial, TrialResult
 from megatron.hydraulis.runtime.model_building import (
     ModelDefinition,
     upstream_layer_spec,
@@ -203,16 +203,15 @@ def try_out(role: Role, num_tokens: int) -> TrialResult:
     engine = Engine(definition_of(role), role.pool, AdamWSettings(lr=1e-3), seed=1)
     (strategy,) = role.pool.strategies
     scheme = role.scheme.of_context_group(role.context_size or role.scheme.cp)
-    results = run_memory_trial(
-        engine,
-        strategy,
-        lambda asked: num_tokens if asked == scheme else 0,
-        make_forward_step(),
-        CudaMemory(),
+    trial = StrategyTrial(
+        engine=engine,
+        strategy=strategy,
+        forward_step=make_forward_step(),
+        meter=CudaMemory(),
         longest_tokens=LONGEST_TOKENS,
         vocab_size=role.shape.vocab_size,
     )
-    (result,) = results
+    (result,) = trial.results(lambda asked: num_tokens if asked == scheme else 0)
     return result
 
 

@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from megatron.hydraulis.errors import OutOfMemoryError
 from megatron.hydraulis.runtime.executor import make_forward_step
-from megatron.hydraulis.runtime.memory_trial import run_memory_trial
+from megatron.hydraulis.runtime.memory_trial import StrategyTrial
 from megatron.hydraulis.strategy import Scheme
 from tests.support.gloo_pool import RankPool, pool_of
 from tests.support.law import law_job
@@ -144,15 +144,15 @@ def train_after_trial(
             def limit_of(scheme: Scheme) -> int:
                 return limit // scheme.token_quantum * scheme.token_quantum
 
-            for result in run_memory_trial(
-                engine,
-                strategy,
-                limit_of,
-                WatchedForwardStep(meter, fails_above=fails_above),
-                meter,
+            trial = StrategyTrial(
+                engine=engine,
+                strategy=strategy,
+                forward_step=WatchedForwardStep(meter, fails_above=fails_above),
+                meter=meter,
                 longest_tokens=40,
                 vocab_size=job.model.vocab_size,
-            ):
+            )
+            for result in trial.results(limit_of):
                 key = f"{result.strategy}: {result.scheme}"
                 allowed[key] = (result.promised_tokens, result.allowed_tokens)
     assert torch.equal(before, torch.random.get_rng_state())

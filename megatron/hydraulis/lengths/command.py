@@ -121,21 +121,15 @@ class LengthStatistics:
         return content
 
 
-def percentile(lengths: npt.NDArray[np.int64], weights: FloatArray, percent: float) -> int:
-    """The smallest length with at least percent of the weight at or below it.
-
-    lengths: (num_lengths,) ascending; weights: (num_lengths,) positive.
-    """
-    below = np.cumsum(weights)
-    # Rounded sums may fall below a share that exact ones reach.
-    wanted = below[-1] * percent / 100.0 * (1.0 - 1e-12)
-    return int(lengths[min(int(np.searchsorted(below, wanted)), len(lengths) - 1)])
-
-
 def _percentiles(
     lengths: npt.NDArray[np.int64], weights: FloatArray
 ) -> tuple[tuple[float, int], ...]:
-    return tuple((float(p), percentile(lengths, weights, p)) for p in PERCENTILES)
+    """Of each percentage, the shortest length with so much of the weight at or below it."""
+    below = np.cumsum(weights)
+    # Rounded sums may fall below a share that exact ones reach.
+    wanted = below[-1] * np.array(PERCENTILES) / 100.0 * (1.0 - 1e-12)
+    reached = lengths[np.searchsorted(below, wanted)]
+    return tuple((float(p), int(length)) for p, length in zip(PERCENTILES, reached, strict=True))
 
 
 def _squares(counts: LengthCounts) -> FloatArray:

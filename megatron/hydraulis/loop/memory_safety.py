@@ -26,7 +26,7 @@ from megatron.hydraulis.runtime.memory import (
     MemoryMeter,
     OutOfMemory,
 )
-from megatron.hydraulis.runtime.memory_trial import run_memory_trial
+from megatron.hydraulis.runtime.memory_trial import StrategyTrial
 from megatron.hydraulis.runtime.outcome import StepOutcome
 from megatron.hydraulis.runtime.process_groups import of_all_ranks
 from megatron.hydraulis.strategy import Pool, Scheme, Strategy
@@ -88,15 +88,15 @@ class MemorySafety:
                 row_tokens = self.planning.limits.row_tokens(strategy, scheme, (most_tokens,))
                 return min(held, row_tokens)
 
-            results = run_memory_trial(
-                engine,
-                strategy,
-                limit,
-                forward_step,
-                meter,
+            trial = StrategyTrial(
+                engine=engine,
+                strategy=strategy,
+                forward_step=forward_step,
+                meter=meter,
                 longest_tokens=longest_tokens,
                 vocab_size=vocab_size,
             )
+            results = trial.results(limit)
             for result in results:
                 self._log(result.text)
                 self._trials[strategy.name, result.scheme] = result.trial

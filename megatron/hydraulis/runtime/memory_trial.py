@@ -66,39 +66,6 @@ class TrialResult:
         return line
 
 
-def run_memory_trial(
-    engine: Engine,
-    strategy: Strategy,
-    limits: Callable[[Scheme], int],
-    forward_step: ForwardStep,
-    meter: MemoryMeter,
-    *,
-    longest_tokens: int,
-    vocab_size: int,
-) -> tuple[TrialResult, ...]:
-    """Run the largest micro-batches of a strategy. Collective over all ranks.
-
-    Args:
-        engine: of the run; parameters, optimizer and random generators stay as they are.
-        strategy: of the engine's pool.
-        limits: tokens of a micro-batch, by scheme without ``~``; equal on every rank. A scheme with
-            a limit below 1 is skipped, because no micro-batch runs as it.
-        vocab_size: random tokens are below it.
-
-    Returns:
-        One result for each scheme that micro-batches may run as, in the strategy's order, wide
-        groups of a scheme first.
-
-    Raises:
-        OutOfMemoryError: memory ran out on one rank of several of a replica, or in every attempt.
-    """
-    groups = dict.fromkeys(group for scheme in strategy.schemes for group in scheme.group_schemes)
-    promised = {group: limit for group in groups if (limit := limits(group)) >= 1}
-    trial = _Trial(engine, strategy, forward_step, meter, longest_tokens, vocab_size)
-    with _random_generators_kept(engine.device):
-        return trial.results(promised)
-
-
 def _trial_lengths(num_tokens: int, longest_tokens: int, scheme: Scheme) -> tuple[int, ...]:
     """Lengths of as few sequences as fill a row of so many tokens, up to less than a quantum."""
     quantum = scheme.token_quantum
@@ -111,16 +78,41 @@ _Measured = Sequence[tuple[Scheme, MemoryTrial]]
 """Of every rank that had work, in groups of each size that its replica may have."""
 
 
-@dataclass(frozen=True)
-class _Trial:
+@dataclass(frozen=True, kw_only=True)
+class StrategyTrial:
+    """Runs the largest micro-batches of a strategy of the engine's pool."""
+
     engine: Engine
+    """Its parameters, optimizer and random generators stay as they are."""
     strategy: Strategy
     forward_step: ForwardStep
     meter: MemoryMeter
     longest_tokens: int
     vocab_size: int
+    """Random tokens are below it."""
 
-    def results(self, promised: dict[Scheme, int]) -> tuple[TrialResult, ...]:
+    def results(self, limits: Callable[[Scheme], int]) -> tuple[TrialResult, ...]:
+        """Collective over all ranks.
+
+        Args:
+            limits: tokens of a micro-batch, by scheme without ``~``; equal on every rank. A scheme
+                with a limit below 1 is skipped, because no micro-batch runs as it.
+
+        Returns:
+            One result for each scheme that micro-batches may run as, in the strategy's order, wide
+            groups of a scheme first.
+
+        Raises:
+            OutOfMemoryError: memory ran out on one rank of several of a replica, or in every
+                attempt.
+        """
+        schemes = self.strategy.schemes
+        groups = dict.fromkeys(group for scheme in schemes for group in scheme.group_schemes)
+        promised = {group: limit for group in groups if (limit := limits(group)) >= 1}
+        with _random_generators_kept(self.engine.device):
+            return self._results(promised)
+
+    def _results(self, promised: dict[Scheme, int]) -> tuple[TrialResult, ...]:
         first = _micro_batch_tokens(promised, FIRST_SHARE)
         # Creates what does not depend on tokens before memory is measured: the communicators of all
         # groups, staging buffers, the gradients' memory.
