@@ -65,7 +65,7 @@ from megatron.hydraulis.planner.replica_plan import MicroBatch, ReplicaPlan
 from megatron.hydraulis.runtime.engine import Engine
 from megatron.hydraulis.runtime.executor import make_forward_step
 from megatron.hydraulis.simulator.batches import sample_batches
-from megatron.hydraulis.simulator.ways import fixed_length_shares
+from megatron.hydraulis.simulator.schedulers import fixed_length_shares
 from megatron.hydraulis.strategy import Pool, Strategy
 from megatron.hydraulis.terminal import figures_table, results_console
 

@@ -6,7 +6,6 @@ import argparse
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
-from functools import cache
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -17,10 +16,8 @@ from rich.table import Table
 from megatron.hydraulis.command_line import add_profile_argument
 from megatron.hydraulis.cost_model.analytic import AnalyticCostModel
 from megatron.hydraulis.cost_model.estimate_command import estimated_profile, possible_schemes
-from megatron.hydraulis.cost_model.interface import Coefficients, CostModel
 from megatron.hydraulis.cost_model.job_costs import JobCosts
 from megatron.hydraulis.cost_model.limits import add_row_quantum
-from megatron.hydraulis.cost_model.pipeline import pipeline_time_ms
 from megatron.hydraulis.cost_model.profile import NOTHING_HIDDEN, ProfileCostModel
 from megatron.hydraulis.cost_model.shape_arguments import (
     add_job_arguments,
@@ -48,8 +45,8 @@ from megatron.hydraulis.proposal.batches import draw_batches
 from megatron.hydraulis.proposal.candidates import Candidates
 from megatron.hydraulis.proposal.command import add_search_arguments
 from megatron.hydraulis.proposal.propose import Proposal, propose
-from megatron.hydraulis.simulator.ways import CEILING, FIXED_ROWS, PACKING, Ways
-from megatron.hydraulis.simulator.work import IterationWork, MicroBatchWork
+from megatron.hydraulis.simulator.ways import CEILING, FIXED_ROWS, PACKING, Candidate, Ways
+from megatron.hydraulis.simulator.work import IterationWork
 from megatron.hydraulis.strategy import Pool, Scheme, Strategy
 from megatron.hydraulis.terminal import (
     OnProgress,
@@ -215,21 +212,20 @@ def advise(
         costs=costs,
         seq_length=longest,
         shape=shape,
+        on_progress=on_progress,
     )
     fixed = {}
-    for done, way in enumerate((FIXED_ROWS, PACKING)):
-        on_progress("baselines", done, 2)
+    for way in (FIXED_ROWS, PACKING):
         works, makespan_s = _fastest(ways.candidates(way), profile)
         rows = frozenset().union(*(work.row_shapes for work in works))
         fixed[way] = choice(way, [(works[0].strategy, 1.0)], makespan_s, rows)
-    on_progress("baselines", 2, 2)
     static = Strategy.parse(proposal.static, num_ranks, ranks_per_node=ranks_per_node)
     static_s = proposal.static_s - profile.overhead_ms(static) / _MS_PER_S
     used = [proposal.pool.strategy(name) for name, _ in proposal.plans]
     overheads_s = [profile.overhead_ms(strategy) / _MS_PER_S for strategy in used]
     shares = [(strategy, used.count(strategy) / len(used)) for strategy in proposal.pool.strategies]
-    ((ceiling, _),) = ways.candidates(CEILING)
-    all_ranks = ceiling.coefficients(static.schemes[0])
+    (ceiling,) = ways.candidates(CEILING)
+    all_ranks = ceiling.cost_model.coefficients(static.schemes[0])
     return Advice(
         proposal=proposal,
         fixed_rows=fixed[FIXED_ROWS],
@@ -271,29 +267,19 @@ def least_makespan_ms(profile: ProfileCostModel, batch: Sequence[int], num_ranks
 
 
 def _fastest(
-    candidates: Sequence[tuple[CostModel, Sequence[IterationWork]]], profile: ProfileCostModel
+    candidates: Iterable[Candidate], profile: ProfileCostModel
 ) -> tuple[Sequence[IterationWork], float]:
     """The works of the fastest candidate, overhead included, and their mean makespan in s."""
-
-    @cache
-    def slowest_stage(scheme: Scheme) -> tuple[Coefficients]:
-        return (profile.coefficients(scheme),)
-
-    def replica_ms(scheme: Scheme, rows: Sequence[MicroBatchWork]) -> float:
-        (times,) = slowest_stage(scheme)
-        of_rows_ms = [row.times_ms(scheme, slowest_stage)[0] for row in rows]
-        return pipeline_time_ms(of_rows_ms, scheme.pp, forward_share=times.forward_share)
-
-    def makespan_ms(work: IterationWork) -> float:
-        replicas = zip(work.strategy.replicas, work.replicas, strict=True)
-        return max(replica_ms(replica.scheme, rows) for replica, rows in replicas)
-
-    times_ms = []
-    for _, works in candidates:
-        mean_ms = fmean(map(makespan_ms, works))
-        times_ms.append((mean_ms + profile.overhead_ms(works[0].strategy), mean_ms, works))
-    _, mean_ms, works = min(times_ms, key=lambda found: found[0])
-    return works, mean_ms / _MS_PER_S
+    best_ms, mean_ms, best = math.inf, math.inf, None
+    for candidate in candidates:
+        if best is None or candidate.least_ms < best_ms * len(best):
+            works = candidate.works()
+            makespan_ms = fmean(work.makespan_ms(candidate.cost_model) for work in works)
+            time_ms = makespan_ms + profile.overhead_ms(works[0].strategy)
+            if time_ms < best_ms:
+                best_ms, mean_ms, best = time_ms, makespan_ms, works
+    assert best is not None  # the best balanced one holds all sequences
+    return best, mean_ms / _MS_PER_S
 
 
 _NUM_BATCHES = 16

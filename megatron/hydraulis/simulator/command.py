@@ -5,8 +5,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from rich.progress import TextColumn, TimeElapsedColumn
-
 from megatron.hydraulis.command_line import (
     add_lengths_argument,
     add_pool_argument,
@@ -50,8 +48,8 @@ from megatron.hydraulis.simulator.simulation import IterationTasks
 from megatron.hydraulis.simulator.ways import POOL, WAYS
 from megatron.hydraulis.strategy import Pool
 from megatron.hydraulis.terminal import (
-    ProgressBars,
     launch_command,
+    phase_progress,
     print_json,
     print_next,
     results_console,
@@ -159,11 +157,10 @@ def run(namespace: argparse.Namespace) -> int:
     costs = options.costs_of_pool(profile, pool, path=namespace.cost_profile)
     sizes = batch_sizes(namespace)
     with (
-        ProgressBars(TextColumn("{task.completed} batches"), TimeElapsedColumn()) as progress,
+        phase_progress() as on_progress,
         native_prints_to_stderr(),
         BatchPlanning(namespace.processes) as planning,
     ):
-        task = progress.add_task("planning", total=None)
         comparison = compare_ways(
             read_length_counts(namespace.lengths),
             sizes,
@@ -182,8 +179,7 @@ def run(namespace: argparse.Namespace) -> int:
             # With the iteration before the traced ones: they begin when it ends.
             kept=range(0) if namespace.out is None else range(window.first - 1, window.last + 1),
             planning=planning,
-            describe=lambda text: progress.update(task, description=text),
-            advance=lambda: progress.advance(task),
+            on_progress=on_progress,
         )
     results, content = comparison.results, comparison.to_json()
     if namespace.out is not None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -30,7 +30,7 @@ from megatron.hydraulis.simulator.ways import (
     Ways,
 )
 from megatron.hydraulis.strategy import Pool
-from megatron.hydraulis.terminal import notebook_html, table_text
+from megatron.hydraulis.terminal import OnProgress, notebook_html, table_text
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -156,8 +156,7 @@ def compare_ways(
     shape: ModelShape | None = None,
     kept: range = range(0),
     planning: BatchPlanning | None = None,
-    describe: Callable[[str], None] = lambda text: None,
-    advance: Callable[[], None] = lambda: None,
+    on_progress: OnProgress = lambda what, done, total: None,
 ) -> Comparison:
     """Samples batches and simulates ways to train them.
 
@@ -179,8 +178,7 @@ def compare_ways(
         shape: of the model, if costs do not know it.
         kept: numbers of the iterations whose tasks are kept.
         planning: processes that plan; None for this one.
-        describe: called with what is simulated next.
-        advance: called after each batch of each way.
+        on_progress: with a phase for each way.
 
     Raises ConfigurationError for values out of range and if no way can be simulated, StrategyError
     for a scheme without costs, PlanError if no strategy holds a batch, DataError as
@@ -213,6 +211,8 @@ def compare_ways(
     sampled = partial(
         sample_batches, counts.cut(longest, long_sequences).sequences, seed=seed, sizes=sizes
     )
+    known = [way for way in WAYS if way in names]
+    labels = {way: f"{number}/{len(known)} {way}" for number, way in enumerate(known, start=1)}
     ways = Ways(
         batches=sampled(num_batches=num_iterations, long_sequence_window=long_sequence_window),
         pool=pool,
@@ -222,13 +222,11 @@ def compare_ways(
         plan_time_s=plan_time_s,
         row_quantum=row_quantum,
         planning=planning or BatchPlanning(),
-        advance=advance,
+        on_progress=lambda what, *steps: on_progress(labels.get(what, what), *steps),
     )
-    known = [way for way in WAYS if way in names]
     results: list[WayResult] = []
     skipped: dict[str, str] = {}
-    for number, name in enumerate(known, start=1):
-        describe(f"{number}/{len(known)} {name}")
+    for name in known:
         result = _simulated(name, ways, settings)
         if isinstance(result, WayResult):
             results.append(result)
@@ -241,8 +239,11 @@ def compare_ways(
         )
     without_window = None
     if long_sequence_window and POOL in known:
-        describe(f"{POOL} without the window")
-        others = replace(ways, batches=sampled(num_batches=len(ways.batches)))
+        others = replace(
+            ways,
+            batches=sampled(num_batches=len(ways.batches)),
+            on_progress=lambda what, *steps: on_progress(f"{what} without the window", *steps),
+        )
         found = _simulated(POOL, others, settings)
         without_window = found if isinstance(found, WayResult) else None
     return Comparison(

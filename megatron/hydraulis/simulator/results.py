@@ -7,7 +7,7 @@ import gc
 import itertools
 import math
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from statistics import fmean
 from typing import Any
@@ -18,6 +18,7 @@ from megatron.hydraulis.cost_model.regrouping import RegroupCosts
 from megatron.hydraulis.errors import HydraulisError
 from megatron.hydraulis.model_shape import ModelShape
 from megatron.hydraulis.simulator.simulation import IterationTasks, ReplicaTasks, Simulator
+from megatron.hydraulis.simulator.ways import Candidate
 from megatron.hydraulis.simulator.work import CeilingCosts, IterationWork
 
 _MS_PER_S = 1e3
@@ -132,15 +133,20 @@ class WayResult:
 
 def simulate_way(
     name: str,
-    candidates: Sequence[tuple[CostModel, Sequence[IterationWork]]],
+    candidates: Iterable[Candidate],
     settings: SimulationSettings,
 ) -> WayResult | None:
     """The candidate that takes the least time over all batches; None if there is none.
 
     Raises HydraulisError as Simulator.run and account do.
     """
-    results = [_simulated(name, cost_model, works, settings) for cost_model, works in candidates]
-    return min(results, key=lambda result: result.time_s, default=None)
+    best: WayResult | None = None
+    for candidate in candidates:
+        if best is None or candidate.least_ms < _MS_PER_S * best.time_s:
+            result = _simulated(name, candidate.cost_model, candidate.works(), settings)
+            if best is None or result.time_s < best.time_s:
+                best = result
+    return best
 
 
 def _simulated(

@@ -1,6 +1,6 @@
-"""Megatron's schedulers of packed sequences, by their published rules, as functions of lengths.
+"""Schedulers without a cost model, as functions of lengths: rows, and Megatron's by their rules.
 
-Both are part of Megatron Core (https://github.com/NVIDIA/Megatron-LM): `packed_rows` follows
+Two are part of Megatron Core (https://github.com/NVIDIA/Megatron-LM): `packed_rows` follows
 ``DpBalancedScheduler`` (core/datasets/data_schedule.py of its development branch, 2025), chosen by
 ``--sequence-packing-scheduler dp_balanced``; `context_waves` follows ``BalancedCPScheduler``
 (core/pipeline_parallel/hybrid_cp_schedule.py, release 0.19), of ``--hybrid-context-parallel``.
@@ -8,9 +8,12 @@ Both are part of Megatron Core (https://github.com/NVIDIA/Megatron-LM): `packed_
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+
+from megatron.hydraulis.planner.greedy import longest_first
 
 _MOST_OVER_MEAN = 1.1
 """Work of a bucket over the mean of all, beyond which it gets no further sequence."""
@@ -48,6 +51,80 @@ def packed_rows(
         else:
             place -= 1
     return [rows[replica::num_replicas] for replica in range(num_replicas)]
+
+
+def deal_padded(
+    lengths: Sequence[int], num_replicas: int, max_tokens: int
+) -> list[list[list[int]]]:
+    """Micro-batches of rows as long as the batch's longest sequence, one per sequence.
+
+    Returns the indices of the sequences by replica and micro-batch: micro-batches are filled in the
+    batch's order and distributed round-robin. Raises ValueError if a row does not fit.
+    """
+    longest = max(lengths)
+    if longest > max_tokens:
+        raise ValueError(f"a micro-batch of {max_tokens} tokens cannot hold a row of {longest}")
+    num_rows = max_tokens // longest
+    micro_batches = [list(row) for row in itertools.batched(range(len(lengths)), num_rows)]
+    return [micro_batches[replica::num_replicas] for replica in range(num_replicas)]
+
+
+def fixed_length_shares(
+    lengths: Sequence[int], window_tokens: int, num_replicas: int
+) -> list[list[list[int]]]:
+    """Indices of the sequences of each row of each replica; a row may be empty.
+
+    The rows of `equal_rows` are assigned in alternating order, so that replicas get about the same
+    number of tokens. Raises ValueError if a sequence is longer than the window.
+    """
+    rows = equal_rows(lengths, window_tokens, num_replicas)
+    shares: list[list[list[int]]] = [[] for _ in range(num_replicas)]
+    for turn, start in enumerate(range(0, len(rows), num_replicas)):
+        order = range(num_replicas) if turn % 2 == 0 else reversed(range(num_replicas))
+        for replica, row in zip(order, rows[start : start + num_replicas], strict=True):
+            shares[replica].append(row)
+    return shares
+
+
+def equal_rows(lengths: Sequence[int], window_tokens: int, num_replicas: int) -> list[list[int]]:
+    """Indices of the sequences of each row: a multiple of num_replicas rows of about equal tokens.
+
+    As many rows as first-fit decreasing needs, rounded up. Sequences, longest first, go to the row
+    with the fewest tokens; if one has no room there, the rows are those of first-fit decreasing.
+    The fullest rows come first, and some may be empty. Raises ValueError if a sequence is longer
+    than the window.
+    """
+    rows = first_fit_decreasing(lengths, window_tokens)
+    num_rows = num_replicas * math.ceil(len(rows) / num_replicas)
+    rows += [[] for _ in range(num_rows - len(rows))]
+    balanced: list[list[int]] = [[] for _ in range(num_rows)]
+    tokens = [0] * num_rows
+    for index in longest_first(lengths):
+        place = tokens.index(min(tokens))
+        balanced[place].append(index)
+        tokens[place] += lengths[index]
+    if max(tokens) <= window_tokens:
+        rows = balanced
+    return sorted(rows, key=lambda row: -sum(lengths[i] for i in row))
+
+
+def first_fit_decreasing(lengths: Sequence[int], row_tokens: int) -> list[list[int]]:
+    """Indices of the sequences of each row; longest first, each in the first row with room.
+
+    Raises ValueError if a sequence is longer than a row.
+    """
+    if max(lengths, default=0) > row_tokens:
+        raise ValueError(f"a row of {row_tokens} tokens cannot hold one of {max(lengths)}")
+    rows: list[list[int]] = []
+    room: list[int] = []
+    for index in longest_first(lengths):
+        place = next((i for i, free in enumerate(room) if free >= lengths[index]), len(rows))
+        if place == len(rows):
+            rows.append([])
+            room.append(row_tokens)
+        rows[place].append(index)
+        room[place] -= lengths[index]
+    return rows
 
 
 def context_waves(lengths: Sequence[int], rank_tokens: int, num_ranks: int) -> list[Wave]:

@@ -28,10 +28,10 @@ chooses. Homogeneous strategies are those of the cost profile's schemes whose re
 and the pool's own. With experts they include ``cp8~ep8``, Megatron's expert parallelism over
 data-parallel ranks, see `Layout`. "megatron, cp" has pp 1 only; the groups of a wave pack their
 sequences into rows of what fits, and run as many of them, since they may share experts. For "best
-per batch" and "cp only" greedy plans select two strategies per batch for the certified planner. The
-tp of "cp only", and the six strategies that "static, balanced" plans, have the fastest greedy plans
-of 16 batches; tp and ep of the other ways with cp are the fastest simulated ones. If no scheme with
-cp was measured, these ways need model and links to estimate the cost of cp.
+per batch" and "cp only" greedy plans select two strategies per batch for the certified planner. tp
+and ep of "cp only", and the three strategies that "static, balanced" plans, have the fastest greedy
+plans of 16 batches; tp and ep of the other ways with cp are the fastest simulated ones. If no
+scheme with cp was measured, these ways need model and links to estimate the cost of cp.
 
 "equal groups" are the groups of equal width that FlexSP is compared with (arXiv 2412.01523, section
 6.1: the best width for each batch). The ceiling computes tokens at the rate of the scheme that
@@ -43,10 +43,12 @@ from __future__ import annotations
 
 import itertools
 import math
+from bisect import insort
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
+from functools import cached_property, partial
+from typing import TypeVar
 
 from megatron.hydraulis.cost_model.interface import CostModel
 from megatron.hydraulis.cost_model.job_costs import JobCosts
@@ -55,13 +57,22 @@ from megatron.hydraulis.cost_model.pipeline import StageCosts
 from megatron.hydraulis.cost_model.profile import ProfileCostModel
 from megatron.hydraulis.errors import ConfigurationError, StrategyError
 from megatron.hydraulis.model_shape import ModelShape
-from megatron.hydraulis.planner.costs import SchemeCost, scheme_cost
+from megatron.hydraulis.planner.bounds import dispatch_bound_ms
+from megatron.hydraulis.planner.costs import PoolCosts, SchemeCost, scheme_cost
 from megatron.hydraulis.planner.greedy import best_fit, dispatch, longest_first
+from megatron.hydraulis.planner.plan import MS_PER_S
 from megatron.hydraulis.planner.planners import GreedyPlanner
 from megatron.hydraulis.simulator.batches import BatchPlanning
-from megatron.hydraulis.simulator.schedulers import Wave, context_waves, packed_rows
+from megatron.hydraulis.simulator.schedulers import (
+    Wave,
+    context_waves,
+    deal_padded,
+    fixed_length_shares,
+    packed_rows,
+)
 from megatron.hydraulis.simulator.work import CeilingCosts, IterationWork, MicroBatchWork
 from megatron.hydraulis.strategy import Pool, Scheme, Strategy
+from megatron.hydraulis.terminal import OnProgress
 
 PADDING, FIXED_ROWS = "static, padding", "static, fixed rows"
 PACKING, DISPATCH = "static, packing", "static, dispatch"
@@ -79,10 +90,13 @@ WAYS = (
 _NUM_RANK_LIMITS = 3
 """Limits of a rank that "megatron, cp" may choose from: what fits, a half, a quarter."""
 
-_NUM_BALANCED = 6
-"""Static strategies that the certified planner gets; models with experts have over a hundred."""
+_NUM_BALANCED = 3
+"""Static strategies that the certified planner gets; models with experts have over a hundred. In
+ten cases, dense and with experts, the one with the fastest greedy plans was the best of all whose
+greedy plans took at most 10 % longer."""
 _NUM_GREEDY_BATCHES = 16
 
+_Step = TypeVar("_Step")
 Batches = Sequence[Sequence[int]]
 Works = list[IterationWork]
 Shares = tuple[tuple[MicroBatchWork, ...], ...]
@@ -125,6 +139,17 @@ class Layout:
         )
 
 
+@dataclass(frozen=True, slots=True)
+class Candidate:
+    """What a way could do."""
+
+    cost_model: CostModel
+    works: Callable[[], Works]
+    """Makes the work of every batch."""
+    least_ms: float = 0.0
+    """All batches take at least this; 0.0 if unknown."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Ways:
     """All ways to train some batches.
@@ -145,8 +170,8 @@ class Ways:
     row_quantum: int = 1
     """To which planned rows are rounded up, in tokens."""
     planning: BatchPlanning = field(default_factory=BatchPlanning)
-    advance: Callable[[], None] = lambda: None
-    """Called after each batch of each way."""
+    on_progress: OnProgress = lambda what, done, total: None
+    """A way is a phase."""
     _rows: dict[tuple[int, tuple[int, ...]], list[list[list[int]]]] = field(
         default_factory=dict, init=False, repr=False, compare=False
     )
@@ -168,10 +193,14 @@ class Ways:
         """What strategies without assumed widths cost."""
         return self.costs.profile
 
-    @property
-    def simulated(self) -> ProfileCostModel:
-        """The profile without computed overheads, which the simulator makes events of."""
-        return replace(self.profile, regroup=None)
+    @cached_property
+    def simulated(self) -> JobCosts:
+        """Costs without computed overheads, which the simulator makes events of."""
+        return replace(self.costs, profile=replace(self.profile, regroup=None))
+
+    @cached_property
+    def _stages(self) -> StageCosts:
+        return StageCosts(self.costs, self.shape)
 
     @property
     def longest(self) -> int:
@@ -183,36 +212,72 @@ class Ways:
         """Tokens of the longest possible sequence, which a static strategy must hold."""
         return self.longest if self.seq_length is None else self.seq_length
 
-    def candidates(self, way: str) -> list[tuple[CostModel, Works]]:
-        """What a way could do, with the cost model for each; the best candidate counts.
+    def candidates(self, way: str) -> Iterator[Candidate]:
+        """What a way could do, that with the lowest limit first; the fastest counts.
 
-        Empty if no such strategy holds the longest sequence. Raises PlanError if a batch cannot be
+        None if no such strategy holds the longest sequence. Raises PlanError if a batch cannot be
         planned at all, StrategyError for a scheme that the profile lacks.
         """
-        if way == POOL:
-            return [(self.simulated, self.planned(self.pool, self.profile))]
-        if way == PER_BATCH:
-            homogeneous = self.homogeneous()
-            if not any(self._holds(strategy) for strategy in homogeneous):
-                return []
-            pool = Pool.of(*homogeneous)
-            return [(self.simulated, self.planned(pool, self.profile, shortlists=True))]
-        if way in CONTEXT_WAYS:
-            return self._context_parallel(way)
         if way == CEILING:
-            return [self._ceiling()]
-        if way == BALANCED:
-            pools = self._fastest(map(Pool.of, self.static()), self.profile, _NUM_BALANCED)
-            return [(self.simulated, self.planned(pool, self.profile)) for pool in pools]
-        found: list[tuple[CostModel, Works]] = []
-        for layout in self.layouts():
-            for shares_of in self._variants(way, layout):
-                works = []
-                for batch in self.batches:
-                    works.append(layout.work(shares_of(layout, batch)))
-                    self.advance()
-                found.append((self.simulated, works))
-        return found
+            yield self._ceiling()
+        elif way in CONTEXT_WAYS:
+            if self.costs.knows_exchange:
+                yield from self._context_parallel(way)
+        elif way == POOL:
+            yield from self._planned(way, [self.pool], self.profile)
+        elif way == PER_BATCH:
+            homogeneous = self.homogeneous()
+            if any(self._holds(strategy) for strategy in homogeneous):
+                pool = Pool.of(*homogeneous)
+                yield from self._planned(way, [pool], self.profile, shortlists=True)
+        elif way == BALANCED:
+            pools = list(map(Pool.of, self.static()))
+            pools = self._fastest(way, pools, self.profile, _NUM_BALANCED)
+            yield from self._planned(way, pools, self.profile)
+        else:
+            limited = [
+                (self._least_ms(way, layout), layout, shares_of)
+                for layout in self.layouts()
+                for shares_of in self._variants(way, layout)
+            ]
+            limited.sort(key=lambda each: each[0])
+            for least_ms, layout, shares_of in self._tracked(way, limited, len(limited)):
+                yield Candidate(self.simulated, partial(self._works, layout, shares_of), least_ms)
+
+    def _tracked(self, what: str, steps: Iterable[_Step], num: int) -> Iterator[_Step]:
+        """Yields the steps and reports their progress."""
+        for done, step in enumerate(steps):
+            self.on_progress(what, done, num)
+            yield step
+        self.on_progress(what, num, num)
+
+    def _works(self, layout: Layout, shares_of: Callable[[Layout, Sequence[int]], Shares]) -> Works:
+        return [layout.work(shares_of(layout, batch)) for batch in self.batches]
+
+    def _least_ms(self, way: str, layout: Layout) -> float:
+        """No works of a layout take less.
+
+        Its lanes share tokens and attention evenly, in as few micro-batches as memory allows, and
+        pipelines are not filled.
+        """
+        total_ms = 0.0
+        for tokens, squares, rows in self._amounts(way):
+            if way == FIXED_ROWS:  # on the lane with the most rows
+                tokens = layout.num_lanes * math.ceil(rows / layout.num_lanes) * self.limit
+            num = math.ceil(tokens / layout.cost.max_tokens)
+            total_ms += max(
+                stage.a_ms_per_token2 * squares + stage.b_ms_per_token * tokens + stage.c_ms * num
+                for stage in self._stages.coefficients(layout.scheme)
+            )
+        return total_ms / layout.num_lanes
+
+    def _amounts(self, way: str) -> Iterator[tuple[int, float, int]]:
+        """Of each batch tokens, squared tokens, and the fewest rows of the longest sequence."""
+        squared = self.profile.schemes[0].coefficients.squared  # the window is the model's
+        for batch in self.batches:
+            lengths = [max(batch)] * len(batch) if way == PADDING else batch
+            num_tokens = sum(lengths)
+            yield num_tokens, math.fsum(map(squared, lengths)), math.ceil(num_tokens / self.limit)
 
     def _variants(
         self, way: str, layout: Layout
@@ -313,44 +378,71 @@ class Ways:
             for share in self._rows[key]
         )
 
-    def _context_parallel(self, way: str) -> list[tuple[CostModel, Works]]:
-        if not self.costs.knows_exchange:
-            return []
-        simulated = replace(self.costs, profile=self.simulated)
-        if way == MEGATRON_CP:
-            return [(simulated, works) for works in self._megatron_context()]
-        pools = context_group_pools(
-            self.costs,
-            num_ranks=self.pool.num_ranks,
-            ranks_per_node=self.pool.ranks_per_node,
-            longest=self.limit if way == CP_ONLY else 1,
-        )
+    def _context_parallel(self, way: str) -> Iterator[Candidate]:
+        if way == CP_ONLY:
+            pools = context_group_pools(
+                self.costs,
+                num_ranks=self.pool.num_ranks,
+                ranks_per_node=self.pool.ranks_per_node,
+                longest=self.limit,
+            )
+            best = self._fastest(way, list(pools.values()), self.costs, 1)
+            yield from self._planned(way, best, self.costs, shortlists=True)
+            return
+        makes: list[Callable[[], Works]]
         if way == EQUAL_GROUPS:
-            return [(simulated, works) for pool in pools.values() if (works := self._equal(pool))]
-        best = self._fastest(pools.values(), self.costs, 1)
-        return [(simulated, self.planned(pool, self.costs, shortlists=True)) for pool in best]
+            makes = [partial(self._equal, layouts) for layouts in self._equal_groups()]
+        else:
+            makes = list(self._megatron_context())
+        for make_works in self._tracked(way, makes, len(makes)):
+            yield Candidate(self.simulated, make_works)
 
-    def _fastest(self, pools: Iterable[Pool], cost_model: CostModel, num: int) -> list[Pool]:
-        """By greedy plans of the first batches."""
+    def _fastest(
+        self, way: str, pools: Sequence[Pool], cost_model: CostModel, num: int
+    ) -> list[Pool]:
+        """By greedy plans of the first batches; bounds exclude most pools without one."""
+        if len(pools) <= num:
+            return list(pools)
+        batches = self.batches[:_NUM_GREEDY_BATCHES]
         limits = Limits(cost_model, row_quantum=self.row_quantum)
-
-        def time_s(pool: Pool) -> float:
-            planner = GreedyPlanner(pool, cost_model, limits)
-            batches = self.batches[:_NUM_GREEDY_BATCHES]
-            return math.fsum(planner.plan(batch).predicted_time_s for batch in batches)
-
-        found = list(pools)
-        return sorted(found, key=time_s)[:num] if len(found) > num else found
-
-    def _equal(self, pool: Pool) -> Works:
-        """Each batch on the best strategy of one scheme; empty if none holds the limit."""
-        layouts = [
-            self._layout(strategy, strategy.schemes[0], self.costs)
-            for strategy in pool.strategies
-            if len(strategy.schemes) == 1
+        planners = [GreedyPlanner(pool, cost_model, limits) for pool in pools]
+        bounded = [
+            ([_bound_ms(planner.costs, batch) for batch in batches], place)
+            for place, planner in enumerate(planners)
         ]
-        if max(layout.cost.longest for layout in layouts) < self.limit:
-            return []
+        bounded.sort(key=lambda each: math.fsum(each[0]))
+        known_ms: list[tuple[float, int]] = []
+        for times_ms, place in self._tracked(f"{way}, greedy plans", bounded, len(bounded)):
+            most_ms = known_ms[num - 1][0] if len(known_ms) >= num else math.inf
+            for index, batch in enumerate(batches):
+                if math.fsum(times_ms) >= most_ms:
+                    break
+                times_ms[index] = MS_PER_S * planners[place].plan(batch).predicted_time_s
+            insort(known_ms, (math.fsum(times_ms), place))
+        return [pools[place] for _, place in known_ms[:num]]
+
+    def _equal_groups(self) -> Iterator[list[Layout]]:
+        """By tp and ep, the layouts of groups of equal width, if one holds the limit.
+
+        Groups that are too narrow for all experts share them in replicas that are just wide enough.
+        """
+        num_ranks, per_node = self.pool.num_ranks, self.pool.ranks_per_node
+        for tp, ep, columns in context_degrees(self.costs, num_ranks):
+            layouts = []
+            for cp in _powers_of_two(columns):
+                width = max(cp, ep // math.gcd(tp, ep))
+                whole = Scheme(tp, width, splits_cp=width > cp, ep=ep)
+                if columns % width or not self._knows(whole):
+                    continue
+                text = f"{columns // width}*{whole}"
+                strategy = Strategy.parse(text, num_ranks, ranks_per_node=per_node)
+                lane = whole.of_context_group(cp) if whole.splits_cp else whole
+                layouts.append(self._layout(strategy, lane, self.costs))
+            if max((layout.cost.longest for layout in layouts), default=0) >= self.limit:
+                yield layouts
+
+    def _equal(self, layouts: Sequence[Layout]) -> Works:
+        """Each batch on the best of layouts, of which one holds the limit."""
         works = []
         for batch in self.batches:
             best_ms, best = math.inf, None
@@ -358,24 +450,18 @@ class Ways:
                 if layout.cost.longest < max(layout.cost.tokens(batch)):
                     continue
                 work = layout.work(_dispatched(layout, batch))
-                time_ms = self.costs.overhead_ms(layout.strategy) + max(
-                    math.fsum(row.time_ms(layout.cost.coefficients) for row in rows)
-                    for rows in work.replicas
-                )
+                time_ms = self.costs.overhead_ms(layout.strategy) + work.makespan_ms(self.costs)
                 if time_ms < best_ms:
                     best_ms, best = time_ms, work
             assert best is not None  # that of the limit holds every batch
             works.append(best)
-            self.advance()
         return works
 
-    def _megatron_context(self) -> Iterator[Works]:
+    def _megatron_context(self) -> Iterator[Callable[[], Works]]:
         """The works of every tp, ep and limit of a rank."""
         num_ranks, per_node = self.pool.num_ranks, self.pool.ranks_per_node
-        rows = {row.scheme for row in self.profile.schemes if row.scheme.pp == 1}
-        for tp, ep in sorted({(scheme.tp, scheme.ep) for scheme in rows}):
-            width, rest = divmod(num_ranks, tp)
-            if rest or width < 2 or width & (width - 1) or tp * width % ep:
+        for tp, ep, width in context_degrees(self.costs, num_ranks):
+            if width < 2 or width & (width - 1):
                 continue  # groups are powers of two
             whole = Scheme(tp, width, splits_cp=True, ep=ep)
             strategy = Strategy.parse(str(whole), num_ranks, ranks_per_node=per_node)
@@ -385,15 +471,18 @@ class Ways:
                 rank_tokens = most_tokens >> halvings
                 if rank_tokens * width < self.limit or not rank_tokens:
                     break
-                works = []
-                for batch in self.batches:
-                    waves = context_waves(batch, rank_tokens, width)
-                    micro_batches = tuple(_wave_works(waves, batch, most_tokens))
-                    works.append(IterationWork(strategy, (micro_batches,)))
-                    self.advance()
-                yield works
+                yield partial(self._in_waves, strategy, rank_tokens, most_tokens)
 
-    def _ceiling(self) -> tuple[CostModel, Works]:
+    def _in_waves(self, strategy: Strategy, rank_tokens: int, most_tokens: int) -> Works:
+        (whole,) = strategy.schemes
+        works = []
+        for batch in self.batches:
+            waves = context_waves(batch, rank_tokens, whole.cp)
+            micro_batches = tuple(_wave_works(waves, batch, most_tokens))
+            works.append(IterationWork(strategy, (micro_batches,)))
+        return works
+
+    def _ceiling(self) -> Candidate:
         """Batches as one micro-batch of one replica of all ranks."""
         num_ranks = self.pool.num_ranks
         schemes = {row.scheme for row in self.profile.schemes if row.scheme.num_ranks <= num_ranks}
@@ -406,10 +495,10 @@ class Ways:
                     for i in range((num_ranks // scheme.tp).bit_length())
                 )
         known = [scheme for scheme in schemes if self._knows(scheme)]
-        costs = CeilingCosts.of(StageCosts(self.costs, self.shape), known, num_ranks)
+        costs = CeilingCosts.of(self._stages, known, num_ranks)
         strategy = Strategy.parse(f"tp{num_ranks}", num_ranks)
         works = [IterationWork(strategy, ((MicroBatchWork.packed(b),),)) for b in self.batches]
-        return costs, works
+        return Candidate(costs, lambda: works)
 
     def _knows(self, scheme: Scheme) -> bool:
         try:
@@ -420,19 +509,33 @@ class Ways:
             return False
         return True
 
-    def planned(self, pool: Pool, cost_model: CostModel, *, shortlists: bool = False) -> Works:
+    def _planned(
+        self, way: str, pools: Sequence[Pool], cost_model: CostModel, *, shortlists: bool = False
+    ) -> list[Candidate]:
         """Plans every batch with the certified planner, for all strategies or a short list.
 
         Raises PlanError as the planner does.
         """
-        works = []
         limits = Limits(cost_model, row_quantum=self.row_quantum)
-        for timed in self.planning.plans(pool, limits, self.batches, shortlists=shortlists):
-            strategy = pool.strategy(timed.plan.strategy)
+        plans = (
+            (index, timed)
+            for index, pool in enumerate(pools)
+            for timed in self.planning.plans(pool, limits, self.batches, shortlists=shortlists)
+        )
+        works: list[Works] = [[] for _ in pools]
+        for index, timed in self._tracked(way, plans, len(pools) * len(self.batches)):
+            strategy = pools[index].strategy(timed.plan.strategy)
             time_s = timed.cpu_s if self.plan_time_s is None else self.plan_time_s
-            works.append(IterationWork.of_plan(timed.plan, strategy, plan_time_s=time_s))
-            self.advance()
-        return works
+            works[index].append(IterationWork.of_plan(timed.plan, strategy, plan_time_s=time_s))
+        return [Candidate(self.simulated, partial(list, of_pool)) for of_pool in works]
+
+
+def _bound_ms(costs: PoolCosts, batch: Sequence[int]) -> float:
+    """No plan takes less."""
+    return min(
+        dispatch_bound_ms(batch, costs.replica_costs(strategy)) + costs.overheads_ms[strategy.name]
+        for strategy in costs.feasible_strategies(batch, 0)
+    )
 
 
 def _works_of(shares: Sequence[Sequence[Sequence[int]]], batch: Sequence[int]) -> Shares:
@@ -475,112 +578,58 @@ def _dispatched(layout: Layout, batch: Sequence[int]) -> Shares:
     return _works_of([best_fit(each, lengths, cost.max_tokens) for each in shares], batch)
 
 
-def deal_padded(
-    lengths: Sequence[int], num_replicas: int, max_tokens: int
-) -> list[list[list[int]]]:
-    """Micro-batches of rows as long as the batch's longest sequence, one per sequence.
-
-    Returns the indices of the sequences by replica and micro-batch: micro-batches are filled in the
-    batch's order and distributed round-robin. Raises ValueError if a row does not fit.
-    """
-    longest = max(lengths)
-    if longest > max_tokens:
-        raise ValueError(f"a micro-batch of {max_tokens} tokens cannot hold a row of {longest}")
-    num_rows = max_tokens // longest
-    micro_batches = [list(row) for row in itertools.batched(range(len(lengths)), num_rows)]
-    return [micro_batches[replica::num_replicas] for replica in range(num_replicas)]
-
-
-def fixed_length_shares(
-    lengths: Sequence[int], window_tokens: int, num_replicas: int
-) -> list[list[list[int]]]:
-    """Indices of the sequences of each row of each replica; a row may be empty.
-
-    The rows of `equal_rows` are assigned in alternating order, so that replicas get about the same
-    number of tokens. Raises ValueError if a sequence is longer than the window.
-    """
-    rows = equal_rows(lengths, window_tokens, num_replicas)
-    shares: list[list[list[int]]] = [[] for _ in range(num_replicas)]
-    for turn, start in enumerate(range(0, len(rows), num_replicas)):
-        order = range(num_replicas) if turn % 2 == 0 else reversed(range(num_replicas))
-        for replica, row in zip(order, rows[start : start + num_replicas], strict=True):
-            shares[replica].append(row)
-    return shares
-
-
-def equal_rows(lengths: Sequence[int], window_tokens: int, num_replicas: int) -> list[list[int]]:
-    """Indices of the sequences of each row: a multiple of num_replicas rows of about equal tokens.
-
-    As many rows as first-fit decreasing needs, rounded up. Sequences, longest first, go to the row
-    with the fewest tokens; if one has no room there, the rows are those of first-fit decreasing.
-    The fullest rows come first, and some may be empty. Raises ValueError if a sequence is longer
-    than the window.
-    """
-    rows = first_fit_decreasing(lengths, window_tokens)
-    num_rows = num_replicas * math.ceil(len(rows) / num_replicas)
-    rows += [[] for _ in range(num_rows - len(rows))]
-    balanced: list[list[int]] = [[] for _ in range(num_rows)]
-    tokens = [0] * num_rows
-    for index in longest_first(lengths):
-        place = tokens.index(min(tokens))
-        balanced[place].append(index)
-        tokens[place] += lengths[index]
-    if max(tokens) <= window_tokens:
-        rows = balanced
-    return sorted(rows, key=lambda row: -sum(lengths[i] for i in row))
-
-
-def first_fit_decreasing(lengths: Sequence[int], row_tokens: int) -> list[list[int]]:
-    """Indices of the sequences of each row; longest first, each in the first row with room.
-
-    Raises ValueError if a sequence is longer than a row.
-    """
-    if max(lengths, default=0) > row_tokens:
-        raise ValueError(f"a row of {row_tokens} tokens cannot hold one of {max(lengths)}")
-    rows: list[list[int]] = []
-    room: list[int] = []
-    for index in longest_first(lengths):
-        place = next((i for i, free in enumerate(room) if free >= lengths[index]), len(rows))
-        if place == len(rows):
-            rows.append([])
-            room.append(row_tokens)
-        rows[place].append(index)
-        room[place] -= lengths[index]
-    return rows
+def context_degrees(costs: JobCosts, num_ranks: int) -> Iterator[tuple[int, int, int]]:
+    """Yields tp, ep and the columns that they leave for cp, of the profile's schemes without pp."""
+    rows = (row.scheme for row in costs.profile.schemes)
+    for tp, ep in sorted({(scheme.tp, scheme.ep) for scheme in rows if scheme.pp == 1}):
+        if num_ranks % tp == 0 and num_ranks % ep == 0:
+            yield tp, ep, num_ranks // tp
 
 
 def context_group_pools(
     costs: JobCosts, *, num_ranks: int, ranks_per_node: int, longest: int
-) -> dict[int, Pool]:
+) -> dict[tuple[int, int], Pool]:
     """Pools for training with context parallelism alone: one tp, groups of ranks of several widths.
 
     FlexSP (arXiv 2412.01523) and other dynamic context parallelism can choose from these: weights
     do not move, so tp is fixed and there is no pipeline. Widths are powers of two. Here a strategy
     lasts an iteration; FlexSP may regroup the ranks for every micro-batch, which helps if groups
-    wait for each other at each of them, as under ZeRO-3. Costs of widths that were not measured are
-    assumed: see cost_model/job_costs.py.
+    wait for each other at each of them, as under ZeRO-3. Groups that are too narrow for all experts
+    share them and do so, too (``cp8~ep8``). Costs of widths that were not measured are assumed: see
+    cost_model/job_costs.py.
 
     Returns:
-        By tp, strategies that hold a sequence of `longest` tokens: with groups of at most two
-        widths, and with widths halved down to 1. A tp is left out if the profile lacks it without
-        pipeline, or nothing holds the sequence.
+        By tp and ep, strategies that hold a sequence of `longest` tokens: with groups of at most
+        two widths, and with widths halved down to 1; of shared experts replicas of each width. A
+        tp without shared experts is left out if the profile lacks it without pipeline; tp and ep
+        are, if nothing holds the sequence.
     """
     limits = Limits(costs)
-    pools: dict[int, Pool] = {}
-    degrees = sorted({row.scheme.tp for row in costs.profile.schemes if row.scheme.pp == 1})
-    for tp in degrees:
-        has_row = costs.is_measured(Scheme(tp=tp)) and limits.of_scheme(Scheme(tp=tp)) > 0
-        if num_ranks % tp or not has_row:
-            continue
-        strategies = []
-        for widths in _groupings(num_ranks // tp):
-            if limits.of_scheme(Scheme(tp=tp, cp=widths[0])) < longest:
-                continue
-            text = "+".join(f"{num}*tp{tp}cp{cp}" for cp, num in Counter(widths).items())
-            strategies.append(Strategy.parse(text, num_ranks, ranks_per_node=ranks_per_node))
+    pools: dict[tuple[int, int], Pool] = {}
+    for tp, ep, columns in context_degrees(costs, num_ranks):
+        alone, texts = Scheme(tp=tp, ep=ep), []
+        if tp % ep:
+            for width in _powers_of_two(columns):
+                whole = Scheme(tp, width, splits_cp=width > 1, ep=ep)
+                if columns % width == 0 and tp * width % ep == 0:
+                    texts.append((whole, f"{columns // width}*{whole}"))
+        elif costs.is_measured(alone) and limits.of_scheme(alone) > 0:
+            for widths in _groupings(columns):
+                terms = (f"{num}*{replace(alone, cp=cp)}" for cp, num in Counter(widths).items())
+                texts.append((replace(alone, cp=widths[0]), "+".join(terms)))
+        strategies = [
+            Strategy.parse(text, num_ranks, ranks_per_node=ranks_per_node)
+            for widest, text in texts
+            if limits.of_scheme(widest) >= longest
+        ]
         if strategies:
-            pools[tp] = Pool.of(*strategies)
+            pools[tp, ep] = Pool.of(*strategies)
     return pools
+
+
+def _powers_of_two(most: int) -> Iterator[int]:
+    """1, 2, 4, … up to most."""
+    return (1 << power for power in range(most.bit_length()))
 
 
 def _groupings(num_columns: int) -> Iterator[tuple[int, ...]]:

@@ -7,8 +7,8 @@ import sys
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 
-from megatron.hydraulis.cost_model.interface import Coefficients
-from megatron.hydraulis.cost_model.pipeline import StageCosts
+from megatron.hydraulis.cost_model.interface import Coefficients, CostModel
+from megatron.hydraulis.cost_model.pipeline import StageCosts, pipeline_time_ms
 from megatron.hydraulis.errors import PlanError
 from megatron.hydraulis.planner.plan import IterationPlan
 from megatron.hydraulis.planner.replica_plan import MicroBatch
@@ -182,6 +182,20 @@ class IterationWork:
             tuple(map(MicroBatchWork.of_plan, replica.micro_batches)) for replica in plan.replicas
         )
         return cls(strategy, replicas, plan.plan_time_s if plan_time_s is None else plan_time_s)
+
+    def makespan_ms(self, cost_model: CostModel) -> float:
+        """Of the slowest replica if all its stages are as slow as the slowest, as in plans."""
+
+        def replica_ms(scheme: Scheme, rows: Sequence[MicroBatchWork]) -> float:
+            of_rows_ms = [
+                row.times_ms(scheme, lambda each: (cost_model.coefficients(each),))[0]
+                for row in rows
+            ]
+            share = cost_model.coefficients(scheme).forward_share
+            return pipeline_time_ms(of_rows_ms, scheme.pp, forward_share=share)
+
+        replicas = zip(self.strategy.replicas, self.replicas, strict=True)
+        return max(replica_ms(replica.scheme, rows) for replica, rows in replicas)
 
     @property
     def num_tokens(self) -> int:

@@ -127,8 +127,8 @@ def test_the_ceiling_takes_the_cheapest_rate_of_each_term() -> None:
 def test_baselines_train_each_sequence_once_within_limits() -> None:
     for way in (MEGATRON_PACKING, *CONTEXT_WAYS):
         costs = ways().costs
-        for _, works in ways().candidates(way):
-            for work, batch in zip(works, BATCHES, strict=True):
+        for candidate in ways().candidates(way):
+            for work, batch in zip(candidate.works(), BATCHES, strict=True):
                 found = [s for rows in work.replicas for row in rows for s in row.segments]
                 assert sorted(found) == sorted(batch)
                 for replica, rows in zip(work.strategy.replicas, work.replicas, strict=True):
@@ -167,7 +167,7 @@ def test_shares_of_a_way_add_up(results: dict[str, WayResult]) -> None:
 
 def test_tasks_of_the_requested_iterations_are_kept() -> None:
     setting = SimulationSettings()
-    candidates = ways().candidates(POOL)
+    candidates = list(ways().candidates(POOL))
     everything = simulate_way(POOL, candidates, setting)
     second = simulate_way(POOL, candidates, replace(setting, kept=range(2, 3)))
     assert everything is not None
@@ -182,10 +182,11 @@ def test_tasks_of_the_requested_iterations_are_kept() -> None:
 
 def test_a_profile_s_own_time_of_a_strategy_counts() -> None:
     setting = SimulationSettings()
+    (candidate,) = ways().candidates(POOL)
     free, costly = (
         simulate_way(
             POOL,
-            [(profile(overhead_ms=each), ways().candidates(POOL)[0][1])],
+            [replace(candidate, cost_model=profile(overhead_ms=each))],
             setting,
         )
         for each in (0.0, 50.0)
@@ -203,7 +204,8 @@ def test_a_strategy_s_own_limit_counts_in_static_ways() -> None:
     all_ways = replace(ways(), pool=Pool.of(roomy))
     assert "roomy" in {each.name for each in all_ways.static()}
     for way in (PADDING, FIXED_ROWS, PACKING, DISPATCH, BALANCED):
-        works = [works for _, works in all_ways.candidates(way) if works[0].strategy == roomy]
+        made = [candidate.works() for candidate in all_ways.candidates(way)]
+        works = [works for works in made if works[0].strategy == roomy]
         assert [work.num_tokens for work in works[0]] == [sum(batch) for batch in BATCHES]
         rows = [row for work in works[0] for replica in work.replicas for row in replica]
         assert max(row.num_tokens for row in rows) <= 120
@@ -217,16 +219,16 @@ def test_a_sequence_beyond_the_limit_is_refused() -> None:
 class TestContextParallelism:
     @pytest.mark.parametrize("way", CONTEXT_WAYS)
     def test_it_is_skipped_if_its_cost_is_unknown(self, way: str) -> None:
-        assert ways(context=False).candidates(way) == []
+        assert not list(ways(context=False).candidates(way))
 
     def test_groups_fill_the_job_and_hold_the_longest_sequence(self) -> None:
         costs = JobCosts(profile=profile())
         pools = context_group_pools(costs, num_ranks=8, ranks_per_node=8, longest=120)
-        assert sorted(pools) == [1, 2, 4]
-        for tp, groups in pools.items():
+        assert sorted(pools) == [(1, 1), (2, 1), (4, 1)]
+        for (tp, _), groups in pools.items():
             for strategy in groups.strategies:
                 assert not strategy.idle_ranks
                 assert {scheme.tp for scheme in strategy.schemes} == {tp}
                 assert max(map(costs.max_tokens, strategy.schemes)) >= 120
-        assert "tp2cp2+2*tp2" in {strategy.name for strategy in pools[2].strategies}
+        assert "tp2cp2+2*tp2" in {strategy.name for strategy in pools[2, 1].strategies}
         assert not context_group_pools(costs, num_ranks=8, ranks_per_node=8, longest=1000)
