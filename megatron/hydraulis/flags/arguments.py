@@ -122,12 +122,7 @@ def parse_arguments(
     taken = (
         *flags.taken,
         *checks.drop_kept_modules(args),
-        *_core_attention_taken(flags),
-        *_device_taken(flags),
-        *_exchange_taken(flags),
-        *_dispatcher_taken(flags),
-        *_head_size_taken(flags),
-        *_grouping_taken(flags, has_cuda=has_cuda),
+        *_run_as_others(flags),
         *_missing_here(flags, has_cuda=has_cuda),
     )
     problems.hide(args, {*flags.wrong, *missing})
@@ -188,7 +183,10 @@ def parse_arguments(
         raise AssertionError("what is missing had a problem")
     try:
         sizes_of_evaluation = evaluation_sizes(args, sizes)
-        _make_nominal(args, sizes)
+        if sizes.number_varies:
+            # Upstream's loop counts batches of one sequence: the sampler makes the batches, and the
+            # step corrects the consumed samples.
+            args.global_batch_size, args.step_batch_size_schedule = 1, None
         _validate_as_one_group(args)
     except (ConfigurationError, AttributeError):
         problems.raise_any()  # upstream's words are for what our checks let pass
@@ -269,88 +267,61 @@ def _layout_taken(
                 yield from ((str(given), wins) for given in flags.given if given.dest == dest)
 
 
-def _device_taken(flags: ParsedFlags) -> tuple[tuple[str, str], ...]:
-    args = flags.args
-    if args.device is None or args.cost_profile is None:
-        return ()
-    why = "times and limits are those of --cost-profile, only regrouping that it lacks is predicted"
-    return ((f"--device {args.device}", why),)
-
-
-def _exchange_taken(flags: ParsedFlags) -> tuple[tuple[str, str], ...]:
-    if flags.args.cp_comm_type == ["p2p"] and flags.was_given("cp_comm_type"):
-        return (("--cp-comm-type p2p", "run as all_gather, the same bytes"),)
-    return ()
-
-
-def _dispatcher_taken(flags: ParsedFlags) -> tuple[tuple[str, str], ...]:
-    args = flags.args
-    if args.num_experts is None or args.moe_token_dispatcher_type != "flex":
-        return ()
-    args.moe_token_dispatcher_type = "alltoall"
-    return (("--moe-token-dispatcher-type flex", "run as alltoall, with the same result"),)
-
-
-def _head_size_taken(flags: ParsedFlags) -> tuple[tuple[str, str], ...]:
-    if not (flags.args.multi_latent_attention and flags.was_given("kv_channels")):
-        return ()
-    return (("--kv-channels", LATENT_SIZES_TEXT),)
-
-
-def _grouping_taken(flags: ParsedFlags, *, has_cuda: bool) -> tuple[tuple[str, str], ...]:
-    """Run experts without kernels of Transformer Engine where its layers are not built."""
-    args = flags.args
-    if chosen_layers(flags, args.transformer_impl, has_cuda=has_cuda) == TE_LAYERS:
-        return ()
-    found = []
-    for given in flags.given:
-        if given.dest in OF_TE:
-            setattr(args, given.dest, False)
-            why = "layers are not Transformer Engine's" if has_cuda else "the device is a CPU"
-            found.append((str(given), f"the plain path gives the same result, as {why}"))
-    return tuple(found)
-
-
-def _missing_here(flags: ParsedFlags, *, has_cuda: bool) -> tuple[tuple[str, str], ...]:
-    """Do without what this machine does not have and no update depends on."""
-    args, found = flags.args, []
-    if not has_cuda and args.distributed_backend == "nccl":
-        args.distributed_backend = "gloo"
-        if flags.was_given("distributed_backend"):
-            found.append(("--distributed-backend nccl", "gloo, as the device is a CPU"))
-    if not has_cuda and args.transformer_impl == TE_LAYERS:
-        args.transformer_impl = "local"
-        if flags.was_given("transformer_impl"):
-            instead = "layers of megatron-core, as the device is a CPU"
-            found.append((f"--transformer-impl {TE_LAYERS}", instead))
-    if args.wandb_project and importlib.util.find_spec("wandb") is None:
-        found.append(
-            (
-                f"--wandb-project {args.wandb_project}",
-                "metrics go to TensorBoard and metrics.jsonl alone, as wandb is not installed "
-                "(pip install wandb)",
-            )
-        )
-        args.wandb_project = None
-    return tuple(found)
-
-
 _SEQUENCE_BY_SEQUENCE = ("local", "unfused")
 """Backends of upstream that, like our sdpa, need no kernel for packed sequences."""
 
 
-def _core_attention_taken(flags: ParsedFlags) -> tuple[tuple[str, str], ...]:
-    """Translate --attention-backend into our --core-attention, and say how."""
+def _run_as_others(flags: ParsedFlags) -> Iterator[tuple[str, str]]:
+    """Set what runs in place of given options; yields (as typed, what happens instead)."""
     args = flags.args
-    given = next((g for g in flags.given if g.dest == "attention_backend"), None)
-    if given is None:
-        return ()
-    if not flags.was_given("core_attention"):
-        by_sequence = args.attention_backend.name in _SEQUENCE_BY_SEQUENCE
-        args.core_attention = "sdpa" if by_sequence else "auto"
-    # Upstream's own choice, which its checks tie to a layer spec, is not used.
-    args.attention_backend = AttnBackend.auto
-    return ((str(given), f"--core-attention {args.core_attention}"),)
+    backend = next((given for given in flags.given if given.dest == "attention_backend"), None)
+    if backend is not None:
+        if not flags.was_given("core_attention"):
+            by_sequence = args.attention_backend.name in _SEQUENCE_BY_SEQUENCE
+            args.core_attention = "sdpa" if by_sequence else "auto"
+        # Upstream's own choice, which its checks tie to a layer spec, is not used.
+        args.attention_backend = AttnBackend.auto
+        yield str(backend), f"--core-attention {args.core_attention}"
+    if args.device is not None and args.cost_profile is not None:
+        yield (
+            f"--device {args.device}",
+            "times and limits are those of --cost-profile, only regrouping that it lacks is "
+            "predicted",
+        )
+    if args.cp_comm_type == ["p2p"] and flags.was_given("cp_comm_type"):
+        yield "--cp-comm-type p2p", "run as all_gather, the same bytes"
+    if args.num_experts is not None and args.moe_token_dispatcher_type == "flex":
+        args.moe_token_dispatcher_type = "alltoall"
+        yield "--moe-token-dispatcher-type flex", "run as alltoall, with the same result"
+    if args.multi_latent_attention and flags.was_given("kv_channels"):
+        yield "--kv-channels", LATENT_SIZES_TEXT
+
+
+def _missing_here(flags: ParsedFlags, *, has_cuda: bool) -> Iterator[tuple[str, str]]:
+    """Do without what this machine or its layers do not have and no update depends on."""
+    args = flags.args
+    if chosen_layers(flags, args.transformer_impl, has_cuda=has_cuda) != TE_LAYERS:
+        why = "layers are not Transformer Engine's" if has_cuda else "the device is a CPU"
+        for given in flags.given:
+            if given.dest in OF_TE:
+                setattr(args, given.dest, False)
+                yield str(given), f"the plain path gives the same result, as {why}"
+    if not has_cuda and args.distributed_backend == "nccl":
+        args.distributed_backend = "gloo"
+        if flags.was_given("distributed_backend"):
+            yield "--distributed-backend nccl", "gloo, as the device is a CPU"
+    if not has_cuda and args.transformer_impl == TE_LAYERS:
+        args.transformer_impl = "local"
+        if flags.was_given("transformer_impl"):
+            instead = "layers of megatron-core, as the device is a CPU"
+            yield f"--transformer-impl {TE_LAYERS}", instead
+    if args.wandb_project and importlib.util.find_spec("wandb") is None:
+        yield (
+            f"--wandb-project {args.wandb_project}",
+            "metrics go to TensorBoard and metrics.jsonl alone, as wandb is not installed "
+            "(pip install wandb)",
+        )
+        args.wandb_project = None
 
 
 def install_globals(resolved: Resolved) -> None:
@@ -421,15 +392,6 @@ def _ranks_per_node(hydraulis: HydraulisConfig, *, is_started: bool) -> int | No
         return None
     value = os.environ.get("LOCAL_WORLD_SIZE", "")
     return int(value) if value.isdigit() else None
-
-
-def _make_nominal(args: argparse.Namespace, sizes: BatchSizes) -> None:
-    """Let upstream's loop count batches of one sequence where their number varies.
-
-    The sampler makes the batches, and the step corrects the consumed samples.
-    """
-    if sizes.number_varies:
-        args.global_batch_size, args.step_batch_size_schedule = 1, None
 
 
 def _validate_as_one_group(args: argparse.Namespace) -> None:
