@@ -57,7 +57,7 @@ class Assignment:
     """A dispatch with its packings, changed by moves and swaps.
 
     packers: shape (num_replicas,), the same object for replicas of one class; effort: budget of
-    all moves, swaps and packings.
+    all moves, swaps and packings; is_quick: pack only so well that the makespan is the same.
     """
 
     def __init__(
@@ -65,14 +65,18 @@ class Assignment:
         packers: Sequence[ReplicaPacker],
         shares: Sequence[Sequence[int]],
         effort: Effort,
+        *,
+        is_quick: bool = False,
     ) -> None:
         self._packers = packers
         self.effort = effort
         self._lengths = packers[0].lengths_array
-        self._shares = [
-            self._packed_share(packer, longest_first(packer.lengths, share))
-            for packer, share in zip(packers, shares, strict=True)
-        ]
+        self._shares: list[_Share] = [_Share([], 0, 0.0, Packing((), 0.0)) for _ in packers]
+        # Pipelines last: the others have one packing only.
+        for replica in sorted(range(len(packers)), key=lambda r: packers[r].cost.num_stages):
+            sequences = longest_first(packers[replica].lengths, shares[replica])
+            target_ms = self.makespan_ms if is_quick else 0.0
+            self._shares[replica] = self._packed_share(replica, sequences, target_ms)
 
     @property
     def times_ms(self) -> list[float]:
@@ -119,12 +123,13 @@ class Assignment:
             for _, _, partner, moved, taken in candidates[:_NUM_TRIED]
         )
 
-    def _packed_share(self, packer: ReplicaPacker, sequences: list[int]) -> _Share:
+    def _packed_share(self, replica: int, sequences: list[int], target_ms: float = 0.0) -> _Share:
+        packer = self._packers[replica]
         return _Share(
             sequences,
             sum(map(packer.lengths.__getitem__, sequences)),
             sum(map(packer.works_ms.__getitem__, sequences)),
-            packer.pack(sequences, self.effort),
+            packer.pack(sequences, self.effort, target_ms=target_ms),
         )
 
     def _packed_below(
@@ -135,7 +140,7 @@ class Assignment:
         sequences = [sequence for sequence in before.sequences if sequence != gone]
         if come is not None:
             insort(sequences, come, key=lambda s: (-packer.lengths[s], s))
-        share = self._packed_share(packer, sequences)
+        share = self._packed_share(replica, sequences)
         # First a new packing, then the old one with the exchange: each as it is, then improved.
         for is_new in (True, False):
             if not is_new:

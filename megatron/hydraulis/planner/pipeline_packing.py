@@ -97,8 +97,11 @@ class ReplicaPacker:
         self._long_lines = long_micro_batch_lines(cost.pipeline)
         self._largest_ms = cost.largest_time_ms(max(lengths))
 
-    def pack(self, sequences: Sequence[int], effort: Effort) -> Packing:
-        """The best packing found; sequences by falling length, each within the limit."""
+    def pack(self, sequences: Sequence[int], effort: Effort, *, target_ms: float = 0.0) -> Packing:
+        """The best packing found, or the first that takes at most target_ms.
+
+        sequences: by falling length, each within the limit.
+        """
         if not sequences:
             return Packing((), 0.0)
         if self.cost.num_stages == 1:
@@ -110,9 +113,14 @@ class ReplicaPacker:
         num_more = 0 if len(sequences) > _MANY_SEQUENCES else _NUM_MORE_PACKED
         first, last = max(1, center - num_more), center + num_more
         near = range(first, min(last, len(sequences)) + 1)
+        nearest = sorted(near, key=lambda num: abs(num - center))
         more = ([num] for num in _growing(last + 1, len(sequences)))
-        for nums in itertools.chain([near], more):
-            found = [each for num in nums for each in self._in_shapes(sequences, work_ms, num)]
+        for nums in itertools.chain([nearest], more):
+            found = []
+            for dealt, time_ms in self._in_shapes(sequences, work_ms, nums):
+                found.append((dealt, time_ms))
+                if time_ms <= target_ms:
+                    break
             if found:
                 return _packing(*min(found, key=lambda timed: timed[1]))
         # It never needs more micro-batches than there are sequences.
@@ -282,29 +290,30 @@ class ReplicaPacker:
         return best_num
 
     def _in_shapes(
-        self, sequences: Sequence[int], work_ms: float, num: int
-    ) -> list[tuple[list[list[int]], float]]:
-        """Micro-batches to the shapes of num of them, with their time, without those that lack
-        room."""
+        self, sequences: Sequence[int], work_ms: float, nums: Sequence[int]
+    ) -> Iterator[tuple[list[list[int]], float]]:
+        """Yields micro-batches to the shapes of these numbers of them, with their time.
+
+        Those that lack room are left out.
+        """
         c_ms = self.cost.coefficients.c_ms
-        total_ms = work_ms + num * c_ms
-        some = self._shapes(num)
-        if len(sequences) > _MANY_SEQUENCES:
-            # The best one for micro-batches that are full at most.
-            num_tokens = sum(self.tokens[sequence] for sequence in sequences)
-            full_ms = work_ms * self.cost.max_tokens / num_tokens
-            largest_ms = max(self.works_ms[sequences[0]], full_ms) + c_ms
-            some = [max(some, key=lambda shape: shape.bound_ms(total_ms, largest_ms))]
-        found = []
-        for shape in some:
-            # Load 0 is what the shape gives each.
-            loads_ms = [min(c_ms - x * total_ms, 0.0) for x in shape.shares]
-            rooms = [self.cost.max_tokens] * num
-            first: list[list[int]] = [[] for _ in range(num)]
-            dealt = deal(sequences, self.works_ms, self.tokens, first, loads_ms, rooms)
-            if dealt is not None:
-                found.append((dealt, self._time_ms(dealt)))
-        return found
+        for num in nums:
+            total_ms = work_ms + num * c_ms
+            some = self._shapes(num)
+            if len(sequences) > _MANY_SEQUENCES:
+                # The best one for micro-batches that are full at most.
+                num_tokens = sum(self.tokens[sequence] for sequence in sequences)
+                full_ms = work_ms * self.cost.max_tokens / num_tokens
+                largest_ms = max(self.works_ms[sequences[0]], full_ms) + c_ms
+                some = [max(some, key=lambda shape: shape.bound_ms(total_ms, largest_ms))]
+            for shape in some:
+                # Load 0 is what the shape gives each.
+                loads_ms = [min(c_ms - x * total_ms, 0.0) for x in shape.shares]
+                rooms = [self.cost.max_tokens] * num
+                first: list[list[int]] = [[] for _ in range(num)]
+                dealt = deal(sequences, self.works_ms, self.tokens, first, loads_ms, rooms)
+                if dealt is not None:
+                    yield dealt, self._time_ms(dealt)
 
     def _shapes(self, num: int) -> Sequence[Shape]:
         if num <= MAX_EXACT:

@@ -115,13 +115,13 @@ class StrategySearch:
         costs = [packer.cost for packer in self._packers]
         shares = dispatch(self._order, self._batch, costs)
         middle_s = time.perf_counter()
-        self._take(Assignment(self._packers, shares, self._effort))
+        self._take(Assignment(self._packers, shares, self._effort, is_quick=True))
         # A wave's estimate is a bound: how far off shows in the first packing.
         times_ms = {r: self.best.times_ms[r] for r, cost in enumerate(costs) if cost.waves}
         if times_ms and len(set(costs)) > 1:
             slowness = slowness_of(costs, shares, self._batch, times_ms)
             shares = dispatch(self._order, self._batch, costs, slowness=slowness)
-            self._take(Assignment(self._packers, shares, self._effort))
+            self._take(Assignment(self._packers, shares, self._effort, is_quick=True))
         self._dispatch_s += middle_s - begin_s
         self._packing_s += time.perf_counter() - middle_s
 
@@ -173,7 +173,8 @@ class StrategySearch:
             return
         if self._has_pipelines:
             self._raise_bound()
-            starts = [self.best, *self._pipeline_starts()]
+            first = Assignment(self._packers, self.best.shares, self._effort)
+            starts = [first, *self._pipeline_starts()]
             starts.sort(key=lambda start: start.makespan_ms)
             for start in starts[:_NUM_IMPROVED]:
                 self._take(start)

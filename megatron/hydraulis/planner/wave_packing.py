@@ -459,7 +459,7 @@ class WavePacker(ReplicaPacker):
         self._table = LengthTable(cost.waves, lengths)
         self._search = WaveSearch(self._table)
 
-    def pack(self, sequences: Sequence[int], effort: Effort) -> Packing:
+    def pack(self, sequences: Sequence[int], effort: Effort, *, target_ms: float = 0.0) -> Packing:
         """The best of several packings; an infinite time if a sequence does not fit."""
         return self._packed(sequences, effort, [_QUICK])
 
