@@ -102,6 +102,8 @@ class Case:
     products of experts and sorts their tokens."""
     has_experts: bool = False
     """Whether layers have experts, balanced by sequence, that an all-to-all serves."""
+    has_biases: bool = False
+    """Whether routers of these also have biases and a z-loss."""
     has_latents: bool = False
     """Whether attention has latents of queries, keys and values."""
 
@@ -218,6 +220,9 @@ def _config(case: Case, tp: int) -> TransformerConfig:
             "moe_grouped_gemm": case.has_te,
             "moe_permute_fusion": case.has_te,
         }
+    if case.has_biases:
+        variant |= {"moe_router_score_function": "sigmoid", "moe_z_loss_coeff": 1e-3}
+        variant["moe_router_enable_expert_bias"] = True
     if case.has_latents:
         variant |= {"q_lora_rank": 64, "kv_lora_rank": 32, "qk_head_dim": 32}
         variant |= {"qk_pos_emb_head_dim": 16, "v_head_dim": 32, "rope_type": "rope"}

@@ -34,7 +34,7 @@ def test_a_layer_launches_no_more_than_a_local_one(tp: int, tmp_path: Path) -> N
 
 
 @pytest.mark.parametrize("tp", [1, 2])
-@pytest.mark.parametrize("kind", ["experts", "latents"])
+@pytest.mark.parametrize("kind", ["experts", "biases", "latents"])
 def test_experts_and_latents_wait_and_launch_no_more_than_upstream(
     tp: int, kind: str, tmp_path: Path
 ) -> None:
@@ -50,7 +50,8 @@ def test_experts_and_latents_wait_and_launch_no_more_than_upstream(
             fused_gradients=True,
             same_attention=True,
             has_te=has_te,
-            has_experts=kind == "experts",
+            has_experts=kind != "latents",
+            has_biases=kind == "biases",
             has_latents=kind == "latents",
         )
         few, more = count(case, tmp_path), count(replace(case, layers=4), tmp_path)
