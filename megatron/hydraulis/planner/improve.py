@@ -104,9 +104,10 @@ class Assignment:
         """The sequences of every replica, by falling length."""
         return [list(share.sequences) for share in self._shares]
 
-    def replace_packing(self, replica: int, packed: Packing) -> None:
-        """Take another packing of the same sequences."""
-        self._shares[replica].packed = packed
+    def take_packing(self, replica: int, packed: Packing) -> None:
+        """Take another packing of the same sequences if it is faster."""
+        share = self._shares[replica]
+        share.packed = min(share.packed, packed, key=lambda each: each.time_ms)
 
     def step(self) -> bool:
         """Make the slowest replica faster by one move or swap; False if none is found."""

@@ -16,22 +16,21 @@ from megatron.hydraulis.errors import PlanError, why_not_written
 from megatron.hydraulis.json_object import read_json, replace_text
 from megatron.hydraulis.planner.bounds import dispatch_bound_ms, packing_bound_ms
 from megatron.hydraulis.planner.costs import PoolCosts, SchemeCost, checked_batch
-from megatron.hydraulis.planner.greedy import dispatch, longest_first, pack, slowness_of
+from megatron.hydraulis.planner.greedy import longest_first
 from megatron.hydraulis.planner.pipeline_packing import Effort, ReplicaPacker
 from megatron.hydraulis.planner.plan import (
     MS_PER_S,
     Candidate,
     IterationPlan,
-    Packing,
     PlanExplanation,
     Planner,
     StageReport,
     StrategyOutcome,
     StrategyTime,
 )
-from megatron.hydraulis.planner.search import StrategySearch
+from megatron.hydraulis.planner.search import StrategySearch, greedy_plan
 from megatron.hydraulis.planner.solver import Deadline, Solver
-from megatron.hydraulis.planner.wave_packing import pack_waves, packer_for
+from megatron.hydraulis.planner.wave_packing import packer_for
 from megatron.hydraulis.strategy import Pool, Strategy
 
 logger = logging.getLogger(__name__)
@@ -274,27 +273,10 @@ class GreedyPlanner:
         return plan, bounds_ms, found_ms
 
     def _candidate(self, strategy: Strategy, bound_ms: float, batch: Sequence[int]) -> Candidate:
-        dispatch_start_s = time.perf_counter()
+        start_s = time.perf_counter()
         costs = self.costs.replica_costs(strategy)
-        order = longest_first(batch)
-        shares = dispatch(order, batch, costs)
-        classes = set(costs)
-        # A wave's estimate is a bound: how far off shows in a quick packing.
-        times_ms = {
-            replica: pack_waves(share, batch, cost, is_thorough=False).time_ms
-            for replica, (share, cost) in enumerate(zip(shares, costs, strict=True))
-            if cost.waves and len(classes) > 1
-        }
-        first = shares
-        if times_ms:
-            slowness = slowness_of(costs, first, batch, times_ms)
-            shares = dispatch(order, batch, costs, slowness=slowness)
-        packing_start_s = time.perf_counter()
-        packings = _packings(shares, batch, costs)
-        if times_ms and max(times_ms.values()) < _makespan_ms(packings):
-            uncorrected = _packings(first, batch, costs)
-            if _makespan_ms(uncorrected) < _makespan_ms(packings):
-                shares, packings = first, uncorrected
+        shares, packings = greedy_plan(longest_first(batch), batch, costs)
+        middle_s = time.perf_counter()
         packing_bounds_ms = [
             packing_bound_ms([batch[sequence] for sequence in share], cost)
             for share, cost in zip(shares, costs, strict=True)
@@ -302,40 +284,17 @@ class GreedyPlanner:
         end_s = time.perf_counter()
         report = partial(
             StageReport,
-            objective_s=_makespan_ms(packings) / MS_PER_S,
+            objective_s=max(packing.time_ms for packing in packings) / MS_PER_S,
             status=_GREEDY,
         )
         candidate = Candidate(
             strategy=strategy,
             packings=packings,
             overhead_ms=self.costs.overheads_ms[strategy.name],
-            dispatch=report(
-                bound_s=bound_ms / MS_PER_S, seconds=packing_start_s - dispatch_start_s
-            ),
-            packing=report(
-                bound_s=max(packing_bounds_ms) / MS_PER_S, seconds=end_s - packing_start_s
-            ),
+            dispatch=report(bound_s=bound_ms / MS_PER_S, seconds=middle_s - start_s),
+            packing=report(bound_s=max(packing_bounds_ms) / MS_PER_S, seconds=end_s - middle_s),
         )
         return self.costs.with_rows(candidate, batch)
-
-
-def _packings(
-    shares: Sequence[Sequence[int]], batch: Sequence[int], costs: Sequence[SchemeCost]
-) -> list[Packing]:
-    packings = [Packing((), 0.0)] * len(costs)
-    # Waves last: they need not be faster than the slowest of the others.
-    for replica in sorted(range(len(costs)), key=lambda index: costs[index].waves is not None):
-        share, cost = shares[replica], costs[replica]
-        if cost.waves is None:
-            packings[replica] = pack(share, batch, cost)
-        else:
-            target_ms = _makespan_ms(packings)
-            packings[replica] = pack_waves(share, batch, cost, target_ms=target_ms)
-    return packings
-
-
-def _makespan_ms(packings: Sequence[Packing]) -> float:
-    return max(packing.time_ms for packing in packings)
 
 
 class ScheduledPlanner:

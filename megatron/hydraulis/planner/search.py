@@ -8,7 +8,7 @@ from contextlib import contextmanager
 
 from megatron.hydraulis.planner.bounds import dispatch_bound_ms, replica_bound_ms
 from megatron.hydraulis.planner.costs import ReplicaClass, SchemeCost
-from megatron.hydraulis.planner.greedy import dispatch, longest_first, slowness_of
+from megatron.hydraulis.planner.greedy import dispatch, longest_first, pack, slowness_of
 from megatron.hydraulis.planner.improve import (
     Assignment,
     dispatch_by_program,
@@ -18,10 +18,10 @@ from megatron.hydraulis.planner.improve import (
 )
 from megatron.hydraulis.planner.long_sequences import LongSequences, anneal_long, long_sequences
 from megatron.hydraulis.planner.pipeline_packing import Effort, ReplicaPacker
-from megatron.hydraulis.planner.plan import MS_PER_S, Candidate, StageReport
+from megatron.hydraulis.planner.plan import MS_PER_S, Candidate, Packing, StageReport
 from megatron.hydraulis.planner.relaxation import Relaxation
 from megatron.hydraulis.planner.solver import Solver
-from megatron.hydraulis.planner.wave_packing import WavePacker
+from megatron.hydraulis.planner.wave_packing import WavePacker, pack_waves
 from megatron.hydraulis.strategy import Strategy
 
 TARGET_GAP = 1e-3
@@ -113,15 +113,16 @@ class StrategySearch:
         """The first plan: longest processing time first."""
         begin_s = time.perf_counter()
         costs = [packer.cost for packer in self._packers]
-        shares = dispatch(self._order, self._batch, costs)
+        packings: list[Packing] = []
+        if any(cost.waves for cost in costs):
+            shares, packings = greedy_plan(self._order, self._batch, costs)
+        else:
+            shares = dispatch(self._order, self._batch, costs)
         middle_s = time.perf_counter()
-        self._take(Assignment(self._packers, shares, self._effort, is_quick=True))
-        # A wave's estimate is a bound: how far off shows in the first packing.
-        times_ms = {r: self.best.times_ms[r] for r, cost in enumerate(costs) if cost.waves}
-        if times_ms and len(set(costs)) > 1:
-            slowness = slowness_of(costs, shares, self._batch, times_ms)
-            shares = dispatch(self._order, self._batch, costs, slowness=slowness)
-            self._take(Assignment(self._packers, shares, self._effort, is_quick=True))
+        first = Assignment(self._packers, shares, self._effort, is_quick=True)
+        for replica, packed in enumerate(packings):
+            first.take_packing(replica, packed)
+        self._take(first)
         self._dispatch_s += middle_s - begin_s
         self._packing_s += time.perf_counter() - middle_s
 
@@ -337,12 +338,55 @@ class StrategySearch:
             packings[replica] = [[long[i] for i in members] for members in micro_batches]
         assignment = Assignment(self._packers, moved, Effort(_LONG_EFFORT))
         for replica, packing in packings.items():
-            packed = self._packers[replica].packed(packing)
-            if packed.time_ms < assignment.times_ms[replica]:
-                assignment.replace_packing(replica, packed)
+            assignment.take_packing(replica, self._packers[replica].packed(packing))
         self._improve(assignment)
 
     def _finish(self) -> None:
         """Pack the slowest replicas thoroughly, even if the search has spent its effort."""
         self._effort.spend(-_FINISHING_EFFORT)
         self._improve(self.best)
+
+
+def greedy_plan(
+    order: Sequence[int], batch: Sequence[int], costs: Sequence[SchemeCost]
+) -> tuple[list[list[int]], list[Packing]]:
+    """Shares of replicas with these costs, and their packings, without a solver.
+
+    order: `longest_first` of the batch; costs: shape (num_replicas,).
+    """
+    shares = dispatch(order, batch, costs)
+    # A wave's estimate is a bound: how far off shows in a quick packing.
+    times_ms = {
+        replica: pack_waves(share, batch, cost, is_thorough=False).time_ms
+        for replica, (share, cost) in enumerate(zip(shares, costs, strict=True))
+        if cost.waves and len(set(costs)) > 1
+    }
+    first = shares
+    if times_ms:
+        slowness = slowness_of(costs, first, batch, times_ms)
+        shares = dispatch(order, batch, costs, slowness=slowness)
+    packings = _packings(shares, batch, costs)
+    if times_ms and max(times_ms.values()) < _makespan_ms(packings):
+        uncorrected = _packings(first, batch, costs)
+        if _makespan_ms(uncorrected) < _makespan_ms(packings):
+            return first, uncorrected
+    return shares, packings
+
+
+def _packings(
+    shares: Sequence[Sequence[int]], batch: Sequence[int], costs: Sequence[SchemeCost]
+) -> list[Packing]:
+    packings = [Packing((), 0.0)] * len(costs)
+    # Waves last: they need not be faster than the slowest of the others.
+    for replica in sorted(range(len(costs)), key=lambda index: costs[index].waves is not None):
+        share, cost = shares[replica], costs[replica]
+        if cost.waves is None:
+            packings[replica] = pack(share, batch, cost)
+        else:
+            target_ms = _makespan_ms(packings)
+            packings[replica] = pack_waves(share, batch, cost, target_ms=target_ms)
+    return packings
+
+
+def _makespan_ms(packings: Sequence[Packing]) -> float:
+    return max(packing.time_ms for packing in packings)

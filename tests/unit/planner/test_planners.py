@@ -236,7 +236,7 @@ def test_a_search_that_fails_leaves_the_greedy_plan(
     def fail(*_: object) -> None:
         raise ZeroDivisionError("as if")
 
-    monkeypatch.setattr(search, "dispatch", fail)
+    monkeypatch.setattr(search.StrategySearch, "start", fail)
     lengths = [300, 200, 100] * 5
     pool = pool_of("4*tp1", "2*pp2")
     with caplog.at_level(logging.WARNING):
@@ -513,7 +513,7 @@ def test_a_correction_of_waves_is_used_only_where_it_gains(
 
     times_s = []
     for factor in (1.0, 1e3):
-        monkeypatch.setattr(planners, "slowness_of", partial(slowness, factor))
+        monkeypatch.setattr(search, "slowness_of", partial(slowness, factor))
         plan = GreedyPlanner(pool, costs).plan([900, 800, 700, *[300] * 40])
         times_s.append(plan.predicted_time_s)
     assert factors == [1.0, 1e3] * num_corrected
