@@ -44,6 +44,8 @@ from megatron.hydraulis.terminal import (
 
 _FP32_BYTES = 4
 _NS_PER_MS, _US_PER_MS = 1e6, 1e3
+_MOST_OF_A_SIZE = 3
+"""Schemes of one number of ranks in the table, if none were named."""
 _MOST_STAGES = 8
 """Of schemes that are not named: longer pipelines rarely win with few micro-batches."""
 
@@ -97,7 +99,15 @@ def run(namespace: argparse.Namespace) -> int:
         print_json(profile.to_json())
         return 0
     console = results_console()
-    console.print(_table(profile))
+    shown = profile.schemes if is_given else _fastest_of_each_size(profile.schemes)
+    console.print(_table(profile, shown))
+    if len(shown) < len(profile.schemes):
+        console.print(
+            f"{len(profile.schemes) - len(shown)} other schemes fit: of each number of ranks the "
+            f"{_MOST_OF_A_SIZE} with the least time a token without attention are shown; --json "
+            f"prints all and --out writes them",
+            highlight=False,
+        )
     num_communicators = max(
         model.memory.footprint(scheme).num_communicators
         for scheme in (row.scheme for row in profile.schemes)
@@ -231,13 +241,27 @@ def _schemes(
     return schemes_of_job(found, num_ranks), num_ranks, ranks_per_node, footprint
 
 
-def _table(profile: ProfileCostModel) -> Table:
+def _fastest_of_each_size(schemes: Sequence[ProfiledScheme]) -> list[ProfiledScheme]:
+    """The best schemes of each number of ranks, in order; larger ones hold longer sequences."""
+    kept: list[ProfiledScheme] = []
+    for num_ranks in sorted({row.scheme.num_ranks for row in schemes}):
+        of_size = [row for row in schemes if row.scheme.num_ranks == num_ranks]
+        kept += sorted(of_size, key=_least_token_time_ms)[:_MOST_OF_A_SIZE]
+    return [row for row in schemes if row in kept]
+
+
+def _least_token_time_ms(row: ProfiledScheme) -> float:
+    """In a full micro-batch, without attention, which depends on the lengths."""
+    return row.coefficients.b_ms_per_token + row.coefficients.c_ms / row.max_tokens
+
+
+def _table(profile: ProfileCostModel, rows: Sequence[ProfiledScheme]) -> Table:
     table = figures_table(
         f"estimated cost profile, {profile.device}",
         ("scheme",),
         ("a, ns/token²", "b, µs/token", "c, ms", "max tokens"),
     )
-    for row in profile.schemes:
+    for row in rows:
         coefficients = row.coefficients
         table.add_row(
             str(row.scheme),
