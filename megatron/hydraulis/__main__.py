@@ -6,12 +6,15 @@ import os
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 from megatron.hydraulis.command_line import CommandParser, closest, quiet_without_reader
-from megatron.hydraulis.errors import HydraulisError
+from megatron.hydraulis.errors import HydraulisError, Problems
 from megatron.hydraulis.quiet_imports import silence_warnings_of_imports
 
+_OF_COMMANDS = ("--cost-profile", "--device", "--num-ranks", "--ranks-per-node")
+"""Options of training that say something else to other commands."""
 _EXIT_BAD_INPUT = 2
 _EXIT_INTERRUPTED = 130
 """128 + SIGINT, as shells report it."""
@@ -180,24 +183,43 @@ def _run_command(program: str, command: Command, arguments: Sequence[str]) -> in
     if command is TRAIN:
         module.main(arguments)
         return 0
+    training_words = ["FLAGS"]  # of the command that trains
     parser = CommandParser(
         prog=f"{program} {command.name}",
         description=f"{command.help[0].upper()}{command.help[1:]}.",
-        accept=_without_launch_options if command.takes_launch_options else None,
+        accept=partial(_without_launch_options, arguments, training_words)
+        if command.takes_launch_options
+        else None,
     )
+    parser.set_defaults(training_words=training_words)
     module.add_arguments(parser)
     status: int = module.run(parser.parse_args(arguments))
     return status
 
 
-def _without_launch_options(words: Sequence[str]) -> list[str]:
+def _without_launch_options(
+    arguments: Sequence[str], training_words: list[str], words: Sequence[str]
+) -> list[str]:
     """Words that are no options of Megatron; a line on stderr says which have no effect.
 
     Raises ConfigurationError for options that training refuses.
-    """
-    from megatron.hydraulis.flags.parser import FlagParser  # imports torch
 
-    flags, rest = FlagParser().parse_upstream(words)
+    Args:
+        arguments: the whole command line.
+        training_words: gets what it says of training, and keeps its placeholder if more is needed.
+        words: those that the command does not know.
+    """
+    from megatron.hydraulis.flags.checks import missing_flags  # imports torch, as the next
+    from megatron.hydraulis.flags.parser import FlagParser
+
+    parser = FlagParser()
+    flags, rest = parser.parse_upstream(words)
+    found = parser.words_of_training(arguments, _OF_COMMANDS)
+    training = parser.parse(found, Problems())
+    has_data = training.args.data_path or training.args.train_data_path
+    if has_data and not missing_flags(training.args, attempted=training.attempted):
+        training_words.clear()
+    training_words[:0] = found
     ignored = [*flags.as_typed, *(typed for typed, _ in flags.taken)]
     if ignored:
         print(f"options without effect here: {', '.join(ignored)}", file=sys.stderr, flush=True)

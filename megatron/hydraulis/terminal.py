@@ -5,6 +5,7 @@ from __future__ import annotations
 import html
 import io
 import json
+import shlex
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -168,16 +169,20 @@ def print_json(content: Any) -> None:
     print()
 
 
-def print_next(*words: str | Path) -> None:
-    """Prints the command that usually follows, in one line that can be copied."""
-    print(f"next: {' '.join(map(str, words))}")
+def print_next(command: str, *words: str | Path) -> None:
+    """Prints the command that usually follows, in one line that a shell reads as it is.
+
+    command: printed as it is; words: quoted where a shell needs it.
+    """
+    print(f"next: {command} {shlex.join(map(str, words))}")
 
 
-def propose_command(num_ranks: int, cost_profile: str | Path) -> str:
-    """The words that propose a pool for a job with a cost profile."""
-    return (
-        f"hydraulis propose --lengths CORPUS.idx --global-batch-size N --num-ranks {num_ranks} "
-        f"--cost-profile {cost_profile} --out pool.json"
+def print_next_proposal(num_ranks: int, ranks_per_node: int, cost_profile: str | Path) -> None:
+    """Prints the command that proposes a pool for a job with a cost profile."""
+    print_next(
+        "hydraulis propose --lengths CORPUS.idx --global-batch-size N --num-ranks",
+        *(str(num_ranks), "--ranks-per-node", str(ranks_per_node)),
+        *("--cost-profile", cost_profile, "--out", "pool.json"),
     )
 
 

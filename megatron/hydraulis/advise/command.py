@@ -504,12 +504,13 @@ def _print_commands(namespace: argparse.Namespace, advice: Advice) -> None:
     strategies = (
         ("--strategy-pool", namespace.out / POOL_FILE_NAME)
         if is_worth_a_pool(advice)
-        else ("--strategy", f"'{advice.static.strategy}'")
+        else ("--strategy", advice.static.strategy)
     )
     if namespace.cost_profile is None:
         print_next(
             launch.replace("hydraulis train", "hydraulis profile"),
-            *("--out profile.json --", *strategies, "FLAGS"),
+            *("--out", "profile.json", "--", *strategies, *namespace.training_words),
         )
     profile_path = namespace.out / PROFILE_FILE_NAME
-    print_next(launch, *strategies, "--cost-profile", profile_path, "FLAGS")
+    words = "--cost-profile", profile_path, *namespace.training_words
+    print_next(launch, *strategies, *words)

@@ -37,8 +37,7 @@ from megatron.hydraulis.strategy.notation import parse_scheme
 from megatron.hydraulis.terminal import (
     figures_table,
     print_json,
-    print_next,
-    propose_command,
+    print_next_proposal,
     results_console,
 )
 
@@ -114,7 +113,7 @@ def run(namespace: argparse.Namespace) -> int:
     )
     for line in (*_sources(device), communicators_text(num_communicators)):
         console.print(line, highlight=False)
-    print_next(propose_command(num_ranks, namespace.out or "PROFILE"))
+    print_next_proposal(num_ranks, ranks_per_node, namespace.out or "PROFILE")
     return 0
 
 

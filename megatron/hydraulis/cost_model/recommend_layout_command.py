@@ -27,6 +27,7 @@ from megatron.hydraulis.cost_model.shape_arguments import (
     add_shape_arguments,
     job_ranks,
     shape_of,
+    shape_words,
 )
 from megatron.hydraulis.cost_model.software import SOFTWARE_NAMES, TRAINING, software_of
 from megatron.hydraulis.errors import ConfigurationError, PlanError, StrategyError
@@ -144,9 +145,10 @@ def run(namespace: argparse.Namespace) -> int:
         f"--json lists them"
     )
     print_next(
-        f"hydraulis advise --lengths CORPUS.idx --seq-length {namespace.seq_length} "
-        f"--global-batch-size {namespace.global_batch_size} --num-ranks {num_ranks} "
-        f"--model FILE --device {namespace.device}"
+        "hydraulis advise --lengths CORPUS.idx --seq-length",
+        *(str(namespace.seq_length), "--global-batch-size", str(namespace.global_batch_size)),
+        *("--num-ranks", str(num_ranks), "--ranks-per-node", str(ranks_per_node)),
+        *(*shape_words(namespace), "--device", namespace.device),
     )
     return 0
 

@@ -440,6 +440,15 @@ def given_shape(namespace: argparse.Namespace) -> ModelShape | None:
     return shape_of(namespace) if is_given else None
 
 
+def shape_words(namespace: argparse.Namespace) -> list[str]:
+    """The flags of `add_shape_arguments` that were given, with their values."""
+    words = [] if namespace.model is None else ["--model", namespace.model]
+    for flag in _given_flags(namespace):
+        value = vars(namespace)[_destination(flag)]
+        words += [flag] if value is True else [flag, str(value)]
+    return words
+
+
 def shape_of(namespace: argparse.Namespace) -> ModelShape:
     """The shape that the flags describe.
 

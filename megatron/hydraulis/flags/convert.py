@@ -278,8 +278,9 @@ def _read(path: Path) -> str:
     try:
         return path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
+        reason = (isinstance(error, OSError) and error.strerror) or error
         raise ConfigurationError(
-            f"{path}: a launch script is a text file but reading it fails: {error}; correct the "
+            f"{path}: a launch script is a text file but reading it fails: {reason}; correct the "
             "path"
         ) from error
 

@@ -123,6 +123,18 @@ class _Member:
         return self._members[name]
 
 
+def _split(words: Sequence[str], options: Collection[str]) -> tuple[list[str], list[str]]:
+    """Words of the options, with their values, and all other words."""
+    found: list[str] = []
+    others: list[str] = []
+    belongs = others
+    for word in words:
+        if word.startswith("--"):
+            belongs = found if word.split("=")[0] in options else others
+        belongs.append(word)
+    return found, others
+
+
 class FlagParser:
     """Parses command lines; keeps no state between them."""
 
@@ -256,14 +268,15 @@ class FlagParser:
 
         Raises ConfigurationError as `parse`.
         """
-        upstream: list[str] = []
-        others: list[str] = []
-        belongs = others
-        for word in words:
-            if word.startswith("--"):
-                belongs = upstream if word.split("=")[0] in self._upstream else others
-            belongs.append(word)
+        upstream, others = _split(words, self._upstream)
         return self.parse(upstream), others
+
+    def words_of_training(self, words: Sequence[str], without: Collection[str]) -> list[str]:
+        """The options of training among the words of a command, with their values.
+
+        without: options that have another meaning in the command.
+        """
+        return _split(words, self._actions.keys() - set(without))[0]
 
     def _row(self, option: str) -> Row | None:
         """The row of an option of upstream, or of a former one of ours; None for our own."""

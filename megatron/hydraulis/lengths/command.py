@@ -280,8 +280,10 @@ def run(namespace: argparse.Namespace) -> int:
     for table in length_tables(statistics):
         console.print(table)
     print_next(
-        f"hydraulis advise --lengths {namespace.lengths} --global-batch-size N --num-ranks N "
-        "--model FILE --device NAME"
+        "hydraulis advise --lengths",
+        namespace.lengths,
+        *([] if namespace.seq_length is None else ["--seq-length", str(namespace.seq_length)]),
+        *["--global-batch-size", "N", "--num-ranks", "N", "--model", "FILE", "--device", "NAME"],
     )
     return 0
 

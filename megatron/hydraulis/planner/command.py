@@ -94,7 +94,8 @@ def run(namespace: argparse.Namespace) -> int:
         console.print(replica_table(plan, cost_model))
     if namespace.out is not None:
         print_next(
-            *("hydraulis check-plan --plan", namespace.out, "--lengths", namespace.lengths),
+            "hydraulis check-plan --plan",
+            *(namespace.out, "--lengths", namespace.lengths),
             *("--cost-profile", namespace.cost_profile, "--pool", namespace.pool),
             *(["--grad-reduce-in-bf16"] if namespace.grad_reduce_in_bf16 else []),
         )

@@ -63,7 +63,7 @@ from megatron.hydraulis.runtime.memory import MemoryMeter, memory_meter
 from megatron.hydraulis.runtime.spans import SpanRecorder
 from megatron.hydraulis.strategy import Pool, Scheme, Strategy
 from megatron.hydraulis.strategy.notation import parse_scheme
-from megatron.hydraulis.terminal import ProgressBars, print_next, propose_command
+from megatron.hydraulis.terminal import ProgressBars, print_next_proposal
 
 _EXIT_STATUS_OF_ERROR = 2
 _EPILOG = (
@@ -197,7 +197,7 @@ def _run(namespace: argparse.Namespace) -> None:
             else:
                 print(profile_tables(profile), end="")
                 print(f"cost profile: {namespace.out}")
-                print_next(propose_command(num_ranks, namespace.out))
+                print_next_proposal(num_ranks, job.resolved.pool.ranks_per_node, namespace.out)
             warning = profile.poor_fits()
             if warning is not None:
                 print(f"warning: {warning}", file=sys.stderr, flush=True)

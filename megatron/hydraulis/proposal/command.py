@@ -156,6 +156,7 @@ def run(namespace: argparse.Namespace) -> int:
             print(f"cost profile with the assumed rows: {profile_path}")
     print_next(
         launch_command(proposal.pool.num_ranks, proposal.pool.ranks_per_node),
-        *("--strategy-pool", namespace.out or "POOL", "--cost-profile", profile_path, "FLAGS"),
+        *("--strategy-pool", namespace.out or "POOL", "--cost-profile", profile_path),
+        *namespace.training_words,
     )
     return 0

@@ -204,7 +204,8 @@ def run(namespace: argparse.Namespace) -> int:
         console.print(f"written to {namespace.out}", markup=False)
     print_next(
         launch_command(pool.num_ranks, pool.ranks_per_node),
-        *("--strategy-pool", namespace.pool, "--cost-profile", namespace.cost_profile, "FLAGS"),
+        *("--strategy-pool", namespace.pool, "--cost-profile", namespace.cost_profile),
+        *namespace.training_words,
     )
     return 0
 

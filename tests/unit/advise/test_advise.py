@@ -1,6 +1,7 @@
 """``advise``: choices with known times, the verdict, files that the next commands read."""
 
 import json
+import shlex
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ from benchmarks.inputs import llama_shape
 from megatron.hydraulis.__main__ import main
 from megatron.hydraulis.advise.command import causal_flops, least_makespan_ms
 from megatron.hydraulis.cost_model import ProfileCostModel
+from megatron.hydraulis.flags.arguments import parse_arguments
 from megatron.hydraulis.strategy import Pool
 
 SHAPE = llama_shape()
@@ -108,20 +110,34 @@ def test_an_estimate_and_the_next_commands(
     job: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     layers = ["--device", "h100-80g", "--qk-layernorm", "--recompute-activations"]
-    assert main([*job, *layers, "--bf16"]) == 0
+    at = job.index("--padded-vocab-size")
+    job = [*job[:at], *job[at + 2 :], "--vocab-size", "31999"]
+    folder = tmp_path / "my advice"
+    script = [
+        *("--bf16", "--seq-length", "8000", "--train-iters", "9", "--lr", "1"),
+        *("--tokenizer-type", "NullTokenizer", "--data-path", "my data", "--out", str(folder)),
+    ]
+    assert main([*job, *layers, *script]) == 0
     text, err = capsys.readouterr()
-    assert "options without effect here: --bf16\n" in err
+    assert "options without effect here: --bf16, --train-iters 9, --lr 1, " in err
     assert text.startswith("Train with ")
     assert "Times are estimates for h100, not measured." in text
     following = [line for line in text.splitlines() if line.startswith("next: ")]
     takes_pool = text.startswith("Train with the pool")
-    flag = "--strategy-pool" if takes_pool else "--strategy '"
-    assert f"hydraulis profile --out profile.json -- {flag}" in following[0]
-    assert f"hydraulis train {flag}" in following[1]
-    assert takes_pool or text.split("'")[1] == following[1].split("'")[1]
+    flag = "--strategy-pool" if takes_pool else "--strategy"
+    assert f"hydraulis profile --out profile.json -- {flag} " in following[0]
+    assert f"hydraulis train {flag} " in following[1]
+    for line, start in zip(following, ("--", "train"), strict=True):
+        words = shlex.split(line)
+        words = words[words.index(start) + 1 :]
+        resolved = parse_arguments(words, num_ranks=8, rank=0, needs_data=False)
+        assert resolved.args.data_path == ["my data"]
+        assert resolved.args.qk_layernorm
+        assert takes_pool or str(resolved.pool.strategies[0]) == text.split("'")[1]
+    assert resolved.hydraulis.cost_profile == folder / "cost_profile.json"
     assert max(len(line) for line in text.splitlines() if line not in following) <= 100
-    pool = Pool.read(tmp_path / "advice" / "pool.json")
-    profile = ProfileCostModel.read(tmp_path / "advice" / "cost_profile.json")
+    pool = Pool.read(folder / "pool.json")
+    profile = ProfileCostModel.read(folder / "cost_profile.json")
     for strategy in pool.strategies:
         assert all(profile.max_tokens(scheme) for scheme in strategy.schemes)
     assert main(["estimate", *MODEL, *layers, "--num-ranks", "8", "--json"]) == 0

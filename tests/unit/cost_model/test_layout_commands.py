@@ -7,6 +7,8 @@ import functools
 import io
 import json
 import re
+import shlex
+import shutil
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -14,7 +16,8 @@ from typing import Any
 import pytest
 
 from megatron.hydraulis.__main__ import main
-from megatron.hydraulis.cost_model import ProfileCostModel
+from megatron.hydraulis.advise import command as advise
+from megatron.hydraulis.cost_model import ProfileCostModel, recommend_layout_command
 from megatron.hydraulis.cost_model.analytic import AnalyticCostModel
 from megatron.hydraulis.cost_model.device import device_constants
 from megatron.hydraulis.cost_model.shape_arguments import (
@@ -291,15 +294,27 @@ def test_layouts_of_a_model_with_experts(
     assert expected in capsys.readouterr().err
 
 
-def test_readable_tables(capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize("has_file", [False, True])
+def test_readable_tables(
+    has_file: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     flags = ["--global-batch-size", "2048", "--top", "3"]
-    assert main(["recommend-layout", *LLAMA_13B, *JOB, *flags]) == 0
+    file = shutil.copy(EXAMPLES / "model_llama32b.json", tmp_path / "my model.json")
+    windows = ["--window-size", "1024,0", "--window-attn-skip-freq", "[1,0]*20"]
+    model = ["--model", str(file)] if has_file else [*LLAMA_13B, *windows]
+    assert main(["recommend-layout", *model, *JOB, *flags]) == 0
     text = capsys.readouterr().out
     assert "fastest; most goes to" in text
     assert "out of memory" in text
     *lines, following = text.splitlines()
     assert max(map(len, lines)) <= 100
     assert following.startswith("next: hydraulis advise --lengths CORPUS.idx --seq-length 2048 ")
+    parser = argparse.ArgumentParser()
+    advise.add_arguments(parser)
+    namespace = parser.parse_args(shlex.split(following)[3:])
+    given = argparse.ArgumentParser()
+    recommend_layout_command.add_arguments(given)
+    assert shape_of(namespace) == shape_of(given.parse_args([*model, *JOB, *flags]))
 
 
 def test_impossible_layouts(capsys: pytest.CaptureFixture[str]) -> None:
