@@ -456,7 +456,6 @@ def test_the_error_of_a_non_finite_loss_names_iteration_and_sequences(
     corpus = load_corpora(
         seq_length=SEQ_LENGTH, long_sequences="split", blend=Blend((prefix,)), split="100,0,0"
     ).train
-    assert corpus is not None
     sampler = LengthSampler(
         corpus.lengths, corpus.groups, seed=SEED, sizes=BatchSizes.constant(num_sequences=16)
     )

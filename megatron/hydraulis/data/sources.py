@@ -50,11 +50,16 @@ class Blend:
 
 @dataclass(frozen=True, eq=False)
 class Corpora:
-    """The parts of a run's data; a part without sequences is None."""
+    """The parts of a run's data; None for validation or test data without sequences."""
 
-    train: Corpus | None
+    train: Corpus
     valid: Corpus | None
     test: Corpus | None
+
+    @property
+    def parts(self) -> list[Corpus]:
+        """Those with sequences."""
+        return [part for part in (self.train, self.valid, self.test) if part is not None]
 
 
 def load_corpora(
@@ -77,7 +82,7 @@ def load_corpora(
         blend_per_part: instead of ``blend``, the datasets of training, validation and test.
 
     Raises:
-        ConfigurationError: no data, both kinds of it, or a split that is not numbers.
+        ConfigurationError: no training data, both kinds of data, or a split that is not numbers.
         DataError: a damaged or empty dataset, or a dataset of a blend without a training sequence.
     """
     if (blend is None) == (blend_per_part is None or not any(blend_per_part)):
@@ -102,11 +107,13 @@ def load_corpora(
             [DocumentRange.whole(read_index(prefix)) for prefix in part.prefixes] if part else []
             for part in blends
         ]
-    corpora = [
+    train, valid, test = (
         _corpus(name, part_blend, part_ranges, seq_length, long_sequences, loss_normalization)
         for name, part_blend, part_ranges in zip(_PARTS, blends, ranges, strict=True)
-    ]
-    return Corpora(*corpora)
+    )
+    if train is None:
+        raise ConfigurationError("there is no training corpus; give --train-data-path")
+    return Corpora(train, valid, test)
 
 
 def load_corpora_from_arguments(

@@ -146,14 +146,8 @@ def _write(path: Path, content: dict[str, Any]) -> None:
 
 def _training_lengths(resolved: Resolved) -> npt.NDArray[np.integer[Any]]:
     """Of all sequences, in tokens."""
-    corpora = load_corpora_from_arguments(
-        resolved.args, long_sequences=resolved.hydraulis.long_sequences
-    )
-    if corpora.train is None:
-        raise ConfigurationError(
-            "--strategy-pool auto needs the lengths of training data but --split leaves the "
-            "training part none; give more data or another --split"
-        )
+    how = resolved.hydraulis.long_sequences
+    corpora = load_corpora_from_arguments(resolved.args, long_sequences=how)
     return np.asarray(corpora.train.lengths)
 
 

@@ -21,7 +21,7 @@ from megatron.hydraulis.cost_model.device import described_device
 from megatron.hydraulis.cost_model.profile import ProfiledModel
 from megatron.hydraulis.data.corpus import Corpus, DatasetFingerprint
 from megatron.hydraulis.data.sampler import BatchSizes, EvaluationSampler, LengthSampler
-from megatron.hydraulis.data.sources import load_corpora_from_arguments
+from megatron.hydraulis.data.sources import Corpora, load_corpora_from_arguments
 from megatron.hydraulis.errors import (
     FULL_DISK,
     ConfigurationError,
@@ -95,9 +95,6 @@ from megatron.hydraulis.runtime.spans import SpanRecorder, combine_recorders
 _STATE_BYTES = 16
 """Of a parameter in the canonical shards: itself, its gradient and two moments in fp32."""
 
-Corpora = tuple[Corpus | None, Corpus | None, Corpus | None]
-"""Training, validation and test data."""
-
 
 @dataclass(frozen=True, kw_only=True)
 class UserHooks:
@@ -144,18 +141,17 @@ class Job:
     def print_description(self) -> None:
         """What --dry-run prints; also raises what is wrong with the data."""
         corpora = self.load_corpora()
-        for corpus in corpora:
-            if corpus is not None:
-                print(f"{corpus.name + ' data':<12} {corpus.report}")
-                print(f"  longest sequence {int(corpus.lengths.max()):,} tokens")
-        assert corpora[0] is not None
-        print(f"global batch {batch_text(self._resolved, corpora[0].mean_length)}")
+        for corpus in corpora.parts:
+            print(f"{corpus.name + ' data':<12} {corpus.report}")
+            print(f"  longest sequence {int(corpus.lengths.max()):,} tokens")
+        mean_length = corpora.train.mean_length
+        print(f"global batch {batch_text(self._resolved, mean_length)}")
         sizes = self._resolved.sizes
-        mean_tokens = 1.0 if sizes.in_tokens else corpora[0].mean_length
+        mean_tokens = 1.0 if sizes.in_tokens else mean_length
         advice = self._planning.bf16_advice(sizes.largest * mean_tokens)
         if advice is not None:
             print(f"regrouping   {advice}")
-        length = length_text(self._resolved, corpora[0].mean_length)
+        length = length_text(self._resolved, mean_length)
         if length:
             print(f"training     {length}")
         print(format_description(self._planning.description_of(self._resolved)))
@@ -191,25 +187,20 @@ class Job:
             long_sequences=self._resolved.hydraulis.long_sequences,
             loss_normalization=self._resolved.hydraulis.loss_normalization,
         )
-        if corpora.train is None:
-            raise ConfigurationError(
-                "no training data: --split leaves the training part no document of 2 tokens or "
-                "more; give more data or another --split"
-            )
-        self._check_batches(corpora.train, corpora.valid, corpora.test)
-        return corpora.train, corpora.valid, corpora.test
+        self._check_batches(corpora)
+        return corpora
 
-    def _check_batches(self, train: Corpus, valid: Corpus | None, test: Corpus | None) -> None:
+    def _check_batches(self, corpora: Corpora) -> None:
         """Raise ConfigurationError for a global batch that is larger than its data."""
         sizes = self._resolved.sizes
         option = "--global-batch-tokens" if sizes.in_tokens else "--global-batch-size"
         if not sizes.in_tokens and self._resolved.as_given["global_batch_size"] is None:
             option = "the last of --step-batch-size-schedule"
-        _check_batch(option, sizes.largest, _size_of(train, sizes), "training", sizes.unit)
+        _check_batch(option, sizes.largest, _size_of(corpora.train, sizes), "training", sizes.unit)
         option, unit = "--eval-global-batch-size", "samples" if sizes.in_tokens else "sequences"
         scale = sample_tokens(self._resolved.args, sizes)
         size = self._resolved.evaluation_sizes.largest // scale
-        for corpus, data in ((valid, "validation"), (test, "test")):
+        for corpus, data in ((corpora.valid, "validation"), (corpora.test, "test")):
             if corpus is not None:
                 # Training's size, the default, may be several epochs of a small part.
                 most = max(_size_of(corpus, sizes), sizes.largest) // scale
@@ -217,13 +208,12 @@ class Job:
 
     def _check_tokens(self, corpora: Corpora) -> None:
         """This rank's share of the check of tokens and weights. Raises DataError."""
-        for corpus in corpora:
-            if corpus is not None:
-                corpus.check_vocabulary(
-                    self._resolved.vocabulary.size,
-                    share=dist.get_rank(),
-                    num_shares=dist.get_world_size(),
-                )
+        for corpus in corpora.parts:
+            corpus.check_vocabulary(
+                self._resolved.vocabulary.size,
+                share=dist.get_rank(),
+                num_shares=dist.get_world_size(),
+            )
 
     def make_folders(self) -> None:
         """Make the folders of the run, on every rank, before ranks wait for each other.
@@ -260,7 +250,7 @@ class Job:
     def check_longest(self, corpora: Corpora) -> None:
         """Raise ConfigurationError unless every sequence fits, before ranks wait for each other."""
         self._planning.check_longest(
-            {corpus.name: int(corpus.lengths.max()) for corpus in corpora if corpus is not None}
+            {corpus.name: int(corpus.lengths.max()) for corpus in corpora.parts}
         )
 
     def train(self, corpora: Corpora, store: dist.Store) -> None:
@@ -317,8 +307,7 @@ class Job:
         corpus = {
             part.name: {"datasets": [str(prefix) for prefix in part.prefixes]}
             | dataclasses.asdict(part.report)
-            for part in corpora
-            if part is not None
+            for part in corpora.parts
         }
         self._configuration = self._planning.description_of(self._resolved) | {
             "corpus": corpus,
@@ -353,22 +342,20 @@ class Job:
             print(f"warning: {line}", file=sys.stderr, flush=True)
         for line in option_lines(self._planning.description_of(self._resolved)):
             print(line, flush=True)
-        assert corpora[0] is not None
-        print(f"global batch: {batch_text(self._resolved, corpora[0].mean_length)}", flush=True)
-        length = length_text(self._resolved, corpora[0].mean_length)
+        mean_length = corpora.train.mean_length
+        print(f"global batch: {batch_text(self._resolved, mean_length)}", flush=True)
+        length = length_text(self._resolved, mean_length)
         if length:
             print(f"training: {length}", flush=True)
-        for corpus in corpora:
-            if corpus is not None:
-                print(f"{corpus.name} data: {corpus.report}", flush=True)
+        for corpus in corpora.parts:
+            print(f"{corpus.name} data: {corpus.report}", flush=True)
 
     def _make_checkpoints(self, corpora: Corpora) -> RunCheckpoints:
         """Collective."""
-        train, args = corpora[0], self._resolved.args
-        assert train is not None
+        args = self._resolved.args
         data: tuple[DatasetFingerprint, ...] = ()
         if args.save is not None or args.load is not None:
-            data = on_rank_0(train.fingerprints, "the training data cannot be read")
+            data = on_rank_0(corpora.train.fingerprints, "the training data cannot be read")
         return RunCheckpoints(self._resolved, self._planning, data)
 
     def _make_parts(self, store: dist.Store, checkpoints: RunCheckpoints) -> RunParts:
@@ -413,8 +400,8 @@ class Job:
             train, valid, test = (
                 None
                 if corpus is None
-                else self._planned_data(corpus, store, parts, is_training=corpus is corpora[0])
-                for corpus in corpora
+                else self._planned_data(corpus, store, parts, is_training=corpus is corpora.train)
+                for corpus in (corpora.train, corpora.valid, corpora.test)
             )
             return train, valid, test
 
@@ -487,7 +474,7 @@ class Job:
         if wish == "off" or (wish == "auto" and not self._has_cuda):
             return
         sizes = self._resolved.sizes
-        longest = max(int(corpus.lengths.max()) for corpus in corpora if corpus is not None)
+        longest = max(int(corpus.lengths.max()) for corpus in corpora.parts)
         assert self._engine is not None
         memory.try_out(
             self._engine,

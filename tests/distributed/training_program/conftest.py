@@ -107,5 +107,4 @@ def training_corpus(corpus_prefix: str) -> Corpus:
     corpora = load_corpora(
         seq_length=SEQ_LENGTH, long_sequences="split", blend=Blend((corpus_prefix,)), split=SPLIT
     )
-    assert corpora.train is not None
     return corpora.train

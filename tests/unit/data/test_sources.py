@@ -82,7 +82,6 @@ def test_each_dataset_of_a_blend_is_divided_separately(tmp_path: Path) -> None:
     assert first_tokens(corpora.train) == [0, 3, 500]
     assert first_tokens(corpora.valid) == [6, 9, 503]
     assert corpora.test is None
-    assert corpora.train is not None
     assert [group.weight for group in corpora.train.groups] == [3, 1]
 
 
@@ -118,6 +117,8 @@ def test_data_must_be_given_once(tmp_path: Path) -> None:
         load(blend, blend_per_part=[blend, None, None])
     with pytest.raises(ConfigurationError, match="remove --split"):
         load(None, "9,1", blend_per_part=[blend, None, None])
+    with pytest.raises(ConfigurationError, match="give --train-data-path"):
+        load(None, blend_per_part=[None, blend, None])
 
 
 def arguments(**given: object) -> argparse.Namespace:
@@ -140,7 +141,6 @@ def test_from_megatrons_flags(tmp_path: Path) -> None:
     assert first_tokens(loaded(data_path=[a], split="1,1").valid) == [6, 9]
     for given in ({"data_path": ["2", a, "1", b]}, {"data_args_path": str(listed)}):
         train = loaded(**given).train
-        assert train is not None
         assert [group.weight for group in train.groups] == [2, 1]
     for given in (
         {"train_data_path": [a], "valid_data_path": [b]},
@@ -151,7 +151,6 @@ def test_from_megatrons_flags(tmp_path: Path) -> None:
         assert first_tokens(corpora.valid) == [500, 503, 506, 509]
     for words in ([a], [a, b], ["1", a]):
         train = loaded(data_path=words).train
-        assert train is not None
         assert len(train.prefixes) == len([word for word in words if word != "1"])
     with pytest.raises(ConfigurationError, match="a weight for every dataset or for none"):
         loaded(data_path=[a, b, "0.5", a])
