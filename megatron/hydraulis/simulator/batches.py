@@ -9,6 +9,7 @@ import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
+from contextlib import contextmanager
 from dataclasses import dataclass
 from multiprocessing import get_context
 from typing import Any, Self
@@ -121,15 +122,16 @@ class BatchPlanning:
         if self._executor is None:
             # A fork of a process with threads, for example of a progress bar, may hang.
             self._executor = ProcessPoolExecutor(
-                self._num_processes, mp_context=get_context("spawn"), initializer=_ignore_interrupts
+                self._num_processes, mp_context=get_context("spawn")
             )
         size = math.ceil(len(batches) / (num_processes * CHUNKS_PER_PROCESS))
-        parts = [
-            self._executor.submit(
-                _planned, pool, limits, batches[first : first + size], first, shortlists
-            )
-            for first in range(0, len(batches), size)
-        ]
+        with _interrupts_blocked():
+            parts = [
+                self._executor.submit(
+                    _planned, pool, limits, batches[first : first + size], first, shortlists
+                )
+                for first in range(0, len(batches), size)
+            ]
         try:
             for part in parts:
                 yield from part.result()
@@ -140,9 +142,14 @@ class BatchPlanning:
             ) from error
 
 
-def _ignore_interrupts() -> None:
-    """The parent process handles them and ends this one."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
+@contextmanager
+def _interrupts_blocked() -> Iterator[None]:
+    """Processes that start meanwhile never get any: their parent does, and ends them."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 def _planned(

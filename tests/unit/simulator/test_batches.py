@@ -3,8 +3,10 @@
 import multiprocessing
 import os
 import random
+import re
 import signal
 from collections.abc import Sequence
+from pathlib import Path
 
 import pytest
 
@@ -52,7 +54,12 @@ def test_plans_do_not_depend_on_the_number_of_processes(shortlists: bool) -> Non
     before = multiprocessing.active_children()
     with BatchPlanning(NUM_PROCESSES) as planning:
         several = plans_of(planning)
-        assert len(multiprocessing.active_children()) == len(before) + NUM_PROCESSES
+        children = set(multiprocessing.active_children()).difference(before)
+        assert len(children) == NUM_PROCESSES
+        for child in children:  # before they import anything, too
+            status = Path(f"/proc/{child.pid}/status").read_text()
+            blocked = int(re.findall(r"SigBlk:\s*(\w+)", status)[0], 16)
+            assert blocked >> (signal.SIGINT - 1) & 1
     assert without_times(several) == without_times(alone)
     assert [each.plan.iteration for each in alone] == list(range(NUM_BATCHES))
     assert min(each.cpu_s for each in several) > 0.0
