@@ -94,6 +94,7 @@ MANY_EXPERTS = dataclasses.replace(
     expert_ffn_hidden_size=768,
 )
 """Layers of Qwen3-30B-A3B."""
+QWEN3_30B = dataclasses.replace(MANY_EXPERTS, num_layers=48, num_expert_layers=48)
 SHARED_EXPERTS = dataclasses.replace(
     llama(9, 2048, 11264, 16, 16, 163840),
     num_experts=64,
@@ -112,6 +113,7 @@ LATENT_EXPERTS = dataclasses.replace(
     v_head_dim=128,
 )
 """And with its attention."""
+MOONLIGHT = dataclasses.replace(LATENT_EXPERTS, num_layers=27, num_expert_layers=26)
 EVERY_LAYER = Recompute(granularity="full", method="uniform", num_layers=1)
 CHUNKS = Recompute(granularity="full", method="uniform", num_layers=4)
 BLOCK = Recompute(granularity="full", method="block", num_layers=30)
@@ -195,6 +197,11 @@ MORE = (
     Role(shape=MANY_EXPERTS, strategy="16*tp4", has_router_losses=True),
     Role(shape=MIXTRAL, strategy="8*tp8ep8"),
     Role(shape=MIXTRAL, strategy="8*tp1cp8ep8"),
+    Role(shape=QWEN3_30B, strategy="8*tp2cp4ep8", recompute=EVERY_LAYER),
+    Role(shape=MANY_EXPERTS, strategy="8*tp2cp4ep8", qk_norms=True, recompute=ATTENTION),
+    Role(shape=MANY_EXPERTS, strategy="4*tp2cp4ep8pp2", rank=8),
+    Role(shape=SHARED_EXPERTS, strategy="8*tp2cp4ep8", has_sigmoid_router=True),
+    Role(shape=MOONLIGHT, strategy="8*tp8ep8", rank=63, qk_norms=True, recompute=EVERY_LAYER),
     Role(shape=LATENT, strategy="8*tp8"),
     Role(shape=LATENT_EXPERTS, strategy="16*tp4", qk_norms=True, has_sigmoid_router=True),
     Role(shape=WINDOWED, strategy="32*tp2"),
@@ -248,7 +255,7 @@ def left_bytes(role: Role, scheme: Scheme, num_tokens: int) -> float:
 
 
 def check(role: Role, logs: Path | None = None) -> str:
-    """A row of the table: the role at its planned limit, on a device without further memory."""
+    """The role at its planned limit, on a device without further memory; its line in memory.csv."""
     model, pool = model_of(role), PoolFootprint.of(role.pool)
     scheme = role.scheme.of_context_group(role.context_size or role.scheme.cp)
     num_tokens = model.max_tokens(scheme)
@@ -280,7 +287,7 @@ def check(role: Role, logs: Path | None = None) -> str:
     reserve = model.reserve_bytes + model.stream_bytes(scheme, num_tokens)
     assert fragments + NOT_OF_TORCH_BYTES + communicators <= reserve, row
     assert found.device_bytes <= DEVICE.memory_bytes, row
-    return row
+    return f"\n{role},{num_tokens},{predicted / GIB:.2f},{found.peak_bytes / GIB:.2f}"
 
 
 @pytest.mark.parametrize("role", FEW, ids=str)

@@ -22,7 +22,8 @@ only at that moment, which is in or after the backward of the last layer:
   tensors as wide as the MLP, that of GeLU six, that of a separate gate two (of a product);
 - *outputs of experts* (forward): their outputs, sorted by expert and by token, and inputs before
   they were sorted; over tp or ep also what the rank's own tokens take, before they are gathered or
-  sent and, with experts cut by tp, after the reduce-scatter. A rank with one expert sorts nothing;
+  sent and, with experts cut by tp, after the reduce-scatter. A rank with one expert sorts nothing.
+  The output of shared experts waits;
 - *an expert*: as the activation of the MLP, for all tokens, which may choose the same expert, and
   gradients of the outputs of all experts; in grouped products, of all experts at the same time;
 - *attention*: what the kernel and the exchange with cp ranks need, less the MLP's activations,
@@ -100,8 +101,9 @@ _OPTIMIZER_BYTES_PER_PARAMETER = 3 * FP32_BYTES  # without the summed gradient
 _WORKSPACE_BYTES = 2 * 2**25
 # Of Transformer Engine's products on Hopper, and streams of grouped ones (gemm.py in 2.20.2).
 _TE_WORKSPACE_BYTES, _TE_STREAMS = 2**25 + 1024, 4
-# Its fused attention rounds larger rows up to a multiple, smaller ones to a power of two.
-_TE_ROUNDED_TOKENS = 2**15
+# Its fused attention rounds larger rows up to a multiple, smaller ones to a power of two from
+# which it has one graph for all (fused_attn/utils.cu in 2.20.2).
+_TE_ROUNDED_TOKENS, _TE_LEAST_TOKENS = 2**15, 2**10
 # Mean and inverse deviation of a norm; one of them for RMSNorm.
 _NORM_BYTES_PER_TOKEN = 2 * FP32_BYTES
 # Token, label and position in int64, the mask in fp32.
@@ -376,6 +378,8 @@ class MemoryModel(TrainedModel):
             copies = self._copies_per_token(scheme)
             width = max(1.0, self.router_bytes / self.parameter_bytes)
             outputs = token.hidden * copies_at_once(shape, scheme, self.expert_load, width)
+            if not shape.shared_expert_ffn_hidden_size:
+                outputs -= token.hidden_part  # a forward has no gradient, a recompute no output yet
             yield Moment("outputs of experts", state, kept + outputs)
             share = 1 / scheme.tp if scheme.ep == 1 else 1
             expert = shape.expert_ffn_hidden_size * share * self.parameter_bytes
@@ -395,10 +399,14 @@ class MemoryModel(TrainedModel):
             gradients = (2 if shape.gated_mlp else 1) * token.mlp + 2 * whole + token.hidden_part
             inside = self._mlp_per_token(scheme)
             yield Moment("first matrix of the MLP", state, kept - inside + gradients)
-        if self.has_te_attention:
-            state += self._rounding_bytes(scheme)
         freed = self._mlps_per_token(scheme, 1) + 2 * token.hidden_part
-        yield Moment("attention", state, kept - freed + self._attention_per_token(scheme))
+        per_token = kept - freed + self._attention_per_token(scheme)
+        if not self.has_te_attention:
+            yield Moment("attention", state, per_token)
+            return
+        rounded, num_rows = self._rounded_per_token(scheme)
+        state += rounded / num_rows * _TE_LEAST_TOKENS
+        yield Moment("attention", state, per_token, rounded, _TE_ROUNDED_TOKENS // num_rows)
 
     def _token(self, scheme: Scheme) -> _Token:
         shape, tp = self.shape, scheme.tp
@@ -677,13 +685,15 @@ class MemoryModel(TrainedModel):
         per_head = fp32 if self.has_te_attention else token.query
         return fp32 + 2 * self._keys_at_once(scheme) * per_head
 
-    def _rounding_bytes(self, scheme: Scheme) -> float:
-        """At most what cuDNN's sums take for tokens that rows do not have."""
+    def _rounded_per_token(self, scheme: Scheme) -> tuple[float, int]:
+        """What cuDNN's sums take for a token, and how many ranks' tokens its rows have: at most as
+        much again is for tokens that rows do not have."""
         token = self._token(scheme)
         fp32 = token.query * FP32_BYTES / self.parameter_bytes
-        num_sums = 1 if token.key == token.query else 3
-        share = scheme.cp if self._exchanges_heads(scheme) else 1  # of the heads
-        return _TE_ROUNDED_TOKENS * num_sums * fp32 / share
+        sums = fp32 if token.key == token.query else 3 * fp32
+        if scheme.cp == 1 or self._rings(scheme):
+            return sums, 1
+        return sums if self._exchanges_heads(scheme) else sums * scheme.cp, scheme.cp
 
     def _keys_at_once(self, scheme: Scheme) -> float:
         """To which a kernel attends, for each local token."""

@@ -551,7 +551,7 @@ class _GatheredAgain:
 
     def __init__(self, gathered: Tensor, again: Callable[[], Tensor]) -> None:
         self._address = gathered.untyped_storage().data_ptr()
-        self._make = again
+        self._make: Callable[[], Tensor] | None = again
         self._again: Tensor | None = None
 
     def forget(self, saved: Tensor) -> Tensor | _View:
@@ -562,7 +562,10 @@ class _GatheredAgain:
 
     def begin(self) -> None:
         """Gather; called before the backward of the blocks. Collective over the group."""
+        assert self._make is not None
         self._again = self._make()
+        # Its keys and values would stay as long as a tensor of this graph, such as the loss.
+        self._make = None
 
     def recall(self, kept: Tensor | _View) -> Tensor:
         """The tensor itself; called in the backward."""

@@ -1,3 +1,4 @@
+import functools
 import inspect
 
 import pytest
@@ -44,23 +45,25 @@ def test_attends_as_segments_do(
         torch.testing.assert_close(mine, theirs, rtol=1e-12, atol=1e-12)
 
 
-def test_gathered_tensors_are_freed_until_the_backward() -> None:
+def test_gathered_tensors_are_freed_until_the_backward_and_their_parts_after_it() -> None:
     values = torch.randn(5, 3, dtype=torch.float64, requires_grad=True)
     num_gathers = 0
 
-    def again() -> Tensor:
+    def gather(part: Tensor) -> Tensor:
         nonlocal num_gathers
         num_gathers += 1
-        return 2 * values.detach()
+        return 2 * part
 
-    gathered = 2 * values
-    storage = StorageWeakRef(gathered.untyped_storage())
+    part, gathered = values.detach().clone(), 2 * values
+    of_gathered, of_part = (StorageWeakRef(each.untyped_storage()) for each in (gathered, part))
+    again = functools.partial(gather, part)
     outcome = attend_and_forget(lambda row: (row[1:] * row[:-1]).sum(), gathered, again)
-    del gathered
-    assert storage.expired()
+    del gathered, part, again
+    assert of_gathered.expired()
     assert num_gathers == 0
     outcome.backward()
     assert num_gathers == 1
+    assert of_part.expired()  # though the outcome has its graph
     expected = values.detach().clone().requires_grad_()
     (4 * expected[1:] * expected[:-1]).sum().backward()
     torch.testing.assert_close(values.grad, expected.grad)
