@@ -148,7 +148,7 @@ def test_preprocess_honours_its_flags(tmp_path: Path) -> None:
         (["--workers", "0"], "--workers is at least 1 but is 0"),
         (["--output-prefix", "x.bin"], "path without .bin or .idx"),
         (["--input", "/nowhere"], "input /nowhere does not exist"),
-        (["--tokenizer-type", "HuggingFaceTokenizer"], "needs --tokenizer-model"),
+        (["--tokenizer-type", "HuggingFaceTokenizer"], "--tokenizer-model, which is missing"),
     ],
 )
 def test_bad_input_is_one_line_and_status_2(

@@ -27,6 +27,20 @@ TEXT_TOKENIZER_TYPES = (
 )
 """Megatron's tokenizers that turn a plain text into ids and know an end of document."""
 
+# The flags that each tokenizer needs. HuggingFaceTokenizer also takes the name of a published one.
+_MADE_FROM_FILES = {
+    "GPT2BPETokenizer": ("vocab_file", "merge_file"),
+    "SentencePieceTokenizer": ("tokenizer_model",),
+    "GPTSentencePieceTokenizer": ("tokenizer_model",),
+    "Llama2Tokenizer": ("tokenizer_model",),
+    "TikTokenizer": ("tokenizer_model",),
+}
+_MADE_FROM_VALUES = {
+    "HuggingFaceTokenizer": ("tokenizer_model",),
+    "NullTokenizer": ("vocab_size",),
+    "SFTTokenizer": ("tokenizer_model",),
+}
+
 _UINT16_VOCABULARY_LIMIT = 65_500
 """Below it Megatron stores 2-byte ids (``DType.optimal_dtype``)."""
 
@@ -64,45 +78,40 @@ class TokenizerSettings:
                 f"--tokenizer-type is one of {', '.join(TEXT_TOKENIZER_TYPES)} but is "
                 f"'{self.tokenizer_type}'"
             )
-        if self.tokenizer_type == "NullTokenizer":
-            if self.vocab_size is None or self.vocab_size < 1:
-                raise ConfigurationError(
-                    f"--tokenizer-type NullTokenizer needs --vocab-size, at least 1, but it is "
-                    f"{self.vocab_size}"
-                )
-        elif self.tokenizer_type == "GPT2BPETokenizer":
-            self._check_files("--vocab-file", self.vocab_file)
-            self._check_files("--merge-file", self.merge_file)
-        elif self.tokenizer_model is None:
+        if self.vocab_size is not None and self.vocab_size < 1:
             raise ConfigurationError(
-                f"--tokenizer-type {self.tokenizer_type} needs --tokenizer-model, the path of the "
-                f"tokenizer, but none is given"
+                f"a vocabulary has at least 1 token but --vocab-size is {self.vocab_size}; give "
+                f"the number of tokens"
             )
-        else:
-            check_tokenizer_model(self.tokenizer_type, self.tokenizer_model)
-
-    def _check_files(self, flag: str, path: str | None) -> None:
-        if path is not None and not os.path.isfile(path):
-            raise ConfigurationError(f"{flag}: file {path} does not exist; give its path")
+        check_tokenizer_sources(self)
 
 
-def check_tokenizer_model(tokenizer_type: str, model: str) -> None:
-    """Raise ConfigurationError for a path that does not exist, before a library looks for it.
+def check_tokenizer_sources(settings: TokenizerSettings | argparse.Namespace) -> None:
+    """Raise ConfigurationError unless what a tokenizer is made from is given and exists.
 
     A Hugging Face tokenizer may also be named as on the Hub, where asking for a mistyped path would
     take long. ``owner/name`` is a path if there is a folder ``owner`` here.
     """
-    folder = os.path.dirname(model)
-    may_be_on_hub = (
-        tokenizer_type == "HuggingFaceTokenizer"
-        and re.fullmatch(_HUB_NAME, model)
-        and not (folder and os.path.isdir(folder))
-    )
-    if not may_be_on_hub and not os.path.exists(model):
-        raise ConfigurationError(
-            f"--tokenizer-model: {model} does not exist; give the path of the tokenizer's file or "
-            "folder"
-        )
+    kind = settings.tokenizer_type
+    files = _MADE_FROM_FILES.get(kind, ())
+    for name in files + _MADE_FROM_VALUES.get(kind, ()):
+        option, value = f"--{name.replace('_', '-')}", getattr(settings, name)
+        if value is None:
+            raise ConfigurationError(
+                f"{kind} is made from {option}, which is missing; give {option}"
+            )
+        if name in files and not os.path.isfile(value):
+            raise ConfigurationError(
+                f"{kind} is made from {option}, but there is no file {value}; correct the path"
+            )
+    model = str(settings.tokenizer_model)
+    if kind == "HuggingFaceTokenizer" and not os.path.exists(model):
+        folder = os.path.dirname(model)
+        if not re.fullmatch(_HUB_NAME, model) or (folder and os.path.isdir(folder)):
+            raise ConfigurationError(
+                f"--tokenizer-model: {model} does not exist; give the path of the tokenizer's file "
+                "or folder"
+            )
 
 
 def build_tokenizer(settings: TokenizerSettings | argparse.Namespace) -> Any:

@@ -16,7 +16,7 @@ from megatron.hydraulis.cost_model.shape_arguments import num_gate_tensors
 from megatron.hydraulis.data.tokenizer import (
     build_tokenizer,
     check_made_with,
-    check_tokenizer_model,
+    check_tokenizer_sources,
 )
 from megatron.hydraulis.errors import ConfigurationError, DataError
 from megatron.hydraulis.flags.config import option_of
@@ -254,19 +254,6 @@ def _set_always(args: argparse.Namespace) -> None:
     args.dist_ckpt_optim_fully_reshardable = True
 
 
-# The flags that each tokenizer needs. HuggingFaceTokenizer also takes the name of a published one.
-_MADE_FROM_FILES = {
-    "GPT2BPETokenizer": ("vocab_file", "merge_file"),
-    "SentencePieceTokenizer": ("tokenizer_model",),
-    "GPTSentencePieceTokenizer": ("tokenizer_model",),
-    "Llama2Tokenizer": ("tokenizer_model",),
-    "TikTokenizer": ("tokenizer_model",),
-}
-_MADE_FROM_VALUES = {
-    "HuggingFaceTokenizer": ("tokenizer_model",),
-    "NullTokenizer": ("vocab_size",),
-    "SFTTokenizer": ("tokenizer_model",),
-}
 # Tokenizers built from --vocab-size; for others the flag is the least vocabulary of the model.
 _SIZED_BY_FLAG = ("NullTokenizer", "TikTokenizer")
 
@@ -295,7 +282,7 @@ def resolve_vocabulary(args: argparse.Namespace) -> Vocabulary:
     Raises ConfigurationError when the tokenizer is missing, cannot be read or did not make the
     data, or its vocabulary is larger than the model's.
     """
-    _check_sources(args)
+    check_tokenizer_sources(args)
     size = _tokenizer_size(args)
     if args.vocab_size is not None and args.tokenizer_type not in _SIZED_BY_FLAG:
         _check_holds(size, args.vocab_size, "--vocab-size")
@@ -312,24 +299,6 @@ def _check_holds(size: int, num_entries: int, option: str) -> None:
             f"the vocabulary must fit the model but has {size} tokens and {option} is "
             f"{num_entries}; give {option} {size} or more, or leave it out"
         )
-
-
-def _check_sources(args: argparse.Namespace) -> None:
-    kind = args.tokenizer_type
-    files = _MADE_FROM_FILES.get(kind, ())
-    for dest in files + _MADE_FROM_VALUES.get(kind, ()):
-        option = option_of(dest)
-        value = getattr(args, dest)
-        if value is None:
-            raise ConfigurationError(
-                f"{kind} is made from {option}, which is missing; give {option}"
-            )
-        if dest in files and not Path(value).is_file():
-            raise ConfigurationError(
-                f"{kind} is made from {option}, but there is no file {value}; correct the path"
-            )
-    if kind == "HuggingFaceTokenizer":
-        check_tokenizer_model(kind, args.tokenizer_model)
 
 
 def _tokenizer_size(args: argparse.Namespace) -> int:

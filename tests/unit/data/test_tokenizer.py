@@ -15,7 +15,6 @@ from megatron.hydraulis.data.tokenizer import (
     DocumentEncoder,
     TokenizerSettings,
     build_tokenizer,
-    check_tokenizer_model,
 )
 from megatron.hydraulis.errors import ConfigurationError, DataError
 
@@ -98,19 +97,20 @@ def test_tokenizer_without_end_of_document() -> None:
     ("settings", "message"),
     [
         ({"tokenizer_type": "Word"}, "--tokenizer-type is one of .* but is 'Word'"),
-        ({"tokenizer_type": "NullTokenizer"}, "needs --vocab-size"),
-        ({"tokenizer_type": "HuggingFaceTokenizer"}, "needs --tokenizer-model"),
+        ({"tokenizer_type": "NullTokenizer"}, "--vocab-size, which is missing"),
+        ({"tokenizer_type": "NullTokenizer", "vocab_size": 0}, "--vocab-size is 0"),
+        ({"tokenizer_type": "HuggingFaceTokenizer"}, "--tokenizer-model, which is missing"),
         (
             {"tokenizer_type": "HuggingFaceTokenizer", "tokenizer_model": "/nowhere/at/all"},
             "--tokenizer-model: /nowhere/at/all does not exist",
         ),
         (
             {"tokenizer_type": "SentencePieceTokenizer", "tokenizer_model": "none.model"},
-            r"none\.model does not exist",
+            r"made from --tokenizer-model, but there is no file none\.model",
         ),
         (
             {"tokenizer_type": "GPT2BPETokenizer", "vocab_file": "v.json"},
-            r"--vocab-file: file v\.json",
+            r"made from --vocab-file, but there is no file v\.json",
         ),
     ],
 )
@@ -123,10 +123,10 @@ def test_a_name_on_the_hub_is_no_path(tmp_path: Path, monkeypatch: pytest.Monkey
     monkeypatch.chdir(tmp_path)
     (tmp_path / "data").mkdir()
     for name in ("gpt2", "owner/gpt2"):
-        check_tokenizer_model("HuggingFaceTokenizer", name)
+        TokenizerSettings(tokenizer_type="HuggingFaceTokenizer", tokenizer_model=name)
     for path in ("data/tokenizr", "./gpt2", "a/b/c", "owner/"):
         with pytest.raises(ConfigurationError, match=f"--tokenizer-model: {path} does not exist"):
-            check_tokenizer_model("HuggingFaceTokenizer", path)
+            TokenizerSettings(tokenizer_type="HuggingFaceTokenizer", tokenizer_model=path)
 
 
 def test_an_unknown_name_says_what_was_tried(
