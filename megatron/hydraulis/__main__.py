@@ -13,7 +13,10 @@ from megatron.hydraulis.command_line import CommandParser, closest, quiet_withou
 from megatron.hydraulis.errors import HydraulisError, Problems
 from megatron.hydraulis.quiet_imports import silence_warnings_of_imports
 
-_OF_COMMANDS = ("--cost-profile", "--device", "--num-ranks", "--ranks-per-node")
+_OF_COMMANDS = (
+    *("--cost-profile", "--strategy", "--strategy-pool"),
+    *("--device", "--num-ranks", "--ranks-per-node"),
+)
 """Options of training that say something else to other commands."""
 _EXIT_BAD_INPUT = 2
 _EXIT_INTERRUPTED = 130
@@ -187,7 +190,7 @@ def _run_command(program: str, command: Command, arguments: Sequence[str]) -> in
     parser = CommandParser(
         prog=f"{program} {command.name}",
         description=f"{command.help[0].upper()}{command.help[1:]}.",
-        accept=partial(_without_launch_options, arguments, training_words)
+        accept=partial(_without_launch_options, training_words)
         if command.takes_launch_options
         else None,
     )
@@ -198,32 +201,36 @@ def _run_command(program: str, command: Command, arguments: Sequence[str]) -> in
 
 
 def _without_launch_options(
-    arguments: Sequence[str], training_words: list[str], words: Sequence[str]
+    training_words: list[str], arguments: Sequence[str], rest: Sequence[str]
 ) -> list[str]:
-    """Words that are no options of Megatron; a line on stderr says which have no effect.
+    """Words of rest that are no options of training; a line on stderr says which have no effect.
 
-    Raises ConfigurationError for options that training refuses.
+    Raises ConfigurationError for options that training refuses, if costs depend on them.
 
     Args:
-        arguments: the whole command line.
         training_words: gets what it says of training, and keeps its placeholder if more is needed.
-        words: those that the command does not know.
+        arguments: the whole command line.
+        rest: words that the command does not know.
     """
     from megatron.hydraulis.flags.checks import missing_flags  # imports torch, as the next
     from megatron.hydraulis.flags.parser import FlagParser
 
     parser = FlagParser()
-    flags, rest = parser.parse_upstream(words)
+    flags, refused, others = parser.parse_launch_options(arguments, rest)
     found = parser.words_of_training(arguments, _OF_COMMANDS)
     training = parser.parse(found, Problems())
     has_data = training.args.data_path or training.args.train_data_path
     if has_data and not missing_flags(training.args, attempted=training.attempted):
         training_words.clear()
     training_words[:0] = found
-    ignored = [*flags.as_typed, *(typed for typed, _ in flags.taken)]
+    typed = [*flags.as_typed, *(typed for typed, _ in (*flags.taken, *flags.unknown))]
+    unread = {word.split("=")[0] for word in rest}
+    ignored = [each for each in typed if each.split()[0] in unread]
+    if refused:
+        ignored.append(f"{' '.join(refused)} (training refuses it)")
     if ignored:
         print(f"options without effect here: {', '.join(ignored)}", file=sys.stderr, flush=True)
-    return rest
+    return others
 
 
 def _read_command(program: str, first: Sequence[str]) -> Command:

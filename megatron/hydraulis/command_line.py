@@ -13,6 +13,8 @@ from typing import Any, NoReturn
 
 _EXIT_WITHOUT_READER = 141
 """128 + SIGPIPE, as shells report a program whose output nobody reads."""
+OF_TRAINING = ("--strategy", "--trace")
+"""Options of training that are no abbreviations of longer ones in other commands."""
 _MIN_SIMILARITY = 0.8
 """`difflib`'s ratio from which a name is suggested: one or two wrong letters."""
 
@@ -22,9 +24,13 @@ class CommandParser(argparse.ArgumentParser):
     that was probably meant."""
 
     def __init__(
-        self, *args: Any, accept: Callable[[Sequence[str]], list[str]] | None = None, **kwargs: Any
+        self,
+        *args: Any,
+        accept: Callable[[Sequence[str], Sequence[str]], list[str]] | None = None,
+        **kwargs: Any,
     ) -> None:
-        """accept: takes words that are no arguments, and returns those that are an error."""
+        """accept: takes all words, and those that are no arguments; returns those that are an
+        error. If it takes any, ``launch_options`` of the namespace is true."""
         super().__init__(*args, **{"formatter_class": _ShortUsage} | kwargs)
         self._words: Sequence[str] = ()
         self._accept = accept
@@ -33,7 +39,9 @@ class CommandParser(argparse.ArgumentParser):
         """As argparse, but for words that are accepted."""
         namespace, rest = self.parse_known_args(args, namespace)
         if rest and self._accept is not None:
-            self._words = rest = self._accept(rest)
+            others = self._accept(self._words, rest)
+            namespace.launch_options = len(others) < len(rest)
+            self._words = rest = others
         if rest:
             self.error(f"unrecognized arguments: {' '.join(rest)}")
         return namespace
@@ -42,6 +50,12 @@ class CommandParser(argparse.ArgumentParser):
         """As argparse; keeps the words for `error`."""
         self._words = sys.argv[1:] if args is None else list(args)
         return super().parse_known_args(args, namespace)
+
+    def _get_option_tuples(self, option_string: str) -> list[Any]:
+        """Options that this may abbreviate; argparse calls it."""
+        if option_string.split("=")[0] in OF_TRAINING:
+            return []
+        return super()._get_option_tuples(option_string)
 
     def error(self, message: str) -> NoReturn:
         """Exit with status 2, the usage and the message, with the flags that were meant."""
@@ -120,9 +134,16 @@ def add_profile_argument(
     )
 
 
-def add_pool_argument(parser: argparse._ActionsContainer) -> None:
-    """Declare --pool."""
-    parser.add_argument("--pool", required=True, metavar="FILE", help="pool of strategies, JSON")
+def add_pool_argument(
+    parser: argparse._ActionsContainer, note: str = "", *, required: bool = True
+) -> None:
+    """Declare --pool, in training --strategy-pool, with a note on what it is used for."""
+    parser.add_argument(
+        *("--pool", "--strategy-pool"),
+        required=required,
+        metavar="FILE",
+        help=f"pool of strategies, JSON{note}",
+    )
 
 
 def closest(word: str, known: Iterable[str]) -> str | None:

@@ -1,26 +1,38 @@
 """Public argument sets of others start as they are, or are refused for features not built."""
 
+import argparse
 import dataclasses
+import importlib.util
 import json
 import re
+from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
 from megatron.training.arguments import moe_freq_type, no_rope_freq_type, tuple_type
 
+from megatron.hydraulis.__main__ import COMMANDS, Command, _without_launch_options
+from megatron.hydraulis.command_line import CommandParser
+from megatron.hydraulis.cost_model.device import device_constants
+from megatron.hydraulis.cost_model.layer_arguments import TE_LAYERS, parameter_bytes
+from megatron.hydraulis.cost_model.shape_arguments import given_settings, shape_of
 from megatron.hydraulis.errors import ConfigurationError
 from megatron.hydraulis.flags.arguments import Resolved, parse_arguments
 from megatron.hydraulis.flags.config import HydraulisConfig
+from megatron.hydraulis.flags.defaults import chosen_layers
 from megatron.hydraulis.flags.describe import batch_text
 from megatron.hydraulis.flags.options import HONOURED
 from megatron.hydraulis.flags.ranges import RANGES
+from megatron.hydraulis.library.planning import analytic_cost_model
 from megatron.hydraulis.loop.job import Job, UserHooks
 from tests.support import tiny_corpus
 from tests.support.launch_arguments import SETS, header_of, options_of
 from tests.unit.argument_command import base_command, flag_parser, parse, write_corpus
 
 OURS = {field.name for field in dataclasses.fields(HydraulisConfig)}
+PLANNING = [command for command in COMMANDS if command.takes_launch_options]
+ESTIMATE = next(command for command in PLANNING if command.name == "estimate")
 REFUSED_FOR = (
     "--fp8-format",
     "--fp16",
@@ -36,10 +48,14 @@ MODEL_ONLY = (
 """What a set asks to be added that describes a model alone."""
 
 
+def _words_of(name: str) -> list[str]:
+    return [word for option in options_of(name) for word in option]
+
+
 def _parse_set(name: str, corpus: str) -> Resolved:
     header = header_of(name)
     num_ranks = int(next(line.split()[2] for line in header if line.startswith("# ranks")))
-    argv = [word for option in options_of(name) for word in option]
+    argv = _words_of(name)
     if any("model arguments only" in line for line in header):
         argv += MODEL_ONLY.split()
     data = f"--data-path {corpus} --tokenizer-type NullTokenizer --vocab-size 32000"
@@ -96,6 +112,53 @@ def test_a_dry_run_without_gpu_is_for_the_device_of_the_profile(
     path.write_text(json.dumps(profile | {"device": "h100", "schemes": [row | {"max_tokens": 50}]}))
     with pytest.raises(ConfigurationError, match=r"trains 96 tokens but no replica .* than 50 "):
         _dry_run(parse(tmp_path, *typed))
+
+
+def _given_to(command: Command, name: str, monkeypatch: pytest.MonkeyPatch) -> argparse.Namespace:
+    """The options of a set, parsed by a planning command."""
+    monkeypatch.setattr("megatron.hydraulis.flags.parser.FlagParser", flag_parser)
+    parser = CommandParser(accept=partial(_without_launch_options, []))
+    importlib.import_module(command.module).add_arguments(parser)
+    for action in parser._actions:
+        action.required = False
+    return parser.parse_args(
+        [*_words_of(name), "--ignore-unknown-options", "--vocab-size", "32000"]
+    )
+
+
+@pytest.mark.parametrize("name", sorted(STARTING))
+def test_estimate_gives_a_set_the_meaning_that_it_has_in_training(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    resolved = _parse_set(name, write_corpus(tmp_path))
+    in_training = analytic_cost_model(resolved, device_constants("h100"))
+    namespace = _given_to(ESTIMATE, name, monkeypatch)
+    shape = shape_of(namespace)
+    assert shape == resolved.shape
+    has_te_layers = given_settings(namespace, shape)["has_te_layers"]
+    # Where there is CUDA; here training has local layers.
+    monkeypatch.setattr(importlib.util, "find_spec", lambda _: object())
+    flags = flag_parser().parse([*_words_of(name), "--ignore-unknown-options"])
+    layers = chosen_layers(flags, flags.args.transformer_impl, has_cuda=True)
+    assert has_te_layers == (layers == TE_LAYERS)
+    namespace.transformer_impl = "local"
+    settings = given_settings(namespace, shape)
+    settings["parameter_bytes"] = parameter_bytes(namespace)
+    assert settings == {field: getattr(in_training, field) for field in settings}
+
+
+@pytest.mark.parametrize("command", PLANNING, ids=lambda command: command.name)
+def test_every_planning_command_takes_a_set(
+    command: Command, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    namespace = _given_to(command, "pai_qwen3_30b_a3b", monkeypatch)
+    assert namespace.launch_options
+    assert namespace.bf16
+    assert namespace.moe_router_topk == 8
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("options without effect here: ")
+    assert "--micro-batch-size" in line
+    assert "--bf16" not in line
 
 
 @pytest.mark.parametrize("name", sorted(STARTING))

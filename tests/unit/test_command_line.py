@@ -8,7 +8,7 @@ import pytest
 from rich.progress import MofNCompleteColumn
 
 from megatron.hydraulis.__main__ import COMMANDS, TRAIN, main
-from megatron.hydraulis.command_line import CommandParser
+from megatron.hydraulis.command_line import OF_TRAINING, CommandParser
 from megatron.hydraulis.errors import ConfigurationError
 from megatron.hydraulis.terminal import ProgressBars, launch_command
 from tests.unit.argument_command import flag_parser
@@ -59,6 +59,18 @@ def test_a_flag_that_was_shortened_is_no_mistake() -> None:
     parser.add_argument("--lengths")
     assert parser.parse_args(["--len", "x"]).lengths == "x"
     assert parser.suggestions() == ""
+
+
+def test_no_option_of_training_is_an_abbreviation_in_another_command() -> None:
+    for command in COMMANDS:
+        if command.takes_launch_options:
+            known = parser_of(command.module)._option_string_actions
+            short = {
+                option
+                for option in flag_parser()._actions
+                if option not in known and any(each.startswith(option) for each in known)
+            }
+            assert short <= {*OF_TRAINING}
 
 
 def test_usage_names_what_is_required() -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import math
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -17,16 +17,14 @@ from megatron.hydraulis.command_line import add_profile_argument
 from megatron.hydraulis.cost_model.analytic import AnalyticCostModel
 from megatron.hydraulis.cost_model.estimate_command import estimated_profile, possible_schemes
 from megatron.hydraulis.cost_model.job_costs import JobCosts
+from megatron.hydraulis.cost_model.layer_arguments import parameter_bytes
 from megatron.hydraulis.cost_model.limits import add_row_quantum
 from megatron.hydraulis.cost_model.profile import NOTHING_HIDDEN, ProfileCostModel
 from megatron.hydraulis.cost_model.shape_arguments import (
     add_job_arguments,
-    add_layer_arguments,
     add_regroup_arguments,
     job_options,
     job_ranks,
-    layer_settings,
-    parameter_bytes,
     print_bf16_advice,
     shape_of,
 )
@@ -303,7 +301,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_job_arguments(job)
     add_profile_argument(job, " (default: estimated for all schemes that fit)", required=False)
     add_row_quantum(job)
-    add_layer_arguments(parser.add_argument_group("layers"))
     add_regroup_arguments(parser)
     output = parser.add_argument_group("output")
     output.add_argument(
@@ -325,9 +322,9 @@ def run(namespace: argparse.Namespace) -> int:
     check_seed(namespace.seed)
     num_ranks, ranks_per_node = job_ranks(namespace)
     sizes = batch_sizes(namespace)
-    costs = _costs(namespace, num_ranks, ranks_per_node)
     counts = read_length_counts(namespace.lengths)
     counts = counts.cut(namespace.seq_length, namespace.long_sequences)
+    costs = _costs(namespace, num_ranks, ranks_per_node)
     with phase_progress(is_shown=not namespace.json) as on_progress, native_prints_to_stderr():
         advice = advise(
             costs,
@@ -383,8 +380,6 @@ def _costs(namespace: argparse.Namespace, num_ranks: int, ranks_per_node: int) -
     options = job_options(namespace)
     if namespace.cost_profile is not None:
         profile = ProfileCostModel.read(namespace.cost_profile)
-        shape = options.shape or (None if profile.model is None else profile.model.shape)
-        layers = {} if shape is None else layer_settings(namespace, shape)
     elif options.device is None:
         raise ConfigurationError(
             "advice needs the times of a device but there is neither --device nor --cost-profile; "
@@ -392,16 +387,15 @@ def _costs(namespace: argparse.Namespace, num_ranks: int, ranks_per_node: int) -
         )
     else:
         shape, device = shape_of(namespace), options.device
-        layers = layer_settings(namespace, shape)
         model = AnalyticCostModel(
             shape=shape,
             device=device,
             cluster=device.cluster(num_ranks, ranks_per_node),
             parameter_bytes=parameter_bytes(namespace),
-            **layers,
+            **options.layers(shape),
         )
         profile = estimated_profile(model, possible_schemes(shape, num_ranks, ranks_per_node))
-    costs = replace(options, layers=layers).costs(
+    costs = options.costs(
         profile,
         num_ranks=num_ranks,
         ranks_per_node=ranks_per_node,

@@ -5,6 +5,7 @@ Nothing here needs torch, so flags and strategies can be checked before a model 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -28,6 +29,15 @@ _NUM_RING_ROUNDS = 3
 _NUM_ALL_TO_ALLS_FORWARD = 2
 # The backward exchanges a gradient for every tensor that the forward exchanges.
 _NUM_PASSES = 2
+
+
+def check_cp_comm_type(types: Sequence[str]) -> None:
+    """Raise ConfigurationError unless --cp-comm-type has one known value."""
+    if len(types) != 1 or types[0] not in CP_COMM_TYPES:
+        raise ConfigurationError(
+            f"--cp-comm-type takes 1 of {', '.join(CP_COMM_TYPES)} for all layers but was given "
+            f"{len(types)}: {' '.join(types)}; give one of them"
+        )
 
 
 def gather_elements(num_groups: int, context_size: int) -> float:

@@ -7,25 +7,26 @@ from collections.abc import Iterable, Sequence
 
 from rich.table import Table
 
+from megatron.hydraulis.command_line import add_pool_argument
 from megatron.hydraulis.cost_model.analytic import AnalyticCostModel
 from megatron.hydraulis.cost_model.device import (
     DeviceConstants,
     communicators_text,
     device_constants,
 )
+from megatron.hydraulis.cost_model.layer_arguments import given_dtype, parameter_bytes
 from megatron.hydraulis.cost_model.profile import (
     ProfileCostModel,
     ProfiledModel,
     ProfiledScheme,
 )
+from megatron.hydraulis.cost_model.regrouping import BF16_BYTES, FP32_BYTES
 from megatron.hydraulis.cost_model.shape_arguments import (
     add_device_argument,
     add_job_arguments,
-    add_layer_arguments,
-    add_shape_arguments,
+    add_model_arguments,
+    given_settings,
     job_ranks,
-    layer_settings,
-    parameter_bytes,
     shape_of,
 )
 from megatron.hydraulis.cost_model.staging import PoolFootprint
@@ -41,7 +42,6 @@ from megatron.hydraulis.terminal import (
     results_console,
 )
 
-_FP32_BYTES = 4
 _NS_PER_MS, _US_PER_MS = 1e6, 1e3
 _MOST_OF_A_SIZE = 3
 """Schemes of one number of ranks in the table, if none were named."""
@@ -50,11 +50,11 @@ _MOST_STAGES = 8
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    add_shape_arguments(parser)
+    add_model_arguments(parser)
     job = parser.add_argument_group("job")
     add_device_argument(job)
     schemes = job.add_mutually_exclusive_group()
-    schemes.add_argument("--pool", metavar="FILE", help="estimate the schemes of this pool, JSON")
+    add_pool_argument(schemes, "; estimate its schemes", required=False)
     schemes.add_argument(
         "--schemes",
         nargs="+",
@@ -62,7 +62,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="schemes to estimate, for example tp4pp2 (default: all of powers of two that fit)",
     )
     add_job_arguments(job, ", without --pool", required=False)
-    add_layer_arguments(job)
     output = parser.add_argument_group("output")
     output.add_argument(
         "--out",
@@ -88,7 +87,7 @@ def run(namespace: argparse.Namespace) -> int:
         cluster=device.cluster(num_ranks, ranks_per_node),
         parameter_bytes=parameter_bytes(namespace),
         pool=pool,
-        **layer_settings(namespace, shape),
+        **given_settings(namespace, shape),
     )
     is_given = namespace.pool is not None or namespace.schemes is not None
     profile = estimated_profile(model, schemes, keeps_all=is_given)
@@ -145,7 +144,7 @@ def estimated_profile(
         date=datetime.date.today().isoformat(),
         model=ProfiledModel(
             shape=model.shape,
-            dtype="fp32" if model.parameter_bytes == _FP32_BYTES else "bf16",
+            dtype="fp32" if model.parameter_bytes == FP32_BYTES else "bf16",
             recompute=str(model.recompute),
         ),
         schemes=tuple(rows),
@@ -224,7 +223,9 @@ def _schemes(
         pool = Pool.read(namespace.pool)
         found = [scheme for strategy in pool.strategies for scheme in strategy.schemes]
         num_ranks, ranks_per_node = pool.num_ranks, pool.ranks_per_node
-        footprint = PoolFootprint.of(pool, shape)
+        in_bf16 = namespace.grad_reduce_in_bf16 and given_dtype(namespace) != "fp32"
+        num_bytes = BF16_BYTES if in_bf16 else FP32_BYTES
+        footprint = PoolFootprint.of(pool, shape, gradient_bytes=num_bytes)
     else:
         if namespace.num_ranks is None or namespace.num_ranks < 1:
             given = "is missing" if namespace.num_ranks is None else f"is {namespace.num_ranks}"

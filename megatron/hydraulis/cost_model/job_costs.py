@@ -19,7 +19,7 @@ model: parameters are not split by cp. Without model and device x is 0, and limi
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -48,8 +48,10 @@ class JobOptions:
     grad_reduce_in_bf16: bool = False
     overlaps: bool = True
     """False for --no-regroup-overlap."""
-    layers: Mapping[str, Any] = field(default_factory=dict)
-    """Fields of `AnalyticCostModel` about layers."""
+    dtype: str | None = None
+    """Precision in training, None if it is not given."""
+    layers: Callable[[ModelShape], Mapping[str, Any]] = lambda _: {}
+    """Of the model: fields of `AnalyticCostModel` about layers."""
 
     def costs(
         self,
@@ -67,11 +69,12 @@ class JobOptions:
         the profile's.
         """
         shape, device = self.shape, self.device or described_device(profile.device)
+        if shape is None and profile.model is not None:
+            shape = profile.model.shape
         if shape is not None:
             where = profile.source if path is None else path
-            profile.check_model(ProfiledModel(shape=shape), where, speaks=True)
-        elif profile.model is not None:
-            shape = profile.model.shape
+            used = ProfiledModel(shape=shape, dtype=self.dtype)
+            profile.check_model(used, where, speaks=True)
         if device is None and self.link_bytes_per_s:
             raise ConfigurationError(
                 "--intra-node-gb-per-s and --inter-node-gb-per-s change a device's links but "
@@ -89,14 +92,15 @@ class JobOptions:
             name: replace(getattr(cluster, name), bytes_per_s=bytes_per_s, source="given")
             for name, bytes_per_s in self.link_bytes_per_s.items()
         }
-        is_fp32 = profile.model is not None and profile.model.dtype == "fp32"
+        known = None if profile.model is None else profile.model.dtype
+        is_fp32 = (known or self.dtype) == "fp32"
         model = AnalyticCostModel(
             shape=shape,
             device=device,
             cluster=replace(cluster, **links),
             parameter_bytes=4 if is_fp32 else 2,
             expert_load=profile.expert_load or EXPERT_LOAD,
-            **{"cp_comm_type": "auto"} | dict(self.layers),
+            **{"cp_comm_type": "auto"} | dict(self.layers(shape)),
         )
         return JobCosts.of(
             profile,

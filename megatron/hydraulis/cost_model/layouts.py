@@ -11,8 +11,10 @@ program, replicas of the same parameters add up gradients (all-reduce) and gathe
 a pipeline waits (`OtherTraining`), never longer than if its stages worked one at a time.
 """
 
-from dataclasses import dataclass, replace
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
+from typing import Any
 
 from megatron.hydraulis.cluster import Cluster
 from megatron.hydraulis.cost_model.analytic import AnalyticCostModel
@@ -55,8 +57,9 @@ class FixedLengthJob:
     num_sequences: int
     """Sequences of a step: the global batch."""
     ranks_per_node: int = RANKS_PER_NODE
-    groups_experts: bool = False
-    """Whether products of all experts run in one call, by layers of Transformer Engine."""
+    layers: Mapping[str, Any] = field(default_factory=dict, hash=False)
+    """Fields of `AnalyticCostModel` about layers and precision; not for other software, which was
+    measured in bf16 with its own."""
 
     def __post_init__(self) -> None:
         _check_sizes(
@@ -299,7 +302,7 @@ def cost_model_of(
     device: DeviceConstants,
     software: Software | None = None,
 ) -> AnalyticCostModel:
-    """The cost model of a layout, in bf16; raises as `predict_layout`."""
+    """The cost model of a layout; raises as `predict_layout`."""
     layout.dp(job)
     software, shape = software or software_of(layout.kernel), job.shape
     if layout.tp > 1 and not layout.sequence_parallel and shape.whole_matrices:
@@ -314,16 +317,14 @@ def cost_model_of(
         )
     if shape.num_experts or layout.ep > 1:
         layout.strategy(job)
-    is_grouped = job.groups_experts and shape.num_experts > 0
     return AnalyticCostModel(
         shape=job.shape,
         device=device,
         cluster=device.cluster(job.num_ranks, min(job.num_ranks, job.ranks_per_node)),
         sequence_parallel=layout.sequence_parallel,
         recompute=_EVERY_LAYER if layout.recomputes_layers else NO_RECOMPUTE,
-        has_te_layers=is_grouped,
-        groups_experts=is_grouped,
         software=software,
+        **(job.layers if software.other is None else {}),
     )
 
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from megatron.hydraulis.cost_model.device import device_constants
+from megatron.hydraulis.cost_model.layer_arguments import given_layers, parameter_bytes
 from megatron.hydraulis.cost_model.layouts import (
     FixedLengthJob,
     Layout,
@@ -15,8 +16,7 @@ from megatron.hydraulis.cost_model.layouts import (
 )
 from megatron.hydraulis.cost_model.shape_arguments import (
     add_device_argument,
-    add_grouping_argument,
-    add_shape_arguments,
+    add_model_arguments,
     given_shape,
 )
 from megatron.hydraulis.cost_model.software import SOFTWARE_NAMES
@@ -63,9 +63,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "that no flag describes, layers, hidden, ffn, vocab; others are kept. Kernels: "
         f"{SOFTWARE_NAMES}",
     )
-    add_shape_arguments(parser)
+    add_model_arguments(parser, has_activations=False)
     add_device_argument(parser, f"; {RANKS_PER_NODE} ranks a node")
-    add_grouping_argument(parser)
     parser.add_argument(
         "--out",
         required=True,
@@ -83,10 +82,11 @@ def run(namespace: argparse.Namespace) -> int:
     """
     device = device_constants(namespace.device)
     rows = read_layouts(namespace.layouts, given_shape(namespace))
-    predictions = []
+    predictions, precision = [], {"parameter_bytes": parameter_bytes(namespace)}
     for row in rows:
         try:
-            job = replace(row.job, groups_experts=namespace.moe_grouped_gemm)
+            layers = given_layers(namespace, row.job.shape) | precision
+            job = replace(row.job, layers=layers)
             predictions.append(predict_layout(job, row.layout, device))
         except ConfigurationError as error:
             raise ConfigurationError(f"{row.where}: {error}") from None

@@ -12,6 +12,7 @@ from rich.table import Table
 
 from megatron.hydraulis.cost_model.device import DeviceConstants, device_constants
 from megatron.hydraulis.cost_model.estimate_command import powers_of_two
+from megatron.hydraulis.cost_model.layer_arguments import given_layers, parameter_bytes
 from megatron.hydraulis.cost_model.layouts import (
     CAUSES,
     PURPOSES,
@@ -22,9 +23,8 @@ from megatron.hydraulis.cost_model.layouts import (
 )
 from megatron.hydraulis.cost_model.shape_arguments import (
     add_device_argument,
-    add_grouping_argument,
     add_job_arguments,
-    add_shape_arguments,
+    add_model_arguments,
     job_ranks,
     shape_of,
     shape_words,
@@ -69,7 +69,7 @@ class LayoutSearch:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    add_shape_arguments(parser)
+    add_model_arguments(parser, has_activations=False)
     job = parser.add_argument_group("job")
     add_device_argument(job)
     add_job_arguments(job)
@@ -89,7 +89,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="NAME",
         help=f"one of {SOFTWARE_NAMES} (default: %(default)s)",
     )
-    add_grouping_argument(job)
     output = parser.add_argument_group("output")
     output.add_argument(
         "--top", type=int, default=10, metavar="N", help="layouts to print (default: %(default)s)"
@@ -111,13 +110,14 @@ def run(namespace: argparse.Namespace) -> int:
             f"--top is at least 1 but is {namespace.top}; give a positive number"
         )
     num_ranks, ranks_per_node = job_ranks(namespace)
+    shape = shape_of(namespace)
     job = FixedLengthJob(
-        shape=shape_of(namespace),
+        shape=shape,
         num_ranks=num_ranks,
         ranks_per_node=ranks_per_node,
         sequence_tokens=namespace.seq_length,
         num_sequences=namespace.global_batch_size,
-        groups_experts=namespace.moe_grouped_gemm,
+        layers=given_layers(namespace, shape) | {"parameter_bytes": parameter_bytes(namespace)},
     )
     search = search_layouts(job, device_constants(namespace.device), namespace.kernel)
     if namespace.json:

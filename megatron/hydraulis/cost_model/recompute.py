@@ -11,6 +11,7 @@ The settings and their meaning are upstream's (megatron-core 0.19.2, ``recompute
   product with the values) and ``mlp``; their inputs are kept.
 """
 
+import argparse
 import math
 from dataclasses import dataclass, replace
 from typing import Literal
@@ -22,6 +23,8 @@ SELECTIVE_MODULES = ("core_attn", "mlp")
 KEPT_WITH_EXPERTS = ("mlp",)
 """Of them those that keep their activations in models with experts. Upstream recomputes the MLPs of
 layers without experts; here all layers keep the same modules."""
+_KEPT_MODULES = ("layernorm", "moe_act", "moe", "shared_experts", "mla_up_proj", "gdn_norm_out")
+"""Modules of upstream's selective recompute that are not recomputed here."""
 KEPT_TEXT = "its activations are kept, which takes more memory"
 """What happens instead to a module that selective recompute names in vain."""
 
@@ -111,3 +114,77 @@ class Recompute:
 
 NO_RECOMPUTE = Recompute()
 """All activations are kept."""
+
+
+def drop_kept_modules(
+    args: argparse.Namespace, *, has_experts: bool
+) -> tuple[tuple[str, str], ...]:
+    """Remove from ``args.recompute_modules`` those that keep their activations here.
+
+    The update is the same. Returns (option with the module, what happens instead) for each.
+    """
+    modules = args.recompute_modules or []
+    not_recomputed = (*_KEPT_MODULES, *(KEPT_WITH_EXPERTS if has_experts else ()))
+    kept = [module for module in modules if module in not_recomputed]
+    if kept:
+        args.recompute_modules = [module for module in modules if module not in kept] or None
+        if args.recompute_modules is None and _granularity(args) == "selective":
+            args.recompute_granularity, args.recompute_activations = None, False
+    return tuple((f"--recompute-modules {module}", KEPT_TEXT) for module in kept)
+
+
+def check_recompute(args: argparse.Namespace) -> None:
+    """Raise ConfigurationError for recompute flags that contradict each other or lack one.
+
+    args: before upstream's checks, in which --recompute-activations silently overrides another
+    granularity; or flags of `add_activation_arguments`.
+    """
+    granularity = _granularity(args)
+    if args.recompute_activations and args.recompute_granularity == "full":
+        raise ConfigurationError(
+            "--recompute-activations stands for --recompute-granularity selective but "
+            "--recompute-granularity is full; give one of them"
+        )
+    if granularity == "full" and args.recompute_method is None:
+        raise ConfigurationError(
+            "--recompute-granularity full needs the layers to recompute; give --recompute-method "
+            "uniform, or block for only the first layers of a stage"
+        )
+    if granularity == "full" and args.recompute_num_layers is None:
+        raise ConfigurationError(
+            f"--recompute-method {args.recompute_method} takes a number of layers, which is "
+            "missing; give --recompute-num-layers, for example 1"
+        )
+    for module in args.recompute_modules or () if granularity == "selective" else ():
+        if module not in SELECTIVE_MODULES:
+            raise ConfigurationError(
+                f"--recompute-modules {module} is not honoured: upstream knows no such module; use "
+                f"{' or '.join(SELECTIVE_MODULES)}"
+            )
+        if module == "mlp" and getattr(args, "add_bias_linear", False):
+            raise ConfigurationError(
+                "--recompute-modules mlp: upstream recomputes only an MLP without biases, because "
+                "its output bias would get no gradient; add --disable-bias-linear or use "
+                "--recompute-granularity full"
+            )
+
+
+def recompute_of(args: argparse.Namespace) -> Recompute:
+    """The recomputation of checked arguments, before or after upstream's checks."""
+    match _granularity(args):
+        case None:
+            return NO_RECOMPUTE
+        case "selective":
+            # Upstream's own default.
+            modules = args.recompute_modules or ("core_attn",)
+            return Recompute(granularity="selective", modules=tuple(modules))
+    return Recompute(
+        granularity="full", method=args.recompute_method, num_layers=args.recompute_num_layers
+    )
+
+
+def _granularity(args: argparse.Namespace) -> str | None:
+    # Upstream's checks delete the attribute of --recompute-activations.
+    is_short = getattr(args, "recompute_activations", False)
+    granularity: str | None = args.recompute_granularity
+    return "selective" if is_short else granularity

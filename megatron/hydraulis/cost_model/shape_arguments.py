@@ -9,12 +9,17 @@ from collections.abc import Iterable, Mapping
 from functools import partial
 from typing import Any
 
-from megatron.hydraulis.cost_model.context import CP_COMM_TYPES
 from megatron.hydraulis.cost_model.device import DEVICE_NAMES, device_constants
 from megatron.hydraulis.cost_model.interface import usual_times_ms
 from megatron.hydraulis.cost_model.job_costs import JobOptions
+from megatron.hydraulis.cost_model.layer_arguments import (
+    add_activation_arguments,
+    add_layer_arguments,
+    given_activations,
+    given_dtype,
+    given_layers,
+)
 from megatron.hydraulis.cost_model.profile import ProfileCostModel
-from megatron.hydraulis.cost_model.recompute import KEPT_TEXT, SELECTIVE_MODULES, Recompute
 from megatron.hydraulis.errors import ConfigurationError
 from megatron.hydraulis.model_shape import (
     ModelShape,
@@ -37,8 +42,6 @@ _LINK_FLAGS = {
     "inter_node": "--inter-node-gb-per-s",
 }
 
-ROUTER_BYTES = {"fp32": 4, "fp64": 8}
-"""Of a score, by --moe-router-dtype."""
 _NEEDED = ("--num-layers", "--hidden-size", "--num-attention-heads")
 # Sizes of latent attention, with upstream's defaults; None if one matrix makes the queries.
 _LATENTS = {
@@ -56,6 +59,14 @@ _EXPERTS = (
     "--moe-router-topk",
     "--moe-shared-expert-intermediate-size",
 )
+_NEEDS: dict[tuple[str, ...], tuple[str, ...]] = {
+    ("--num-experts",): (*_EXPERTS, "--moe-grouped-gemm", "--moe-permute-fusion"),
+    ("--multi-latent-attention",): tuple(_LATENTS),
+    ("--group-query-attention",): ("--num-query-groups",),
+    ("--window-size",): ("--window-attn-skip-freq",),
+    ("--swiglu", "--quick-geglu"): ("--glu-linear-offset", "--activation-func-clamp-value"),
+}
+"""Flags of which one has to be given -> those without effect otherwise, as in training."""
 _OTHERS = (
     "--num-experts",
     *_EXPERTS,
@@ -77,6 +88,18 @@ _OTHERS = (
     "--vocab-size",
     "--make-vocab-size-divisible-by",
 )
+
+
+def add_model_arguments(parser: argparse.ArgumentParser, *, has_activations: bool = True) -> None:
+    """Declare the flags that describe the model and its layers.
+
+    has_activations: false for commands that choose themselves how activations are kept and split.
+    """
+    add_shape_arguments(parser)
+    layers = parser.add_argument_group("layers")
+    add_layer_arguments(layers)
+    if has_activations:
+        add_activation_arguments(layers)
 
 
 def add_shape_arguments(parser: argparse.ArgumentParser) -> None:
@@ -170,12 +193,14 @@ def add_shape_arguments(parser: argparse.ArgumentParser) -> None:
         action="store_true",
         help="the output layer has its own weights",
     )
-    vocabulary = group.add_mutually_exclusive_group()
-    vocabulary.add_argument(
+    group.add_argument(
         "--padded-vocab-size", type=int, metavar="N", help="tokens of the vocabulary, padded"
     )
-    vocabulary.add_argument(
-        "--vocab-size", type=int, metavar="N", help="tokens of the vocabulary before padding"
+    group.add_argument(
+        "--vocab-size",
+        type=int,
+        metavar="N",
+        help="tokens of the vocabulary before padding, without --padded-vocab-size",
     )
     group.add_argument(
         "--make-vocab-size-divisible-by",
@@ -206,143 +231,6 @@ def job_ranks(namespace: argparse.Namespace) -> tuple[int, int]:
     return num_ranks, ranks_of_node(num_ranks, namespace.ranks_per_node, what)
 
 
-def add_layer_arguments(parser: argparse._ActionsContainer) -> None:
-    """Declare the flags that layer_settings and parameter_bytes read, as in training."""
-    parser.add_argument("--fp32", action="store_true", help="train in fp32 (default: bf16)")
-    parser.add_argument(
-        "--sequence-parallel",
-        action=argparse.BooleanOptionalAction,
-        default=True,
-        help="split activations between layers over the tp ranks (default: on)",
-    )
-    parser.add_argument(
-        "--cp-comm-type",
-        choices=CP_COMM_TYPES,
-        default="auto",
-        help="how cp ranks exchange keys and values, as in training (default: %(default)s)",
-    )
-    parser.add_argument(
-        "--transformer-impl",
-        choices=("local", "transformer_engine"),
-        default="local",
-        help="layers, as in training, which take different memory (default: %(default)s)",
-    )
-    parser.add_argument(
-        "--no-rope-fusion", action="store_true", help="rotate queries and keys by three kernels"
-    )
-    add_grouping_argument(parser)
-    parser.add_argument("--qk-layernorm", action="store_true", help="norms of queries and keys")
-    parser.add_argument(
-        "--moe-router-dtype", choices=tuple(ROUTER_BYTES), help="precision of routers, if higher"
-    )
-    parser.add_argument(
-        "--softmax-type",
-        choices=("vanilla", "off-by-one", "learnable"),
-        default="vanilla",
-        help="of core attention, as in training, where others take more memory (default: vanilla)",
-    )
-    parser.add_argument(
-        "--apply-layernorm-1p",
-        action="store_true",
-        help="norms around one, which take more memory in local layers",
-    )
-    parser.add_argument(
-        "--loss-chunk-tokens",
-        type=int,
-        metavar="N",
-        help="tokens whose logits exist at the same time, as in training",
-    )
-    parser.add_argument(
-        "--recompute-granularity",
-        choices=("full", "selective"),
-        help="recompute activations: full, all of a layer; selective, --recompute-modules "
-        "(default: none)",
-    )
-    parser.add_argument(
-        "--recompute-activations",
-        action="store_const",
-        const="selective",
-        dest="recompute_granularity",
-        help="as --recompute-granularity selective",
-    )
-    parser.add_argument(
-        "--recompute-method",
-        choices=("uniform", "block"),
-        help="which layers are recomputed, with full",
-    )
-    parser.add_argument(
-        "--recompute-num-layers",
-        type=int,
-        default=0,
-        metavar="N",
-        help="number of layers that are recomputed, with full",
-    )
-    parser.add_argument(
-        "--recompute-modules",
-        nargs="+",
-        default=[],
-        choices=SELECTIVE_MODULES,
-        metavar="MODULE",
-        help=f"parts recomputed with selective: {', '.join(SELECTIVE_MODULES)} "
-        "(default: core_attn)",
-    )
-
-
-def add_grouping_argument(parser: argparse._ActionsContainer) -> None:
-    """Declare --moe-grouped-gemm, as in training."""
-    parser.add_argument(
-        "--moe-grouped-gemm",
-        action="store_true",
-        help="products of all experts in one call, by layers of Transformer Engine",
-    )
-
-
-def parameter_bytes(namespace: argparse.Namespace) -> int:
-    """Of a parameter in training."""
-    return 4 if namespace.fp32 else 2
-
-
-def layer_settings(namespace: argparse.Namespace, shape: ModelShape) -> dict[str, Any]:
-    """Fields of `AnalyticCostModel` about layers and how they are trained.
-
-    Says on stderr which recomputation a model with experts does without. Raises ConfigurationError
-    for recomputation that is described in part.
-    """
-    recompute = _recompute(namespace)
-    if shape.num_experts:
-        for module in set(recompute.modules) - set(recompute.with_experts.modules):
-            print(f"--recompute-modules {module}: {KEPT_TEXT}", file=sys.stderr, flush=True)
-    is_grouped = namespace.moe_grouped_gemm and shape.num_experts > 0
-    has_te = is_grouped or namespace.transformer_impl == "transformer_engine"
-    return {
-        "sequence_parallel": namespace.sequence_parallel,
-        "recompute": recompute,
-        "cp_comm_type": namespace.cp_comm_type,
-        "qk_norms": namespace.qk_layernorm,
-        "num_gate_tensors": num_gate_tensors(namespace),
-        "softmax_type": namespace.softmax_type,
-        "loss_chunk_tokens": namespace.loss_chunk_tokens,
-        "has_wide_norms": namespace.apply_layernorm_1p and not has_te,
-        "router_bytes": ROUTER_BYTES.get(namespace.moe_router_dtype, 0),
-        "has_te_layers": has_te,
-        "groups_experts": is_grouped,
-        "fuses_rope": has_te and not (shape.v_head_dim or namespace.no_rope_fusion),
-        "has_te_attention": has_te and namespace.softmax_type == "vanilla",
-    }
-
-
-def _recompute(namespace: argparse.Namespace) -> Recompute:
-    modules = tuple(namespace.recompute_modules)
-    if namespace.recompute_granularity == "selective" and not modules:
-        modules = ("core_attn",)  # upstream's default
-    return Recompute(
-        granularity=namespace.recompute_granularity,
-        method=namespace.recompute_method,
-        num_layers=namespace.recompute_num_layers,
-        modules=modules,
-    )
-
-
 def add_device_argument(
     parser: argparse._ActionsContainer, note: str = "", *, required: bool = True
 ) -> None:
@@ -354,7 +242,7 @@ def add_device_argument(
 
 def add_regroup_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the flags that job_options reads."""
-    add_shape_arguments(parser)
+    add_model_arguments(parser)
     links = parser.add_argument_group(
         "regrouping",
         "Regrouping and update of strategies that the profile did not measure are computed from "
@@ -378,14 +266,6 @@ def add_regroup_arguments(parser: argparse.ArgumentParser) -> None:
         action="store_true",
         help="regroup before and after compute instead of during it",
     )
-    add_gradient_argument(links)
-
-
-def add_gradient_argument(parser: argparse._ActionsContainer) -> None:
-    """Declare --grad-reduce-in-bf16, as in training."""
-    parser.add_argument(
-        "--grad-reduce-in-bf16", action="store_true", help="let gradients travel in bf16"
-    )
 
 
 def job_options(namespace: argparse.Namespace) -> JobOptions:
@@ -401,8 +281,15 @@ def job_options(namespace: argparse.Namespace) -> JobOptions:
         },
         grad_reduce_in_bf16=namespace.grad_reduce_in_bf16,
         overlaps=not namespace.no_regroup_overlap,
-        layers={"num_gate_tensors": num_gate_tensors(namespace)},
+        dtype=given_dtype(namespace),
+        layers=partial(given_settings, namespace),
     )
+
+
+def given_settings(namespace: argparse.Namespace, shape: ModelShape) -> dict[str, Any]:
+    """Fields of `AnalyticCostModel` about layers and their activations; raises as
+    `given_activations`."""
+    return given_layers(namespace, shape) | given_activations(namespace, shape)
 
 
 def print_bf16_advice(
@@ -488,21 +375,11 @@ def shape_of(namespace: argparse.Namespace) -> ModelShape:
             f"without --kv-channels the heads share --hidden-size evenly but {hidden} is not a "
             f"multiple of {heads} heads; give --kv-channels"
         )
-    if namespace.group_query_attention != (namespace.num_query_groups is not None):
-        raise ConfigurationError(
-            "--group-query-attention and --num-query-groups come together but one of them is "
-            "missing; give both or neither"
-        )
-    for what, needed, others in (
-        ("experts", "--num-experts", _EXPERTS),
-        ("latent attention", "--multi-latent-attention", _LATENTS),
-    ):
-        given = [flag for flag in others if flag in flags]
-        if given and not vars(namespace)[_destination(needed)]:
-            raise ConfigurationError(
-                f"{given[0]} describes {what} but {needed} is missing; give it, or leave out "
-                f"{', '.join(given)}"
-            )
+    for needed, others in _NEEDS.items():
+        given = [flag for flag in others if _is_given(namespace, flag)]
+        if given and not any(vars(namespace)[_destination(flag)] for flag in needed):
+            alone = f"{', '.join(given)}: without effect, as there is no {' or '.join(needed)}"
+            print(alone, file=sys.stderr, flush=True)
     check_latent_heads(namespace)
     if is_latent and namespace.kv_channels is not None:
         print(f"--kv-channels: {LATENT_SIZES_TEXT}", file=sys.stderr, flush=True)
@@ -520,7 +397,10 @@ def shape_of(namespace: argparse.Namespace) -> ModelShape:
         hidden_size=hidden,
         ffn_hidden_size=ffn_hidden_size,
         num_attention_heads=heads,
-        num_query_groups=namespace.num_query_groups if namespace.group_query_attention else heads,
+        num_query_groups=(
+            # Megatron's default.
+            (namespace.num_query_groups or 1) if namespace.group_query_attention else heads
+        ),
         vocab_size=vocabulary,
         gated_mlp=namespace.swiglu or namespace.quick_geglu,
         tied_embeddings=not namespace.untie_embeddings_and_output_weights,
@@ -589,23 +469,6 @@ def expert_sizes(namespace: argparse.Namespace, ffn_hidden_size: int) -> dict[st
     }
 
 
-def num_gate_tensors(namespace: argparse.Namespace) -> int:
-    """Tensors as wide as the MLP that a gate of several kernels keeps; 0 if one is fused.
-
-    Both halves of the output of fc1, the second with its offset, the activation and the product of
-    the two; the first within its limit; a sigmoid.
-
-    Args:
-        namespace: flags of training, of which those with a problem may be missing, or of
-            `add_shape_arguments`.
-    """
-    has_limit = getattr(namespace, "activation_func_clamp_value", None) is not None
-    has_settings = bool(getattr(namespace, "glu_linear_offset", None)) or has_limit
-    if not (namespace.quick_geglu or (namespace.swiglu and has_settings)):
-        return 0
-    return 5 + has_limit + bool(namespace.quick_geglu)
-
-
 def _is_layer_pattern(frequency: int | list[int], num_layers: int) -> bool:
     if isinstance(frequency, int):
         return frequency >= 1
@@ -615,9 +478,9 @@ def _is_layer_pattern(frequency: int | list[int], num_layers: int) -> bool:
 def _window_of(namespace: argparse.Namespace) -> tuple[int, int]:
     """Tokens that a token of a windowed layer attends to, and how many layers these are."""
     text, frequency = namespace.window_size, namespace.window_attn_skip_freq
-    if text is None and frequency is None:
+    if text is None:
         return 0, 0
-    match = re.fullmatch(r"\(?(-1|\d+),0\)?", text or "")
+    match = re.fullmatch(r"\(?(-1|\d+),0\)?", text)
     is_right = frequency is None or _is_layer_pattern(frequency, namespace.num_layers)
     if match is None or not is_right:
         raise ConfigurationError(
@@ -660,11 +523,12 @@ def _pattern(text: str) -> int | list[int]:
 
 
 def _given_flags(namespace: argparse.Namespace) -> list[str]:
-    values = vars(namespace)
-    flags = (*_NEEDED, *_OTHERS)
-    return [
-        flag for flag in flags if not any(values[_destination(flag)] is no for no in (None, False))
-    ]
+    return [flag for flag in (*_NEEDED, *_OTHERS) if _is_given(namespace, flag)]
+
+
+def _is_given(namespace: argparse.Namespace, flag: str) -> bool:
+    value = vars(namespace).get(_destination(flag))
+    return value is not None and value is not False
 
 
 def _destination(flag: str) -> str:

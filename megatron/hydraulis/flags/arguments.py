@@ -25,6 +25,8 @@ from megatron.training.arguments import validate_args
 from megatron.training.global_vars import set_global_variables
 from megatron.training.models import GPTModelConfig
 
+from megatron.hydraulis.cost_model.layer_arguments import OF_TE, TE_LAYERS, core_attention_of
+from megatron.hydraulis.cost_model.recompute import check_recompute, drop_kept_modules
 from megatron.hydraulis.cost_model.shape_arguments import (
     LATENT_SIZES_TEXT,
     expert_sizes,
@@ -36,8 +38,6 @@ from megatron.hydraulis.flags import checks
 from megatron.hydraulis.flags.changes import COMPLETED
 from megatron.hydraulis.flags.config import HydraulisConfig
 from megatron.hydraulis.flags.defaults import (
-    OF_TE,
-    TE_LAYERS,
     Difference,
     Vocabulary,
     chosen_layers,
@@ -121,7 +121,7 @@ def parse_arguments(
     before, run_dir = dict(vars(args)), args.run_dir
     taken = (
         *flags.taken,
-        *checks.drop_kept_modules(args),
+        *drop_kept_modules(args, has_experts=bool(args.num_experts)),
         *_run_as_others(flags),
         *_missing_here(flags, has_cuda=has_cuda),
     )
@@ -161,7 +161,7 @@ def parse_arguments(
                 raise
     for check in (
         checks.check_model,
-        checks.check_recompute,
+        check_recompute,
         checks.check_signal,
         checks.check_learning_rate,
         checks.check_schedule_lengths,
@@ -267,18 +267,13 @@ def _layout_taken(
                 yield from ((str(given), wins) for given in flags.given if given.dest == dest)
 
 
-_SEQUENCE_BY_SEQUENCE = ("local", "unfused")
-"""Backends of upstream that, like our sdpa, need no kernel for packed sequences."""
-
-
 def _run_as_others(flags: ParsedFlags) -> Iterator[tuple[str, str]]:
     """Set what runs in place of given options; yields (as typed, what happens instead)."""
     args = flags.args
     backend = next((given for given in flags.given if given.dest == "attention_backend"), None)
     if backend is not None:
         if not flags.was_given("core_attention"):
-            by_sequence = args.attention_backend.name in _SEQUENCE_BY_SEQUENCE
-            args.core_attention = "sdpa" if by_sequence else "auto"
+            args.core_attention = core_attention_of(args.attention_backend.name)
         # Upstream's own choice, which its checks tie to a layer spec, is not used.
         args.attention_backend = AttnBackend.auto
         yield str(backend), f"--core-attention {args.core_attention}"

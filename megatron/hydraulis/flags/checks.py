@@ -10,14 +10,7 @@ from pathlib import Path
 
 from megatron.core.datasets.utils import get_blend_from_list
 
-from megatron.hydraulis.cost_model.context import CP_COMM_TYPES, all_to_all_refusal
-from megatron.hydraulis.cost_model.recompute import (
-    KEPT_TEXT,
-    KEPT_WITH_EXPERTS,
-    SELECTIVE_MODULES,
-    Recompute,
-)
-from megatron.hydraulis.cost_model.regrouping import BF16_BYTES, FP32_BYTES
+from megatron.hydraulis.cost_model.context import all_to_all_refusal, check_cp_comm_type
 from megatron.hydraulis.cost_model.shape_arguments import check_latent_heads
 from megatron.hydraulis.data.documents import JSON_LINES_SUFFIXES
 from megatron.hydraulis.errors import ConfigurationError, StrategyError
@@ -451,13 +444,8 @@ def check_needed(
 def check_context(args: argparse.Namespace, pool: Pool, shape: ModelShape) -> None:
     """Raise ConfigurationError for a --cp-comm-type that is unknown or does not fit the heads, in
     any group of ranks that a strategy may use."""
-    types = args.cp_comm_type
-    if len(types) != 1 or types[0] not in CP_COMM_TYPES:
-        raise ConfigurationError(
-            f"--cp-comm-type takes 1 of {', '.join(CP_COMM_TYPES)} for all layers but was given "
-            f"{len(types)}: {' '.join(types)}; give one of them"
-        )
-    if types[0] != "a2a":
+    check_cp_comm_type(args.cp_comm_type)
+    if args.cp_comm_type[0] != "a2a":
         return
     schemes = {scheme for strategy in pool.strategies for scheme in strategy.schemes}
     for scheme in sorted(schemes, key=str):
@@ -472,90 +460,6 @@ def check_context(args: argparse.Namespace, pool: Pool, shape: ModelShape) -> No
                     f"--cp-comm-type a2a: scheme {scheme}: {refusal}; use --cp-comm-type auto, or "
                     f"a scheme with less cp or tp"
                 )
-
-
-def check_recompute(args: argparse.Namespace) -> None:
-    """Raise ConfigurationError for recompute flags that contradict each other or lack one.
-
-    args: before upstream's checks, in which --recompute-activations silently overrides another
-    granularity.
-    """
-    granularity = args.recompute_granularity
-    if args.recompute_activations and granularity == "full":
-        raise ConfigurationError(
-            "--recompute-activations stands for --recompute-granularity selective but "
-            "--recompute-granularity is full; give one of them"
-        )
-    if args.recompute_activations:
-        granularity = "selective"
-    if granularity == "full":
-        _check_full(args)
-    if args.recompute_modules is not None and granularity == "selective":
-        _check_modules(args)
-
-
-_KEPT_MODULES = ("layernorm", "moe_act", "moe", "shared_experts", "mla_up_proj", "gdn_norm_out")
-"""Modules of upstream's selective recompute that are not recomputed here."""
-
-
-def drop_kept_modules(args: argparse.Namespace) -> tuple[tuple[str, str], ...]:
-    """Remove from ``args.recompute_modules`` those that keep their activations here.
-
-    The update is the same. Returns (option with the module, what happens instead) for each.
-    """
-    modules = args.recompute_modules or []
-    not_recomputed = (*_KEPT_MODULES, *(KEPT_WITH_EXPERTS if args.num_experts else ()))
-    kept = [module for module in modules if module in not_recomputed]
-    if kept:
-        args.recompute_modules = [module for module in modules if module not in kept] or None
-        if args.recompute_modules is None and args.recompute_granularity == "selective":
-            args.recompute_granularity = None
-    return tuple((f"--recompute-modules {module}", KEPT_TEXT) for module in kept)
-
-
-def _check_full(args: argparse.Namespace) -> None:
-    if args.recompute_method is None:
-        raise ConfigurationError(
-            "--recompute-granularity full needs the layers to recompute; give --recompute-method "
-            "uniform, or block for only the first layers of a stage"
-        )
-    if args.recompute_num_layers is None:
-        raise ConfigurationError(
-            f"--recompute-method {args.recompute_method} takes a number of layers, which is "
-            "missing; give --recompute-num-layers, for example 1"
-        )
-
-
-def _check_modules(args: argparse.Namespace) -> None:
-    for module in args.recompute_modules:
-        if module not in SELECTIVE_MODULES:
-            raise ConfigurationError(
-                f"--recompute-modules {module} is not honoured: upstream knows no such module; use "
-                f"{' or '.join(SELECTIVE_MODULES)}"
-            )
-    if "mlp" in args.recompute_modules and args.add_bias_linear:
-        raise ConfigurationError(
-            "--recompute-modules mlp: upstream recomputes only an MLP without biases, because "
-            "its output bias would get no gradient; add --disable-bias-linear or use "
-            "--recompute-granularity full"
-        )
-
-
-def gradient_bytes(args: argparse.Namespace) -> int:
-    return BF16_BYTES if args.bf16 and args.grad_reduce_in_bf16 else FP32_BYTES
-
-
-def recompute_of(args: argparse.Namespace) -> Recompute:
-    """The recomputation of arguments that upstream's checks have completed."""
-    if args.recompute_granularity is None:
-        return Recompute()
-    if args.recompute_granularity == "selective":
-        # Upstream's own default.
-        modules = args.recompute_modules or ("core_attn",)
-        return Recompute(granularity="selective", modules=tuple(modules))
-    return Recompute(
-        granularity="full", method=args.recompute_method, num_layers=args.recompute_num_layers
-    )
 
 
 def resolve_pool(

@@ -12,7 +12,12 @@ from typing import Any
 
 from megatron.core.datasets.utils import get_blend_from_list
 
-from megatron.hydraulis.cost_model.shape_arguments import num_gate_tensors
+from megatron.hydraulis.cost_model.layer_arguments import (
+    TE_LAYERS,
+    asked_layers,
+    balances_by_a_loss,
+    num_gate_tensors,
+)
 from megatron.hydraulis.data.tokenizer import (
     build_tokenizer,
     check_made_with,
@@ -138,14 +143,6 @@ def _of_option(args: argparse.Namespace, dest: str) -> str:
     )
 
 
-def balances_by_a_loss(args: argparse.Namespace) -> bool:
-    """Whether routers balance the load of experts by a loss."""
-    # Upstream takes lists, which its checks replace by their only value.
-    is_zero = args.moe_aux_loss_coeff in (0, [0])
-    is_off = args.moe_router_load_balancing_type in ("none", ["none"])
-    return args.num_experts is not None and not is_zero and not is_off
-
-
 def set_defaults(
     flags: ParsedFlags, before: Mapping[str, Any], run_dir: Path, *, has_cuda: bool
 ) -> None:
@@ -194,21 +191,14 @@ def set_defaults(
             setattr(flags.args, dest, value)
 
 
-TE_LAYERS = "transformer_engine"
-OF_TE = ("moe_grouped_gemm", "moe_permute_fusion")
-"""Attributes of options that only layers of Transformer Engine have an implementation of."""
-
-
 def chosen_layers(flags: ParsedFlags, asked: str, *, has_cuda: bool) -> str:
     """The value of --transformer-impl on this machine, for the one that was parsed: Transformer
     Engine's layers if they are asked for, or installed and an option needs them."""
     if not has_cuda:
         return "local"
-    if flags.was_given("transformer_impl"):
-        return asked
-    is_better = flags.args.spec is None and any(flags.was_given(dest) for dest in OF_TE)
-    is_installed = importlib.util.find_spec(TE_LAYERS) is not None
-    return TE_LAYERS if is_better and is_installed else "local"
+    is_given = flags.was_given("transformer_impl")
+    layers = asked_layers(flags.args, asked if is_given else None)
+    return layers if is_given or importlib.util.find_spec(TE_LAYERS) is not None else "local"
 
 
 def has_fused_weight_gradients() -> bool:

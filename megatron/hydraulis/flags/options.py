@@ -500,6 +500,7 @@ _REFUSED = (
         "every iteration trains on the sequences that follow, in one order for the whole run",
         _REMOVE,
         r"phase-transition-iterations|iterations-to-skip|sample-rate",
+        changes_costs=False,
     ),
     Refused(
         "RL",
@@ -551,6 +552,7 @@ _REFUSED = (
         "which weights and settings a run starts with, or what it dumps, is not chosen in this way",
         "use --load, with --finetune for weights alone, and give the options of the model",
         groups=("checkpointing",),
+        changes_costs=False,
     ),
     Refused(
         "half precision with loss scaling",
@@ -576,6 +578,7 @@ _REFUSED = (
         "ranks come from the launcher",
         _REMOVE,
         groups=("distributed init",),
+        changes_costs=False,
     ),
     Refused(
         "initialisation",
@@ -583,12 +586,14 @@ _REFUSED = (
         _REMOVE,
         r"no-initialization|embedding-init-method-std|use-mup|init-method-xavier-uniform|"
         r"data-parallel-random-init",
+        changes_costs=False,
     ),
     Refused(
         "other data",
         "a sequence is a whole document of a corpus",
         "name the corpus by --data-path, or --train-data-path with its companions",
         groups=("data and dataloader",),
+        changes_costs=False,
     ),
     Refused(
         "tokenizer",
@@ -608,12 +613,14 @@ _REFUSED = (
         "use --eval-interval and --eval-iters",
         r"skip-train|test-mode",
         ("validation",),
+        changes_costs=False,
     ),
     Refused(
         "injected faults",
         "it makes a healthy job fail",
         _REMOVE,
         r"error-injection-.*|fault-injector-.*",
+        changes_costs=False,
     ),
     Refused(
         "determinism",

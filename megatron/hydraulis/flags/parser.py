@@ -12,6 +12,7 @@ from megatron.training.arguments import add_megatron_arguments
 
 from megatron.hydraulis.command_line import closest
 from megatron.hydraulis.errors import ConfigurationError, Problems
+from megatron.hydraulis.flags.checks import check_experts, check_query_groups, check_variants
 from megatron.hydraulis.flags.config import FIELDS_BY_TOPIC, HydraulisConfig, option_of
 from megatron.hydraulis.flags.options import (
     EQUIVALENTS,
@@ -36,6 +37,7 @@ _DESCRIPTION = (
 _METAVARS: Mapping[Any, str] = {int: "N", float: "X"}
 """Names of upstream's numbers in --help, where argparse would repeat the flag."""
 _IGNORE_UNKNOWN = "--ignore-unknown-options"
+_OF_MODEL = frozenset({**HONOURED_BY_TOPIC["Model"], **HONOURED_BY_TOPIC["Experts"]})
 _SWITCHED_OFF_BY_0 = ("--num-experts",)
 """Honoured options whose 0 stands for their absence."""
 
@@ -263,13 +265,44 @@ class FlagParser:
             args, tuple(honoured), tuple(taken.values()), unknown, attempted, frozenset(wrong)
         )
 
-    def parse_upstream(self, words: Sequence[str]) -> tuple[ParsedFlags, list[str]]:
-        """Parse upstream's options among the words of a command line; returns all other words too.
+    def parse_launch_options(
+        self, words: Sequence[str], rest: Sequence[str]
+    ) -> tuple[ParsedFlags, list[str], list[str]]:
+        """Parse the options of training in the command line of another command.
 
-        Raises ConfigurationError as `parse`.
+        Raises ConfigurationError as `parse`, and for a model that training refuses.
+
+        Args:
+            words: the whole command line.
+            rest: those that the command does not know itself.
+
+        Returns:
+            The options of training in rest, and those that describe the model in words; refused
+            ones on which no costs depend; all other words of rest.
         """
-        upstream, others = _split(words, self._upstream)
-        return self.parse(upstream), others
+        options = {word.split("=")[0] for word in rest if word.startswith("--")}
+        rows = {option: self._row(option) for option in options}
+        without_costs = {
+            option
+            for option, row in rows.items()
+            if isinstance(row, Refused) and not row.changes_costs
+        }
+        known = options - without_costs
+        if _IGNORE_UNKNOWN not in rest:
+            known &= {*self._actions, *FORMER_OPTIONS}
+        refused, others = _split(rest, without_costs)
+        here, others = _split(others, known)
+        problems = Problems()
+        flags = self.parse([*here, *_split(words, _OF_MODEL - options)[0]], problems)
+        described = {name for name, value in vars(flags.args).items() if value is not None}
+        problems.hide(
+            flags.args, {*flags.wrong, *({"num_layers", "num_attention_heads"} - described)}
+        )
+        for check in (check_variants, check_query_groups, check_experts):
+            with problems.collected():
+                check(flags.args)
+        problems.raise_any()
+        return flags, refused, others
 
     def words_of_training(self, words: Sequence[str], without: Collection[str]) -> list[str]:
         """The options of training among the words of a command, with their values.

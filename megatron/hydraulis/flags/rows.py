@@ -64,6 +64,8 @@ class Refused:
     """Titles of upstream's argument groups."""
     need: Need | None = None
     """A setting without which the options have no effect; they are then taken."""
+    changes_costs: bool = True
+    """Whether time or memory may depend on the options: planning commands refuse them, too."""
 
     def covers(self, option: str, group: str) -> bool:
         """Whether the option, or the group it stands in, belongs here."""

@@ -14,9 +14,9 @@ from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 from megatron.training.models.gpt import GPTModelConfig, default_layer_spec
 
+from megatron.hydraulis.cost_model.layer_arguments import gradient_bytes
 from megatron.hydraulis.cost_model.regrouping import BF16_BYTES
 from megatron.hydraulis.flags.arguments import Resolved, gpt_model_config
-from megatron.hydraulis.flags.checks import gradient_bytes
 from megatron.hydraulis.optimizer.sharded_adamw import AdamWSettings
 from megatron.hydraulis.runtime.core_attention import (
     CoreAttention,

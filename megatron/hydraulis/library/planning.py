@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -12,15 +11,15 @@ from typing import Any
 from megatron.hydraulis.cost_model.analytic import AnalyticCostModel
 from megatron.hydraulis.cost_model.device import DeviceConstants
 from megatron.hydraulis.cost_model.interface import CostModel, usual_times_ms
+from megatron.hydraulis.cost_model.layer_arguments import gradient_bytes, layer_settings
 from megatron.hydraulis.cost_model.limits import CUDA_ROW_QUANTUM, Limits
 from megatron.hydraulis.cost_model.profile import ProfileCostModel, ProfiledModel
-from megatron.hydraulis.cost_model.shape_arguments import ROUTER_BYTES, num_gate_tensors
+from megatron.hydraulis.cost_model.recompute import recompute_of
 from megatron.hydraulis.cost_model.staging import PoolFootprint
 from megatron.hydraulis.errors import ConfigurationError, StrategyError
 from megatron.hydraulis.flags.arguments import Resolved
-from megatron.hydraulis.flags.checks import check_schedule, gradient_bytes, recompute_of
+from megatron.hydraulis.flags.checks import check_schedule
 from megatron.hydraulis.flags.config import HydraulisConfig
-from megatron.hydraulis.flags.defaults import balances_by_a_loss
 from megatron.hydraulis.flags.describe import describe
 from megatron.hydraulis.planner.ahead import LookAheadPlanner
 from megatron.hydraulis.planner.plan import Planner
@@ -267,40 +266,19 @@ def analytic_cost_model(
 ) -> AnalyticCostModel:
     """Of the run on a device; core_attention as for `Planning.of`."""
     pool = resolved.pool
-    has_te_layers = resolved.args.transformer_impl == "transformer_engine"
-    attention = core_attention or resolved.hydraulis.core_attention
-    takes_te = has_te_layers and resolved.args.softmax_type == "vanilla"
+    args, hydraulis = resolved.args, resolved.hydraulis
     return AnalyticCostModel(
         shape=resolved.shape,
         device=device,
         cluster=device.cluster(pool.num_ranks, pool.ranks_per_node),
-        parameter_bytes=2 if resolved.args.bf16 else 4,
-        sequence_parallel=resolved.hydraulis.sequence_parallel,
-        recompute=recompute_of(resolved.args),
-        cp_comm_type=resolved.args.cp_comm_type[0],
-        qk_norms=resolved.args.qk_layernorm,
-        num_gate_tensors=num_gate_tensors(resolved.args),
-        softmax_type=resolved.args.softmax_type,
-        loss_chunk_tokens=resolved.hydraulis.loss_chunk_tokens,
-        has_wide_norms=(
-            resolved.args.layernorm_zero_centered_gamma
-            and resolved.args.transformer_impl == "local"
-        ),
-        router_bytes=ROUTER_BYTES.get(resolved.args.moe_router_dtype, 0),
-        num_score_tensors=_num_score_tensors(resolved.args),
-        has_te_layers=has_te_layers,
-        groups_experts=resolved.args.moe_grouped_gemm and resolved.shape.num_experts > 0,
-        fuses_rope=resolved.args.apply_rope_fusion,
-        has_te_attention=attention == "te" or (attention == "auto" and takes_te),
-        pool=PoolFootprint.of(pool, resolved.shape, gradient_bytes=gradient_bytes(resolved.args)),
+        parameter_bytes=2 if args.bf16 else 4,
+        sequence_parallel=hydraulis.sequence_parallel,
+        recompute=recompute_of(args),
+        cp_comm_type=args.cp_comm_type[0],
+        loss_chunk_tokens=hydraulis.loss_chunk_tokens,
+        pool=PoolFootprint.of(pool, resolved.shape, gradient_bytes=gradient_bytes(args)),
+        **layer_settings(args, resolved.shape, core_attention or hydraulis.core_attention),
     )
-
-
-def _num_score_tensors(args: argparse.Namespace) -> int:
-    """What a router keeps of scores, see `MOST_SCORE_TENSORS`."""
-    has_scores_of_all = args.moe_router_pre_softmax or args.moe_router_score_function != "softmax"
-    has_z_loss = bool(args.moe_z_loss_coeff)
-    return has_scores_of_all + 2 * balances_by_a_loss(args) + has_z_loss
 
 
 def regroup_settings(resolved: Resolved) -> dict[str, Any]:

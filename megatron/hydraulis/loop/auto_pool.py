@@ -16,11 +16,12 @@ import torch.distributed as dist
 from megatron.hydraulis.cost_model.device import DeviceConstants
 from megatron.hydraulis.cost_model.estimate_command import estimated_profile, possible_schemes
 from megatron.hydraulis.cost_model.job_costs import JobCosts
+from megatron.hydraulis.cost_model.layer_arguments import gradient_bytes
 from megatron.hydraulis.cost_model.profile import ProfileCostModel
 from megatron.hydraulis.data.sources import load_corpora_from_arguments
 from megatron.hydraulis.errors import ConfigurationError, HydraulisError
 from megatron.hydraulis.flags.arguments import Resolved
-from megatron.hydraulis.flags.checks import check_context, gradient_bytes
+from megatron.hydraulis.flags.checks import check_context
 from megatron.hydraulis.json_object import write_json
 from megatron.hydraulis.lengths.counts import LengthCounts
 from megatron.hydraulis.library.devices import constants_of_this_rank

@@ -18,6 +18,7 @@ import torch.distributed as dist
 from hydraulis_patches.training_loop import apply_training_loop
 from megatron.hydraulis.checkpoint.collective_errors import on_all_ranks, on_rank_0
 from megatron.hydraulis.cost_model.device import described_device
+from megatron.hydraulis.cost_model.layer_arguments import gradient_bytes
 from megatron.hydraulis.cost_model.profile import ProfiledModel
 from megatron.hydraulis.data.corpus import Corpus, DatasetFingerprint
 from megatron.hydraulis.data.sampler import BatchSizes, EvaluationSampler, LengthSampler
@@ -29,7 +30,6 @@ from megatron.hydraulis.errors import (
     why_not_written,
 )
 from megatron.hydraulis.flags.arguments import Resolved, install_globals
-from megatron.hydraulis.flags.checks import gradient_bytes
 from megatron.hydraulis.flags.defaults import has_fused_weight_gradients
 from megatron.hydraulis.flags.describe import (
     batch_text,

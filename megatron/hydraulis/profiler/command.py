@@ -24,10 +24,11 @@ from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
 from rich.progress import MofNCompleteColumn, TimeElapsedColumn
 
 from hydraulis_patches.cpu_backend import apply_cpu_backend
+from megatron.hydraulis.cost_model.layer_arguments import gradient_bytes
 from megatron.hydraulis.cost_model.profile import ProfileCostModel
 from megatron.hydraulis.errors import ConfigurationError, HydraulisError, StrategyError
 from megatron.hydraulis.flags.arguments import Resolved, parse_arguments
-from megatron.hydraulis.flags.checks import check_vocabulary_parts, gradient_bytes
+from megatron.hydraulis.flags.checks import check_vocabulary_parts
 from megatron.hydraulis.json_object import write_json
 from megatron.hydraulis.lengths.counts import read_lengths
 from megatron.hydraulis.library.building import (

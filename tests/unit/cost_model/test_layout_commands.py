@@ -113,8 +113,6 @@ def test_commands_and_training_describe_latents_by_the_same_flags(
             ["--multi-latent-attention"],  # with the query groups of this model
             "heads 32 heads but --group-query-attention shares them; remove one of the two",
         ),
-        (["--v-head-dim", "8"], "describes latent attention but --multi-latent-attention is"),
-        (EXPERTS[2:4], "--moe-ffn-hidden-size describes experts but --num-experts is missing"),
         (
             ["--num-experts", "4", "--moe-layer-freq", "[0,1]"],
             r"each of 48 layers, but is \[0, 1\]; correct it",
@@ -388,7 +386,7 @@ def test_all_schemes_that_fit_are_the_default(capsys: pytest.CaptureFixture[str]
             "on 16 ranks of h100 none of 2 does: tp2 needs 135",
         ),
         (
-            "advise --lengths lengths.csv --global-batch-size 8 --num-ranks 1",
+            "advise --lengths examples/lengths_instance_b.json --global-batch-size 8 --num-ranks 1",
             "on 1 ranks of h100 none of 1 does: tp1 needs .* GB of 69.0 GB",
         ),
     ],
@@ -413,16 +411,128 @@ def test_options_of_a_launch_script_are_accepted(capsys: pytest.CaptureFixture[s
     assert main([*job, "--json", *LAUNCH_OPTIONS.split()]) == 0
     out, err = capsys.readouterr()
     (line,) = err.splitlines()
-    ignored = "--normalization RMSNorm, --disable-bias-linear, --bf16, "
+    ignored = "--normalization RMSNorm, --disable-bias-linear, --tensor-model-parallel-size 2, "
     assert line.startswith(f"options without effect here: {ignored}")
     assert "--lr 1e-4" in line
     assert main([*job, "--json", "--qk-layernorm", "--recompute-granularity", "selective"]) == 0
-    assert capsys.readouterr() == (out, "")
-    assert main([*job, "--fp16"]) == 2
-    assert "--fp16 is not honoured" in capsys.readouterr().err
+    assert capsys.readouterr() == (out, "precision: bf16, assumed; --bf16 or --fp32 gives it\n")
+    for typed, problem in (
+        ("--fp16", "--fp16 is not honoured"),
+        ("--lr -1", "--lr must be at least 0"),
+        ("--cp-comm-type p2p a2a", "takes 1 of auto, p2p, all_gather, a2a for all layers but was"),
+        ("--recompute-activations --recompute-modules none", "upstream knows no such module"),
+        # What training alone reads is checked as there.
+        (
+            "--num-experts 4 --disable-bias-linear --moe-router-num-groups 3 "
+            "--moe-router-group-topk 1",
+            "--num-experts 4 is not a multiple of --moe-router-num-groups 3",
+        ),
+        ("--num-experts 4 --lr 1e-4", "add --disable-bias-linear"),
+    ):
+        assert main([*job, *typed.split()]) == 2
+        assert problem in capsys.readouterr().err
     with pytest.raises(SystemExit):
         main([*job, "--bf16", "--rank-per-node", "8"])
     assert "did you mean --ranks-per-node instead of --rank-per-node?" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("flags", "lines"),
+    [
+        (
+            "--bf16 --mock-data --strategy tp8 --global-batch-tokens 8192 --run-dir x",
+            "without effect here: --strategy tp8, --global-batch-tokens 8192, --run-dir x, "
+            "--mock-data (training refuses it)",
+        ),
+        ("--bf16 --vocab-size 100 --no-such 1 --ignore-unknown-options", ", --no-such 1"),
+        (
+            "--bf16 --recompute-activations --recompute-modules moe_act",
+            "--recompute-modules moe_act: its activations are kept",
+        ),
+        ("--bf16 --v-head-dim 8", "--v-head-dim: without effect, as there is no --multi-latent-"),
+        (
+            "--bf16 --moe-ffn-hidden-size 8 --moe-grouped-gemm",
+            "--moe-ffn-hidden-size, --moe-grouped-gemm: without effect, as there is no --num-exp",
+        ),
+        ("--bf16 --num-query-groups 8", "--num-query-groups: without effect, as there is no --gro"),
+        (
+            "--bf16 --window-attn-skip-freq 2 --glu-linear-offset 1",
+            "--window-attn-skip-freq: without effect, as there is no --window-size",
+        ),
+    ],
+)
+def test_options_without_effect_are_named(
+    flags: str, lines: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    as_without = _estimated("--bf16", capsys=capsys)
+    if "--glu" in flags:
+        as_without = _estimated("--glu-linear-offset", "1", capsys=capsys)
+    job = ["--device", "H100", "--schemes", "tp8", "--num-ranks", "8", "--json"]
+    assert main(["estimate", *LLAMA_13B, *job, *flags.split()]) == 0
+    out, err = capsys.readouterr()
+    assert json.loads(out) == as_without
+    assert lines in err
+    assert "precision" not in err
+
+
+@pytest.mark.parametrize(
+    ("flags", "dtype", "line"),
+    [
+        ("", "bf16", "precision: bf16, assumed"),
+        ("--bf16 --lr 1e-4", "bf16", ""),
+        ("--fp32", "fp32", ""),
+        ("--lr 1e-4", "fp32", "precision: fp32, as in training with these options"),
+    ],
+)
+def test_the_precision_is_that_of_training(
+    flags: str, dtype: str, line: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = str(tmp_path / "profile.json")
+    job = ["--device", "h100", "--schemes", "tp8", "--num-ranks", "8", "--out", out]
+    assert main(["estimate", *LLAMA_13B, *job, *flags.split()]) == 0
+    err = capsys.readouterr().err
+    assert line in err
+    assert ("precision" in err) == bool(line)
+    profile = ProfileCostModel.read(out)
+    assert profile.model is not None
+    assert profile.model.dtype == dtype
+    other = "--bf16" if dtype == "fp32" else "--fp32"
+    argv = ["plan", "--lengths", str(EXAMPLES / "lengths_instance_b.json"), "--cost-profile", out]
+    (tmp_path / "pool.json").write_text(
+        json.dumps(
+            {
+                "num_ranks": 8,
+                "ranks_per_node": 8,
+                "strategies": [{"name": "tp8", "replicas": "tp8"}],
+            }
+        )
+    )
+    assert main([*argv, "--strategy-pool", str(tmp_path / "pool.json"), other]) == 2
+    assert f"with dtype {dtype} instead of {other[2:]}" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("flags", ["--moe-permute-fusion", "--moe-grouped-gemm"])
+def test_experts_take_layers_of_transformer_engine_as_in_training(
+    flags: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    job = ["--device", "h100", "--schemes", "tp2cp4ep8", "--num-ranks", "16", "--bf16", "--json"]
+    limits = {}
+    for more in (
+        "",
+        flags,
+        f"{flags} --transformer-impl local",
+        "--transformer-impl",
+        f"{flags} --spec a b",
+    ):
+        value = ["transformer_engine"] if more == "--transformer-impl" else []
+        argv = ["estimate", *QWEN3_30B_A3B, *EXPERTS, *job, *more.split(), *value]
+        assert main(argv) == 0
+        (row,) = json.loads(capsys.readouterr().out)["schemes"]
+        limits[more] = row["max_tokens"]
+    local, te = limits[""], limits["--transformer-impl"]
+    assert limits[f"{flags} --transformer-impl local"] == limits[f"{flags} --spec a b"] == local
+    assert limits[flags] != local
+    assert (limits[flags] == te) == (flags == "--moe-permute-fusion")
 
 
 def test_recomputation_takes_longer_and_holds_more(capsys: pytest.CaptureFixture[str]) -> None:
@@ -531,7 +641,6 @@ def test_models_that_are_described_twice_or_in_part(
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        (["--num-query-groups", "8"], "come together"),
         (["--num-attention-heads", "63"], "not a multiple of 63 heads"),
         (["--group-query-attention", "--num-query-groups", "7"], "query groups"),
         (["--make-vocab-size-divisible-by", "0"], "at least 1 but is 0"),

@@ -289,7 +289,9 @@ def test_experts_over_replicas_cost_what_the_cost_model_says() -> None:
     # 15 of 16 copies travel, not 7 of 8, and some of them between nodes.
     assert more.time.expert_parallel_s > less.time.expert_parallel_s * (15 / 16) / (7 / 8)
     assert more.time.launch_s < less.time.launch_s
-    grouped = predict(replace(EXPERTS, groups_experts=True), WITH_EXPERTS)
+    grouped = predict(
+        replace(EXPERTS, layers={"has_te_layers": True, "groups_experts": True}), WITH_EXPERTS
+    )
     assert 0.0 < grouped.time.launch_s < less.time.launch_s / 2
     assert grouped.time.matmul_s == less.time.matmul_s
     # Four replicas share experts: columns of a replica of 16 ranks.
