@@ -311,8 +311,9 @@ def _without_slow_waves(
     """All but the slower schemes with ``~`` and ep.
 
     The fastest `_NUM_SPLITTING` that hold the longest sequence of all remain, and as many that hold
-    that of half of the batches. Of schemes that differ in cp only the narrowest counts:
-    it costs the same, and its replicas do not wait for each other.
+    that of half of the batches. Of schemes that differ in cp only the narrowest counts, whose
+    replicas do not wait for each other, and of the fastest also that of all ranks, which has no
+    replicas to balance.
     """
     lengths = np.sort(np.concatenate([np.asarray(batch, dtype=np.float64) for batch in batches]))
     share = np.cumsum(lengths) / lengths.sum()
@@ -321,17 +322,23 @@ def _without_slow_waves(
     of_batches = [max(batch) for batch in batches]
     kept: list[_Rated] = [one for one in rated if one not in split]
     for limit in (max(longest, *of_batches), int(np.median(of_batches))):
-        narrowest: dict[tuple[int, int, int], _Rated] = {}
+        narrowest: dict[Scheme, _Rated] = {}
         for one in split:  # narrow ones first
             if one.cost.longest >= limit:
-                narrowest.setdefault((one.scheme.tp, one.scheme.ep, one.scheme.pp), one)
+                narrowest.setdefault(one.scheme.of_context_group(1), one)
         paces_ms = {
             one: _wave_pace_ms(one.scheme, one.cost, weighed[weighed <= limit], iteration_ms)
             + one.overhead_ms * num_ranks / (lengths.sum() / len(batches))
             for one in narrowest.values()
         }
         fastest = sorted(paces_ms, key=lambda one: paces_ms[one])[:_NUM_SPLITTING]
-        kept += [one for one in fastest if one not in kept]
+        of_fastest = {one.scheme.of_context_group(1) for one in fastest[:1]}
+        widest = [
+            one
+            for one in split
+            if one.scheme.num_ranks == num_ranks and one.scheme.of_context_group(1) in of_fastest
+        ]
+        kept += [one for one in (*fastest, *widest) if one not in kept]
     return kept
 
 
