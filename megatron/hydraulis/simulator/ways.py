@@ -299,7 +299,7 @@ class Ways:
         """Strategies of one scheme that fill the job, each once.
 
         ``~`` only with ep, where it is Megatron's expert parallelism over data-parallel ranks, and
-        of several widths only the narrowest that holds the longest sequence.
+        of several widths only the narrowest that holds the longest sequence, and all ranks.
         """
         num_ranks, per_node = self.pool.num_ranks, self.pool.ranks_per_node
         found: dict[str, Strategy] = {}
@@ -319,13 +319,16 @@ class Ways:
             if row.max_tokens and row.scheme == row.scheme.as_replica:
                 yield row.scheme
 
-    def _splitting_schemes(self) -> Iterable[Scheme]:
-        """By tp, ep and pp the narrowest that holds the longest sequence."""
-        narrowest: dict[tuple[int, int, int], Scheme] = {}
-        for scheme in self.profile.splitting_schemes:
+    def _splitting_schemes(self) -> Iterator[Scheme]:
+        """By tp, ep and pp the narrowest that holds the longest sequence, and that of all ranks,
+        which has no replicas to balance."""
+        known: set[Scheme] = set()
+        for scheme in self.profile.splitting_schemes:  # narrow ones first
             if scheme.ep > 1 and self.profile.max_tokens(scheme) >= self.limit:
-                narrowest.setdefault((scheme.tp, scheme.ep, scheme.pp), scheme)
-        return narrowest.values()
+                narrow = scheme.of_context_group(1)
+                if narrow not in known or scheme.num_ranks == self.pool.num_ranks:
+                    known.add(narrow)
+                    yield scheme
 
     def static(self) -> list[Strategy]:
         """Homogeneous strategies that hold the longest sequence."""

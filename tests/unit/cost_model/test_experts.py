@@ -1,5 +1,6 @@
 """What experts cost by scheme: weights, exchange, launches, the load of the busiest rank."""
 
+from collections import Counter
 from dataclasses import replace
 from pathlib import Path
 
@@ -105,8 +106,11 @@ def test_expert_parallelism_over_data_parallel_ranks_is_offered_and_compared() -
     pool = Pool.of(Strategy.parse("tp2cp4ep8pp2", 16, ranks_per_node=8))
     ways = Ways(batches=batches, pool=pool, costs=JobCosts(profile=profile, model=None))
     static = set(map(str, ways.static()))
-    assert {"2*cp8~ep8", "cp8~ep8pp2"} <= static
-    assert "cp16~ep8" not in static  # wider than the longest sequence needs
+    assert {"2*cp8~ep8", "cp8~ep8pp2", "cp16~ep8"} <= static
+    # Of each tp, ep and pp the narrowest that holds the longest sequence, and all ranks.
+    assert {"2*cp4~ep4pp2", "cp8~ep4pp2"} <= static
+    split = (strategy.schemes[0] for strategy in ways.static() if "~" in str(strategy))
+    assert set(Counter(scheme.of_context_group(1) for scheme in split).values()) == {1, 2}
     lanes = {
         (str(layout.strategy), layout.scheme.cp)
         for layout in ways.layouts()
