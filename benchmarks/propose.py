@@ -169,13 +169,16 @@ def case_costs(name: str, num_ranks: int) -> JobCosts:
     else:
         shape, device = SIZES[size], device_constants(device_name)
     cluster = device.cluster(num_ranks, RANKS_PER_NODE)
+    has_experts = name in EXPERT_MODELS  # as the commands with --moe-grouped-gemm
     model = AnalyticCostModel(
         shape=shape,
         device=device,
         cluster=cluster,
         cp_comm_type="auto",
-        has_te_layers=name in EXPERT_MODELS,
-        groups_experts=name in EXPERT_MODELS,
+        has_te_layers=has_experts,
+        groups_experts=has_experts,
+        fuses_rope=has_experts,
+        has_te_attention=has_experts,
     )
     if device_name != "A800":
         schemes = possible_schemes(shape, num_ranks, RANKS_PER_NODE)

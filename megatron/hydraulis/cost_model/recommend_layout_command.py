@@ -142,7 +142,7 @@ def run(namespace: argparse.Namespace) -> int:
         )
     console.print(
         f"{len(search.rejected)} layouts are out of memory, {len(search.refused)} cannot be run: "
-        f"--json lists them"
+        f"--json lists them. Layouts have no cp; advise compares strategies that have."
     )
     print_next(
         "hydraulis advise --lengths CORPUS.idx --seq-length",
@@ -257,7 +257,7 @@ def _none_fits(
     return (
         f"a layout must fit in {least.usable_bytes / 1e9:.1f} GB of {device.name} but the smallest "
         f"of {len(rejected)} needs {least.memory.total_bytes / 1e9:.1f} GB; use more ranks or "
-        f"shorter sequences"
+        f"shorter sequences, or advise: its strategies have cp, layouts have none"
     )
 
 

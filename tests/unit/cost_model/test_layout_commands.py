@@ -304,6 +304,7 @@ def test_readable_tables(
     text = capsys.readouterr().out
     assert "fastest; most goes to" in text
     assert "out of memory" in text
+    assert "Layouts have no cp" in " ".join(text.split())
     *lines, following = text.splitlines()
     assert max(map(len, lines)) <= 100
     assert following.startswith("next: hydraulis advise --lengths CORPUS.idx --seq-length 2048 ")
