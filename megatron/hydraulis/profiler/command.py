@@ -29,7 +29,7 @@ from megatron.hydraulis.cost_model.profile import ProfileCostModel
 from megatron.hydraulis.errors import ConfigurationError, HydraulisError, StrategyError
 from megatron.hydraulis.flags.arguments import Resolved, parse_arguments
 from megatron.hydraulis.flags.checks import check_vocabulary_parts
-from megatron.hydraulis.json_object import write_json
+from megatron.hydraulis.json_object import write_output
 from megatron.hydraulis.lengths.counts import read_lengths
 from megatron.hydraulis.library.building import (
     build_engine,
@@ -192,7 +192,7 @@ def _run(namespace: argparse.Namespace) -> None:
             )
         profile = job.measure()
         if rank == 0:
-            _write(Path(namespace.out), profile)
+            write_output(namespace.out, profile.to_json())
             if namespace.json:
                 print(json.dumps(profile.to_json()))
             else:
@@ -516,14 +516,3 @@ def _typical_point(points: Sequence[MeasuredPoint]) -> MeasuredPoint | None:
     half = max(point.point.num_tokens for point in fitting) / 2
     mixtures = [point for point in fitting if point.point.packing == MIXTURE] or fitting
     return min(mixtures, key=lambda point: abs(point.point.num_tokens - half))
-
-
-def _write(path: Path, profile: ProfileCostModel) -> None:
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        write_json(path, profile.to_json())
-    except OSError as error:
-        raise ConfigurationError(
-            f"--out {path}: must be a file that can be written but: {error.strerror or error}; "
-            f"name another"
-        ) from error
