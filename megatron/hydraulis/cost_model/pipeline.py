@@ -44,7 +44,7 @@ def pipeline_time_ms(
     _check(times_ms, num_stages, forward_share)
     if num_stages == 1:
         return math.fsum(times_ms)
-    return _last_backward_end_ms([times_ms] * num_stages, forward_share)
+    return _last_backward_end_ms([_halves_ms(times_ms, forward_share)] * num_stages)
 
 
 def equal_micro_batches_time_ms(
@@ -55,9 +55,9 @@ def equal_micro_batches_time_ms(
     stages_ms: shape (num_stages,), forward + backward of a micro-batch on each stage.
     """
     num_simulated = min(num_micro_batches, _NUM_UNTIL_STEADY * len(stages_ms))
-    times_ms = [[stage_ms] * num_simulated for stage_ms in stages_ms]
+    halves_ms = [_halves_ms([stage_ms] * num_simulated, forward_share) for stage_ms in stages_ms]
     rest_ms = (num_micro_batches - num_simulated) * max(stages_ms)
-    return _last_backward_end_ms(times_ms, forward_share) + rest_ms
+    return _last_backward_end_ms(halves_ms) + rest_ms
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,7 +81,7 @@ def pipeline_schedule(
     """
     _check(times_ms, num_stages, forward_share)
     operations: list[Operation] = []
-    _last_backward_end_ms([times_ms] * num_stages, forward_share, operations)
+    _last_backward_end_ms([_halves_ms(times_ms, forward_share)] * num_stages, operations)
     return operations
 
 
@@ -95,19 +95,20 @@ def _check(times_ms: Sequence[float], num_stages: int, forward_share: float) -> 
             raise ValueError(f"a micro-batch takes a finite time of at least 0, not {time_ms} ms")
 
 
+def _halves_ms(times_ms: Sequence[float], forward_share: float) -> tuple[list[float], list[float]]:
+    """Forwards and backwards of micro-batches."""
+    forward_ms = [forward_share * time_ms for time_ms in times_ms]
+    return forward_ms, [
+        time_ms - forward for time_ms, forward in zip(times_ms, forward_ms, strict=True)
+    ]
+
+
 def _last_backward_end_ms(
-    times_ms: Sequence[Sequence[float]],
-    forward_share: float,
+    halves_ms: Sequence[tuple[list[float], list[float]]],
     operations: list[Operation] | None = None,
 ) -> float:
-    """The recurrence for times_ms of shape (num_stages, num_micro_batches); appends to
-    ``operations`` if given."""
-    num_stages, num_micro_batches = len(times_ms), len(times_ms[0])
-    forward_ms = [[forward_share * time_ms for time_ms in of_stage] for of_stage in times_ms]
-    backward_ms = [
-        [time_ms - forward for time_ms, forward in zip(*of_stage, strict=True)]
-        for of_stage in zip(times_ms, forward_ms, strict=True)
-    ]
+    """The recurrence; halves_ms: of each stage. Appends to ``operations`` if given."""
+    num_stages, num_micro_batches = len(halves_ms), len(halves_ms[0][0])
     free_ms = [0.0] * num_stages
     # End of the latest backward of each stage, and 0 behind the last one: its backward follows its
     # own forward, whose end is in free_ms.
@@ -116,18 +117,18 @@ def _last_backward_end_ms(
     # in round r-1, and stage s-1 that forward in this round, so every input is known.
     for round_ in range(num_micro_batches + num_stages):
         forward_end_ms = 0.0
-        for stage in range(num_stages):
+        for stage, (forward_ms, backward_ms) in enumerate(halves_ms):
             done_ms = free_ms[stage]
             finished = round_ - num_stages + stage
             if 0 <= finished < num_micro_batches:
                 start_ms = max(done_ms, backward_end_ms[stage + 1])
-                done_ms = start_ms + backward_ms[stage][finished]
+                done_ms = start_ms + backward_ms[finished]
                 backward_end_ms[stage] = done_ms
                 if operations is not None:
                     operations.append(Operation(False, stage, finished, start_ms, done_ms))
             if round_ < num_micro_batches:
                 start_ms = max(done_ms, forward_end_ms)
-                done_ms = start_ms + forward_ms[stage][round_]
+                done_ms = start_ms + forward_ms[round_]
                 forward_end_ms = done_ms
                 if operations is not None:
                     operations.append(Operation(True, stage, round_, start_ms, done_ms))
