@@ -41,7 +41,7 @@ _PIPELINE_STEP = 0.4
 _NUM_PIPELINE_TIMES = 3
 _LONG_TIME = 0.05
 # See Relaxation.owed.
-_LONGEST_FILLS = (0.06, 0.12)
+_LONGEST_FILL = 0.12
 # Number of dispatches, the best ones, that are improved by moves and swaps.
 _NUM_IMPROVED = 2
 # The slower searches are skipped below these gaps.
@@ -279,24 +279,23 @@ class StrategySearch:
         The program overestimates the capacity of pipelines, so bisection looks for the time at
         which pipelines, assigned no more than necessary, are as slow as the other replicas.
         """
-        for longest_fill in _LONGEST_FILLS:
-            low_ms, high_ms = self.bound_ms, self.found_ms
-            for _ in range(_NUM_PIPELINE_TIMES):
-                if self._is_done(_PIPELINE_GAP):
-                    return
-                time_ms = low_ms + _PIPELINE_STEP * (high_ms - low_ms)
-                shares = dispatch_by_program(
-                    self._relaxation, time_ms, self._packers, longest_fill=longest_fill
-                )
-                if shares is None:
-                    return
-                assignment = Assignment(self._packers, shares, self._effort)
-                assignment.repack_slowest()
-                if self._packers[assignment.slowest].cost.num_stages > 1:
-                    low_ms = time_ms
-                else:
-                    high_ms = time_ms
-                yield assignment
+        low_ms, high_ms = self.bound_ms, self.found_ms
+        for _ in range(_NUM_PIPELINE_TIMES):
+            if self._is_done(_PIPELINE_GAP):
+                return
+            time_ms = low_ms + _PIPELINE_STEP * (high_ms - low_ms)
+            shares = dispatch_by_program(
+                self._relaxation, time_ms, self._packers, longest_fill=_LONGEST_FILL
+            )
+            if shares is None:
+                return
+            assignment = Assignment(self._packers, shares, self._effort)
+            assignment.repack_slowest()
+            if self._packers[assignment.slowest].cost.num_stages > 1:
+                low_ms = time_ms
+            else:
+                high_ms = time_ms
+            yield assignment
 
     def _search_long_sequences(self) -> None:
         """Raise the bound by the long sequences alone, and improve their dispatch."""
