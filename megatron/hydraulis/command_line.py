@@ -141,6 +141,8 @@ def add_pool_argument(
     parser.add_argument(
         *("--pool", "--strategy-pool"),
         required=required,
+        # What training proposes itself is no file.
+        type=str if required else lambda text: None if text == "auto" else text,
         metavar="FILE",
         help=f"pool of strategies, JSON{note}",
     )

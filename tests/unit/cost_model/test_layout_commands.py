@@ -445,6 +445,7 @@ def test_options_of_a_launch_script_are_accepted(capsys: pytest.CaptureFixture[s
             "without effect here: --strategy tp8, --global-batch-tokens 8192, --run-dir x, "
             "--mock-data (training refuses it)",
         ),
+        ("--bf16 --strategy-pool auto", ""),
         ("--bf16 --vocab-size 100 --no-such 1 --ignore-unknown-options", ", --no-such 1"),
         (
             "--bf16 --recompute-activations --recompute-modules moe_act",
