@@ -34,6 +34,8 @@ _MOST_MICRO_BATCHES = 256
 _FULL = 0.97
 """Tokens of a well-packed micro-batch, as a share of its limit."""
 _LEAST_SHARE = 1e-4
+_LEAST_STEADY_SHARE = 0.3
+"""Of work, from which dividing by it converges."""
 _AT_FLOOR = 1.005
 """Nothing is learnt from times within this factor of the longest sequence's own time."""
 _RIDGE = 1.0
@@ -187,6 +189,11 @@ class Estimator:
             needed_ms = work_ms / shares[:, :, None, :]
             is_able = pass_ms <= time_ms[:, :, None, None] * (1.0 + 1e-9)
             best_ms, weights = _spread(needed_ms, is_able, num, is_there, weights, num_updates)
+            # Shares near 0 change much with the time: the part that does not work is added.
+            least_share = np.where(is_there, shares, 1.0).min(axis=2)
+            best_ms = np.where(is_held, best_ms, floor_ms)
+            added_ms = time_ms + least_share * (best_ms - time_ms)
+            best_ms = np.where(least_share < _LEAST_STEADY_SHARE, added_ms, best_ms)
             time_ms = np.maximum(best_ms, floor_ms)
         return np.where(is_held, best_ms, np.inf), np.where(is_held, floor_ms, np.inf)
 

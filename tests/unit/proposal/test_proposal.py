@@ -182,6 +182,22 @@ def test_every_mix_can_be_reached_by_exchanges() -> None:
     assert reached == set(all_mixes(candidates))
 
 
+def test_estimates_of_batches_that_take_mostly_constants() -> None:
+    """One micro-batch a replica, for which dividing by the share of work would not converge."""
+    rows = [(1, 1, 7e-9, 8e-5, 7.2, 10**6), (2, 1, 4e-9, 5e-5, 7.6, 10**6)]
+    model = ProfileCostModel.from_json(profile(rows), what="profile")
+    batches = draw_batches(COUNTS, SIZE, 3, 0)
+    candidates = Candidates.of(model, 4, 4, batches=batches)
+    mixes = single_scheme_mixes(candidates)
+    expected_ms = [
+        [c + b * sum(batch) * tp / 4 for batch in batches]
+        for mix in mixes
+        for tp, _, _, b, c, _ in [rows[mix.index(max(mix))]]
+    ]
+    estimates_ms = Estimator(candidates, batches).times_ms(mixes, range(3))
+    np.testing.assert_allclose(estimates_ms, expected_ms, rtol=0.1)
+
+
 def test_the_quick_estimate_is_near_the_plans() -> None:
     candidates = Candidates.of(MODEL, 8, 8)
     batches = draw_batches(COUNTS, BatchSizes.constant(num_sequences=40), 2, 2)
