@@ -138,6 +138,7 @@ def test_a_full_disk_is_one_error_of_the_rank_that_writes(writer: str, tmp_path:
     assert f" bytes are free in {path.parent}); " in line
     assert "another rank is gone: " in outcome.ranks[0].stderr
     assert "Traceback" not in outcome.stderr
+    assert not json.loads((run_dir / "config.json").read_text())["has_ended"]
 
 
 # --- a user's own parts -----------------------------------------------------------------------
