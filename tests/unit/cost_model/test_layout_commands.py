@@ -28,6 +28,7 @@ from megatron.hydraulis.cost_model.shape_arguments import (
 from megatron.hydraulis.errors import ConfigurationError
 from megatron.hydraulis.library.planning import Planning
 from megatron.hydraulis.strategy import Scheme
+from megatron.hydraulis.strategy.notation import parse_scheme
 from tests.unit.argument_command import parse
 
 EXAMPLES = Path(__file__).parents[3] / "examples"
@@ -399,6 +400,25 @@ def test_an_estimate_that_nothing_fits_is_an_error(
     assert main([*command.split(), *LLAMA_32B, "--device", "h100", "--out", str(out)]) == 2
     assert re.search(message, capsys.readouterr().err)
     assert not out.exists()
+
+
+def test_the_table_of_all_schemes_has_the_best_of_each_size(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    job = ["estimate", *LLAMA_32B, "--device", "h100", "--num-ranks", "64"]
+    assert main(job) == 0
+    text = capsys.readouterr().out
+    assert main([*job, "--json"]) == 0
+    rows = json.loads(capsys.readouterr().out)["schemes"]
+    shown = [parse_scheme(name, label="") for name in re.findall(r"│ ((?:tp|cp|pp)\w+)", text)]
+    assert f"{len(rows) - len(shown)} other schemes fit" in text
+    sizes = {row["tp"] * row["cp"] * row["pp"] for row in rows}
+    assert {scheme.num_ranks for scheme in shown} == sizes
+    for size in sizes:
+        of_size = [row for row in rows if row["tp"] * row["cp"] * row["pp"] == size]
+        of_size.sort(key=lambda row: row["b_ms_per_token"] + row["c_ms"] / row["max_tokens"])
+        best = {Scheme(row["tp"], row["cp"], row["pp"]) for row in of_size[:3]}
+        assert best == {scheme for scheme in shown if scheme.num_ranks == size}
 
 
 LAUNCH_OPTIONS = (
