@@ -45,8 +45,8 @@ def forgotten(names: str, rank: int) -> Iterator[None]:
     def run(self: Engine, runtime: Any, *others: Any) -> Any:
         reports = right(self, runtime, *others)
         if dist.get_rank() == rank:
-            for bound in runtime.arena.bound.values():
-                if re.search(names, bound.name):
+            for index, bound in runtime.arena.bound.items():
+                if re.search(names, self.layout.parameters[index].name):
                     bound.gradient.zero_()
         return reports
 
