@@ -24,6 +24,7 @@ from tests.support.reference import ReferenceRun, run_reference
 NUM_ITERATIONS = 4
 NUM_ATOMS = 4
 DENSE = SmallModel(
+    num_layers=3,
     hidden_size=16,
     ffn_hidden_size=16,
     num_heads=4,
@@ -46,7 +47,7 @@ MODELS = (
     replace(DENSE, variant=(*EXPERTS, ("moe_token_dispatcher_type", "allgather"))),
     replace(DENSE, tied=True, variant=(*EXPERTS, ("moe_token_dispatcher_type", "alltoall"))),
 )
-"""Four small layers; the model is fixed, the rest is drawn."""
+"""Three small layers; the model is fixed, the rest is drawn."""
 NUM_BATCH_SEEDS = 3
 MAX_TOKENS = 12
 

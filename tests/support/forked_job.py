@@ -48,6 +48,7 @@ _IMPORTED_LATE = (
     "megatron.core.tokenizers.text",
     "megatron.hydraulis.terminal",
     "megatron.training.training",
+    "torch._dynamo",  # by optimizers of plain runs
     "torch.utils.serialization.config",
     "torch.utils.tensorboard",
 )
