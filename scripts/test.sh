@@ -46,11 +46,13 @@ num_mypy_workers=$(($(nproc) < max_workers ? $(nproc) : max_workers))
 pytest_log="$(mktemp)"
 trap 'rm -f "$pytest_log"' EXIT
 
-# A worker for each core: most tests run in one process or wait. Four have enough cores for the
-# ranks that tests start. The tests of a file share fixtures, so one worker runs them. They begin
-# in the order of the files, whose long ones come first.
+# Two workers for each core, to which they keep (tests/conftest.py): one runs while the other's ranks
+# wait. The tests of a file share fixtures, so one worker runs them. They begin in the order of the
+# files, whose long ones come first.
+num_pytest_workers=$((2 * $(nproc) < max_workers ? 2 * $(nproc) : max_workers))
+
 run_pytest() {
-    "$python" -m pytest -n auto --maxprocesses "$max_workers" \
+    "$python" -m pytest -n "$num_pytest_workers" \
         --dist loadfile --no-loadscope-reorder "$@" 2>&1 | tee "$pytest_log"
 }
 
