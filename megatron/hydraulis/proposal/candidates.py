@@ -338,7 +338,7 @@ def _without_slow_waves(
             for one in split
             if one.scheme.num_ranks == num_ranks and one.scheme.of_context_group(1) in of_fastest
         ]
-        kept += [one for one in (*fastest, *widest) if one not in kept]
+        kept += [one for one in dict.fromkeys((*fastest, *widest)) if one not in kept]
     return kept
 
 

@@ -101,6 +101,7 @@ def test_expert_parallelism_over_data_parallel_ranks_is_offered_and_compared() -
     found = [scheme for scheme in offered.schemes if scheme.splits_cp and scheme.ep > 1]
     assert 2 <= len(found) <= 8
     assert any(scheme.num_ranks == 16 for scheme in found)
+    assert len(set(offered.schemes)) == len(offered.schemes)
     mix = offered.filled((0,) * len(offered.schemes), (offered.schemes.index(found[0]),))
     assert offered.is_static(mix)
     pool = Pool.of(Strategy.parse("tp2cp4ep8pp2", 16, ranks_per_node=8))

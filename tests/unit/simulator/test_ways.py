@@ -116,6 +116,18 @@ def test_no_way_is_faster_than_the_ceiling() -> None:
             assert all(low <= time for low, time in zip(times_s[CEILING], of_way, strict=True)), way
 
 
+@pytest.mark.parametrize("way", [PADDING, FIXED_ROWS, PACKING, MEGATRON_PACKING, DISPATCH])
+def test_no_candidate_is_faster_than_its_limit_by_which_it_is_left_out(way: str) -> None:
+    shares = []
+    for candidate in replace(ways(), shape=SMALL_SHAPE).candidates(way):
+        alone = replace(candidate, least_ms=0.0)
+        result = simulate_way(way, [alone], SimulationSettings(shape=SMALL_SHAPE))
+        assert result is not None
+        shares.append(candidate.least_ms / (1e3 * result.time_s))
+    assert max(shares) <= 1.0 + 1e-9
+    assert max(shares) > 0.75
+
+
 def test_the_ceiling_takes_the_cheapest_rate_of_each_term() -> None:
     one = replace(ways(context=False), batches=((30, 10),))
     result = simulate_way(CEILING, one.candidates(CEILING), SimulationSettings())
