@@ -45,7 +45,7 @@ MEGATRON = [
 
 PLANNING = [
     # 1.14.0 can return wrong optima.
-    "highspy>=1.15.1,<2",
+    "highspy>=1.15.1,<1.16",  # 1.16 prints a banner on stdout in every process that solves
     "numpy>=1.26,<3",
     # The assignment of canonical shards to owners.
     "scipy>=1.14",
