@@ -46,9 +46,9 @@ num_mypy_workers=$(($(nproc) < max_workers ? $(nproc) : max_workers))
 pytest_log="$(mktemp)"
 trap 'rm -f "$pytest_log"' EXIT
 
-# Two workers for each core, to which they keep (tests/conftest.py): one runs while the other's ranks
-# wait. The tests of a file share fixtures, so one worker runs them. They begin in the order of the
-# files, whose long ones come first.
+# Two workers for each core, at most max_workers: one runs while the other's ranks wait. Each keeps to
+# its share of the cores (tests/conftest.py). The tests of a file share fixtures, so one worker runs
+# them. They begin in the order of the files, whose long ones come first.
 num_pytest_workers=$((2 * $(nproc) < max_workers ? 2 * $(nproc) : max_workers))
 
 run_pytest() {

@@ -6,18 +6,20 @@ import os
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 
 from megatron.hydraulis.command_line import CommandParser, closest, quiet_without_reader
 from megatron.hydraulis.errors import HydraulisError, Problems
 from megatron.hydraulis.quiet_imports import silence_warnings_of_imports
 
-_OF_COMMANDS = (
+_MEANT_OTHERWISE = (
     *("--cost-profile", "--strategy", "--strategy-pool"),
-    *("--device", "--num-ranks", "--ranks-per-node"),
+    *("--device", "--num-ranks", "--ranks-per-node", "--seed"),
 )
-"""Options of training that say something else to other commands."""
+"""Options of training with another meaning in other commands, which the printed command of training
+leaves out."""
+_PLACEHOLDER = "FLAGS"
+"""In a printed command, of options that are not known."""
 _EXIT_BAD_INPUT = 2
 _EXIT_INTERRUPTED = 130
 """128 + SIGINT, as shells report it."""
@@ -186,51 +188,53 @@ def _run_command(program: str, command: Command, arguments: Sequence[str]) -> in
     if command is TRAIN:
         module.main(arguments)
         return 0
-    training_words = ["FLAGS"]  # of the command that trains
     parser = CommandParser(
         prog=f"{program} {command.name}",
         description=f"{command.help[0].upper()}{command.help[1:]}.",
-        accept=partial(_without_launch_options, training_words)
-        if command.takes_launch_options
-        else None,
+        accept=_without_launch_options if command.takes_launch_options else None,
     )
-    parser.set_defaults(training_words=training_words)
+    parser.set_defaults(training_words=(_PLACEHOLDER,))
     module.add_arguments(parser)
     status: int = module.run(parser.parse_args(arguments))
     return status
 
 
 def _without_launch_options(
-    training_words: list[str], arguments: Sequence[str], rest: Sequence[str]
-) -> list[str]:
-    """Words of rest that are no options of training; a line on stderr says which have no effect.
+    arguments: Sequence[str], rest: Sequence[str]
+) -> tuple[list[str], dict[str, object]]:
+    """Read the options of training; a line on stderr says which have no effect.
 
     Raises ConfigurationError for options that training refuses, if costs depend on them.
 
     Args:
-        training_words: gets what it says of training, and keeps its placeholder if more is needed.
         arguments: the whole command line.
         rest: words that the command does not know.
+
+    Returns:
+        Words of rest that are no options of training. Attributes of the namespace:
+        ``training_words``, those for the command that trains; ``launch_options``, whether rest has
+        options that do not describe the model.
     """
     from megatron.hydraulis.flags.checks import missing_flags  # imports torch, as the next
     from megatron.hydraulis.flags.parser import FlagParser
 
     parser = FlagParser()
     flags, refused, others = parser.parse_launch_options(arguments, rest)
-    found = parser.words_of_training(arguments, _OF_COMMANDS)
+    found = parser.words_of_training(arguments, _MEANT_OTHERWISE)
     training = parser.parse(found, Problems())
     has_data = training.args.data_path or training.args.train_data_path
-    if has_data and not missing_flags(training.args, attempted=training.attempted):
-        training_words.clear()
-    training_words[:0] = found
+    is_complete = has_data and not missing_flags(training.args, attempted=training.attempted)
     typed = [*flags.as_typed, *(typed for typed, _ in (*flags.taken, *flags.unknown))]
-    unread = {word.split("=")[0] for word in rest}
+    unread = {word.split("=")[0] for word in rest if word.startswith("--")}
     ignored = [each for each in typed if each.split()[0] in unread]
     if refused:
         ignored.append(f"{' '.join(refused)} (training refuses it)")
     if ignored:
         print(f"options without effect here: {', '.join(ignored)}", file=sys.stderr, flush=True)
-    return others
+    return others, {
+        "training_words": found if is_complete else [*found, _PLACEHOLDER],
+        "launch_options": not all(map(parser.describes_model, unread)),
+    }
 
 
 def _read_command(program: str, first: Sequence[str]) -> Command:

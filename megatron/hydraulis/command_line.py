@@ -7,16 +7,18 @@ import difflib
 import os
 import select
 import sys
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, NoReturn
 
 _EXIT_WITHOUT_READER = 141
 """128 + SIGPIPE, as shells report a program whose output nobody reads."""
-OF_TRAINING = ("--strategy", "--trace")
-"""Options of training that are no abbreviations of longer ones in other commands."""
+NEVER_ABBREVIATIONS = ("--strategy", "--trace")
+"""Options of training that are never read as abbreviations of longer ones in other commands."""
 _MIN_SIMILARITY = 0.8
 """`difflib`'s ratio from which a name is suggested: one or two wrong letters."""
+
+Accept = Callable[[Sequence[str], Sequence[str]], tuple[list[str], Mapping[str, object]]]
 
 
 class CommandParser(argparse.ArgumentParser):
@@ -26,11 +28,11 @@ class CommandParser(argparse.ArgumentParser):
     def __init__(
         self,
         *args: Any,
-        accept: Callable[[Sequence[str], Sequence[str]], list[str]] | None = None,
+        accept: Accept | None = None,
         **kwargs: Any,
     ) -> None:
         """accept: takes all words, and those that are no arguments; returns those that are an
-        error. If it takes any, ``launch_options`` of the namespace is true."""
+        error, and attributes of the namespace."""
         super().__init__(*args, **{"formatter_class": _ShortUsage} | kwargs)
         self._words: Sequence[str] = ()
         self._accept = accept
@@ -39,9 +41,9 @@ class CommandParser(argparse.ArgumentParser):
         """As argparse, but for words that are accepted."""
         namespace, rest = self.parse_known_args(args, namespace)
         if rest and self._accept is not None:
-            others = self._accept(self._words, rest)
-            namespace.launch_options = len(others) < len(rest)
-            self._words = rest = others
+            rest, found = self._accept(self._words, rest)
+            vars(namespace).update(found)
+            self._words = rest
         if rest:
             self.error(f"unrecognized arguments: {' '.join(rest)}")
         return namespace
@@ -53,7 +55,7 @@ class CommandParser(argparse.ArgumentParser):
 
     def _get_option_tuples(self, option_string: str) -> list[Any]:
         """Options that this may abbreviate; argparse calls it."""
-        if option_string.split("=")[0] in OF_TRAINING:
+        if option_string.split("=")[0] in NEVER_ABBREVIATIONS:
             return []
         return super()._get_option_tuples(option_string)
 

@@ -8,7 +8,7 @@ import pytest
 from rich.progress import MofNCompleteColumn
 
 from megatron.hydraulis.__main__ import COMMANDS, TRAIN, main
-from megatron.hydraulis.command_line import OF_TRAINING, CommandParser
+from megatron.hydraulis.command_line import NEVER_ABBREVIATIONS, CommandParser
 from megatron.hydraulis.errors import ConfigurationError
 from megatron.hydraulis.terminal import ProgressBars, launch_command
 from tests.unit.argument_command import flag_parser
@@ -70,7 +70,7 @@ def test_no_option_of_training_is_an_abbreviation_in_another_command() -> None:
                 for option in flag_parser()._actions
                 if option not in known and any(each.startswith(option) for each in known)
             }
-            assert short <= {*OF_TRAINING}
+            assert short <= {*NEVER_ABBREVIATIONS}
 
 
 def test_usage_names_what_is_required() -> None:

@@ -14,7 +14,7 @@ from megatron.hydraulis.cost_model.device import (
     communicators_text,
     device_constants,
 )
-from megatron.hydraulis.cost_model.layer_arguments import given_dtype, parameter_bytes
+from megatron.hydraulis.cost_model.layer_arguments import parameter_bytes
 from megatron.hydraulis.cost_model.profile import (
     ProfileCostModel,
     ProfiledModel,
@@ -80,12 +80,16 @@ def run(namespace: argparse.Namespace) -> int:
     """
     shape = shape_of(namespace)
     device = device_constants(namespace.device)
-    schemes, num_ranks, ranks_per_node, pool = _schemes(namespace, shape)
+    num_parameter_bytes = parameter_bytes(namespace)
+    in_bf16 = namespace.grad_reduce_in_bf16 and num_parameter_bytes == BF16_BYTES
+    schemes, num_ranks, ranks_per_node, pool = _schemes(
+        namespace, shape, gradient_bytes=BF16_BYTES if in_bf16 else FP32_BYTES
+    )
     model = AnalyticCostModel(
         shape=shape,
         device=device,
         cluster=device.cluster(num_ranks, ranks_per_node),
-        parameter_bytes=parameter_bytes(namespace),
+        parameter_bytes=num_parameter_bytes,
         pool=pool,
         **given_settings(namespace, shape),
     )
@@ -209,7 +213,7 @@ def powers_of_two(most: int) -> list[int]:
 
 
 def _schemes(
-    namespace: argparse.Namespace, shape: ModelShape
+    namespace: argparse.Namespace, shape: ModelShape, *, gradient_bytes: int
 ) -> tuple[list[Scheme], int, int, PoolFootprint | None]:
     """The distinct schemes, with all groups of ``cp8~``; ranks of the job and of a node; footprint
     of the pool if one was given."""
@@ -223,9 +227,7 @@ def _schemes(
         pool = Pool.read(namespace.pool)
         found = [scheme for strategy in pool.strategies for scheme in strategy.schemes]
         num_ranks, ranks_per_node = pool.num_ranks, pool.ranks_per_node
-        in_bf16 = namespace.grad_reduce_in_bf16 and given_dtype(namespace) != "fp32"
-        num_bytes = BF16_BYTES if in_bf16 else FP32_BYTES
-        footprint = PoolFootprint.of(pool, shape, gradient_bytes=num_bytes)
+        footprint = PoolFootprint.of(pool, shape, gradient_bytes=gradient_bytes)
     else:
         if namespace.num_ranks is None or namespace.num_ranks < 1:
             given = "is missing" if namespace.num_ranks is None else f"is {namespace.num_ranks}"

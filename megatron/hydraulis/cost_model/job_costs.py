@@ -48,8 +48,8 @@ class JobOptions:
     grad_reduce_in_bf16: bool = False
     overlaps: bool = True
     """False for --no-regroup-overlap."""
-    dtype: str | None = None
-    """Precision in training, None if it is not given."""
+    dtype: Callable[[str | None], str] = lambda of_profile: of_profile or "bf16"
+    """Of the profile's precision, None if it names none: that of training."""
     layers: Callable[[ModelShape], Mapping[str, Any]] = lambda _: {}
     """Of the model: fields of `AnalyticCostModel` about layers."""
 
@@ -71,9 +71,11 @@ class JobOptions:
         shape, device = self.shape, self.device or described_device(profile.device)
         if shape is None and profile.model is not None:
             shape = profile.model.shape
+        dtype = "bf16"
         if shape is not None:
             where = profile.source if path is None else path
-            used = ProfiledModel(shape=shape, dtype=self.dtype)
+            dtype = self.dtype(None if profile.model is None else profile.model.dtype)
+            used = ProfiledModel(shape=shape, dtype=dtype)
             profile.check_model(used, where, speaks=True)
         if device is None and self.link_bytes_per_s:
             raise ConfigurationError(
@@ -92,8 +94,7 @@ class JobOptions:
             name: replace(getattr(cluster, name), bytes_per_s=bytes_per_s, source="given")
             for name, bytes_per_s in self.link_bytes_per_s.items()
         }
-        known = None if profile.model is None else profile.model.dtype
-        is_fp32 = (known or self.dtype) == "fp32"
+        is_fp32 = dtype == "fp32"
         model = AnalyticCostModel(
             shape=shape,
             device=device,

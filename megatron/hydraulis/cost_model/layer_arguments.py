@@ -25,7 +25,7 @@ _SEQUENCE_BY_SEQUENCE = ("local", "unfused")
 
 
 def add_layer_arguments(parser: argparse._ActionsContainer) -> None:
-    """Declare the flags that given_layers, given_dtype and gradient_bytes read, as in training."""
+    """Declare the flags that given_layers, job_dtype and gradient_bytes read, as in training."""
     parser.set_defaults(launch_options=False)
     precision = parser.add_mutually_exclusive_group()
     precision.add_argument("--bf16", action="store_true", help="train in bf16")
@@ -166,23 +166,30 @@ def add_activation_arguments(parser: argparse._ActionsContainer) -> None:
     )
 
 
-def given_dtype(namespace: argparse.Namespace) -> str | None:
-    """``bf16`` or ``fp32`` by the flags; None if neither they nor a launch script say it."""
-    if namespace.bf16:
-        return "bf16"
-    return "fp32" if namespace.fp32 or namespace.launch_options else None
+def job_dtype(namespace: argparse.Namespace, profile_dtype: str | None = None) -> str:
+    """``bf16`` or ``fp32``: as given, else that of the cost profile if it names one.
+
+    Without both it is that of training; a line on stderr says which, or that training with these
+    options has another than the profile.
+    """
+    if namespace.bf16 or namespace.fp32:
+        return "bf16" if namespace.bf16 else "fp32"
+    if profile_dtype is not None:
+        dtype, text = profile_dtype, "as the cost profile; training without --bf16 is fp32"
+        is_said = namespace.launch_options and dtype != "fp32"
+    elif namespace.launch_options:
+        dtype, text = "fp32", "as in training with these options, which have no --bf16"
+        is_said = True
+    else:
+        dtype, text, is_said = "bf16", "assumed; --bf16 or --fp32 gives it", True
+    if is_said:
+        print(f"precision: {dtype}, {text}", file=sys.stderr, flush=True)
+    return dtype
 
 
 def parameter_bytes(namespace: argparse.Namespace) -> int:
-    """Of a parameter in training; says on stderr where no flag gives the precision."""
-    dtype = given_dtype(namespace)
-    if dtype is None:
-        text = "bf16, assumed; --bf16 or --fp32 gives it"
-    else:
-        text = f"{dtype}, as in training with these options, which have no --bf16"
-    if not namespace.bf16 and not namespace.fp32:
-        print(f"precision: {text}", file=sys.stderr, flush=True)
-    return FP32_BYTES if dtype == "fp32" else BF16_BYTES
+    """Of a parameter in training without a cost profile; speaks as `job_dtype`."""
+    return FP32_BYTES if job_dtype(namespace) == "fp32" else BF16_BYTES
 
 
 def gradient_bytes(args: argparse.Namespace) -> int:

@@ -16,8 +16,8 @@ from megatron.hydraulis.cost_model.layer_arguments import (
     add_activation_arguments,
     add_layer_arguments,
     given_activations,
-    given_dtype,
     given_layers,
+    job_dtype,
 )
 from megatron.hydraulis.cost_model.profile import ProfileCostModel
 from megatron.hydraulis.errors import ConfigurationError
@@ -281,7 +281,7 @@ def job_options(namespace: argparse.Namespace) -> JobOptions:
         },
         grad_reduce_in_bf16=namespace.grad_reduce_in_bf16,
         overlaps=not namespace.no_regroup_overlap,
-        dtype=given_dtype(namespace),
+        dtype=partial(job_dtype, namespace),
         layers=partial(given_settings, namespace),
     )
 

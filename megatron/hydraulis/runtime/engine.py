@@ -77,7 +77,7 @@ class Engine:
         num_atoms: T, the atoms of a parameter; the least common multiple of the pool's tp degrees
             by default, a multiple of it where the shards must fit other pools too.
         owners_for: a strategy of the pool for which owners are chosen, so that ranks own what they
-            hold in it (`transfer.owner_order`); rank r owns share r where None. Fixed for the run:
+            hold in it (`transfer.ranges`); rank r owns share r where None. Fixed for the run:
             it determines where optimizer state is.
         gradient_dtype: in which gradients travel; None for that in which they are added up, fp32
             or with an fp64 model fp64.

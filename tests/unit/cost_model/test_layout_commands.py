@@ -504,6 +504,11 @@ def test_options_without_effect_are_named(
         ("--bf16 --lr 1e-4", "bf16", ""),
         ("--fp32", "fp32", ""),
         ("--lr 1e-4", "fp32", "precision: fp32, as in training with these options"),
+        (
+            "--position-embedding-type rope --disable-bias-linear",
+            "bf16",
+            "precision: bf16, assumed",
+        ),
     ],
 )
 def test_the_precision_is_that_of_training(
@@ -529,8 +534,13 @@ def test_the_precision_is_that_of_training(
             }
         )
     )
-    assert main([*argv, "--strategy-pool", str(tmp_path / "pool.json"), other]) == 2
+    argv += ["--strategy-pool", str(tmp_path / "pool.json")]
+    assert main([*argv, other]) == 2
     assert f"with dtype {dtype} instead of {other[2:]}" in capsys.readouterr().err
+    # Of the profile, where options of training do not say it.
+    assert main([*argv, "--lr", "1e-4"]) == 0
+    differs = f"precision: {dtype}, as the cost profile; training without --bf16 is fp32"
+    assert (differs in capsys.readouterr().err) == (dtype == "bf16")
 
 
 @pytest.mark.parametrize("flags", ["--moe-permute-fusion", "--moe-grouped-gemm"])
