@@ -9,13 +9,14 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 from megatron.hydraulis.errors import ConfigurationError
 from megatron.hydraulis.runtime.engine import Engine
 from megatron.hydraulis.runtime.executor import make_forward_step
 from tests.support.comparison import assert_same
 from tests.support.gloo_pool import pool_of
-from tests.support.law import FP64_TOLERANCE, law_job, law_reference
+from tests.support.law import FP64_TOLERANCE, SHORT_MODEL, law_job, law_reference
 from tests.support.models import (
     Job,
     RankRun,
@@ -103,3 +104,17 @@ def test_an_unclear_divisor_is_refused() -> None:
     assert "1 of 2 have one; give it to all of them, or to optim_step alone" in errors[1]
     assert "optim_step has divisor 8 and 1 calls" in errors[2]
     assert "must be positive and finite but is 0" in errors[3]
+
+
+def update_beyond_the_range(job: Job) -> tuple[bool, bool]:
+    """Whether the rank takes an update whose gradients overflow, and whether parameters changed."""
+    engine = build_engine(job)
+    before = engine.shards.parameters.clone()
+    call(engine, job.strategies[0], job.batches[0])
+    outcome = engine.optim_step(divisor=1e-41)
+    return outcome.updated, not torch.equal(engine.shards.parameters, before)
+
+
+def test_gradients_that_overflow_when_they_are_divided_update_nothing() -> None:
+    job = law_job(2, "2*tp1", replace(SHORT_MODEL, dtype=torch.float32))
+    assert pool_of(2).run(update_beyond_the_range, job) == [(False, False)] * 2

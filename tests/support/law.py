@@ -15,6 +15,7 @@ from megatron.hydraulis.strategy import Strategy
 from tests.support.comparison import (
     assert_close,
     assert_same,
+    share_of_tolerance,
     wrong_tensors,
 )
 from tests.support.gloo_pool import pool_of
@@ -26,7 +27,6 @@ from tests.support.models import (
     assemble,
     run_job,
     sequences,
-    share_of_tolerance,
     spread,
 )
 from tests.support.reference import ReferenceRun, is_vocabulary, run_reference

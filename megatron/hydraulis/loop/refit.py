@@ -83,6 +83,10 @@ class RefitSettings:
     6 sizes in 3 packings by default (`survey.grid`)."""
 
     def __post_init__(self) -> None:
+        if self.drift <= 0.0:
+            raise ConfigurationError(
+                f"the drift to report must be positive but is {self.drift}; give 0.1 for a tenth"
+            )
         if self.min_iterations < 2:
             raise ConfigurationError(
                 f"a gain is compared with its standard error, which takes at least 2 iterations, "

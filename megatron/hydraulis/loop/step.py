@@ -185,7 +185,9 @@ class TrainingLoop:
             self._record(args, number, planned, outcome, optimizer, iteration_time_s)
             if self._refit is not None:
                 self._refit.end(number, planned, iteration_time_s, data_iterator.feed)
-        losses = {name: torch.tensor([loss]) for name, loss in _losses(outcome)}
+        losses = {
+            name: torch.tensor([loss], dtype=torch.float32) for name, loss in _losses(outcome)
+        }
         skipped = 0 if outcome.updated else 1
         return losses, skipped, False, False, 0, outcome.gradient_norm, None, None
 
@@ -295,7 +297,8 @@ class TrainingLoop:
             # Upstream divides one iteration's operations by the mean time since the last line.
             tokens, squares = self._interval.mean_sums
             losses, totals = positional[:2]
-            for name, loss in losses.items():
+            was_skipped = bool(positional[6])
+            for name, loss in () if was_skipped else losses.items():
                 # Upstream's sums would be on the device, for which the host waits at each line.
                 if name not in totals or totals[name].device != loss.device:
                     totals[name] = torch.zeros_like(loss)

@@ -275,8 +275,7 @@ class GreedyPlanner:
     def _candidate(self, strategy: Strategy, bound_ms: float, batch: Sequence[int]) -> Candidate:
         start_s = time.perf_counter()
         costs = self.costs.replica_costs(strategy)
-        shares, packings = greedy_plan(longest_first(batch), batch, costs)
-        middle_s = time.perf_counter()
+        shares, packings, middle_s = greedy_plan(longest_first(batch), batch, costs)
         packing_bounds_ms = [
             packing_bound_ms([batch[sequence] for sequence in share], cost)
             for share, cost in zip(shares, costs, strict=True)

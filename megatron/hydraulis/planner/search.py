@@ -115,10 +115,9 @@ class StrategySearch:
         costs = [packer.cost for packer in self._packers]
         packings: list[Packing] = []
         if any(cost.waves for cost in costs):
-            shares, packings = greedy_plan(self._order, self._batch, costs)
+            shares, packings, middle_s = greedy_plan(self._order, self._batch, costs)
         else:
-            shares = dispatch(self._order, self._batch, costs)
-        middle_s = time.perf_counter()
+            shares, middle_s = dispatch(self._order, self._batch, costs), time.perf_counter()
         first = Assignment(self._packers, shares, self._effort, is_quick=True)
         for replica, packed in enumerate(packings):
             first.take_packing(replica, packed)
@@ -348,17 +347,20 @@ class StrategySearch:
 
 def greedy_plan(
     order: Sequence[int], batch: Sequence[int], costs: Sequence[SchemeCost]
-) -> tuple[list[list[int]], list[Packing]]:
+) -> tuple[list[list[int]], list[Packing], float]:
     """Shares of replicas with these costs, and their packings, without a solver.
 
-    order: `longest_first` of the batch; costs: shape (num_replicas,).
+    order: `longest_first` of the batch; costs: shape (num_replicas,). The last value is the time
+    at which the first dispatch was done, in seconds of `time.perf_counter`.
     """
     shares = dispatch(order, batch, costs)
+    dispatched_s = time.perf_counter()
     # A wave's estimate is a bound: how far off shows in a quick packing.
+    differ = any(cost != costs[0] for cost in costs)
     times_ms = {
         replica: pack_waves(share, batch, cost, is_thorough=False).time_ms
         for replica, (share, cost) in enumerate(zip(shares, costs, strict=True))
-        if cost.waves and len(set(costs)) > 1
+        if cost.waves and differ
     }
     first = shares
     if times_ms:
@@ -368,8 +370,8 @@ def greedy_plan(
     if times_ms and max(times_ms.values()) < _makespan_ms(packings):
         uncorrected = _packings(first, batch, costs)
         if _makespan_ms(uncorrected) < _makespan_ms(packings):
-            return first, uncorrected
-    return shares, packings
+            return first, uncorrected, dispatched_s
+    return shares, packings, dispatched_s
 
 
 def _packings(

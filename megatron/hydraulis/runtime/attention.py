@@ -561,8 +561,15 @@ class _GatheredAgain:
         return _View(saved.size(), saved.stride(), int(saved.storage_offset()))
 
     def begin(self) -> None:
-        """Gather; called before the backward of the blocks. Collective over the group."""
-        assert self._make is not None
+        """Gather; called before the backward of the blocks. Collective over the group.
+
+        Raises RuntimeError at a second backward, as autograd does: what it needs is freed.
+        """
+        if self._make is None:
+            raise RuntimeError(
+                "keys and values are gathered again for one backward of a graph but a second one "
+                "needs them; run the forward again instead of retain_graph"
+            )
         self._again = self._make()
         # Its keys and values would stay as long as a tensor of this graph, such as the loss.
         self._make = None

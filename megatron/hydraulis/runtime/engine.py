@@ -294,9 +294,10 @@ class Engine:
                 gathered for it as soon as it is updated. Only rank 0's counts.
 
         Returns:
-            The outcome. An iteration whose tokens have no weight, or whose loss or gradient norm is
-            not finite, or during which memory ran out on a replica of one rank, updates nothing:
-            whether the run stops there is the caller's choice.
+            The outcome. An iteration whose tokens have no weight, whose loss is not finite, whose
+            gradient norm is NaN or beyond the range of the gradients' dtype, or during which memory
+            ran out on a replica of one rank, updates nothing: whether the run stops there is the
+            caller's choice.
 
         Raises:
             ConfigurationError: there was no call, or what divides is unclear.
@@ -309,7 +310,8 @@ class Engine:
         if loss.weight_sum > 0 and loss.is_finite and not vote.num_ranks_without_memory:
             divides = loss.weight_sum if divides is None else divides
             norm = math.sqrt(vote.squared_norm) / divides
-            updated = math.isfinite(norm)
+            # Gradients are divided only now: no element of a norm within their range overflows.
+            updated = norm <= torch.finfo(self.shards.gradients.dtype).max
             if updated:
                 with self._in_phase("optimizer", calls[-1].runtime.strategy.name, phase):
                     self.optimizer.divide_gradients(divides)
@@ -645,9 +647,9 @@ class Engine:
             total = torch.cat([total, routers.sums])
         with self._in_phase("loss", calls[-1].runtime.strategy.name, untimed):
             dist.all_reduce(total)
-        if routers is not None:
-            total = torch.cat([total, routers.propose(total[num_votes:])])
-        vote = StepVote.from_host(total.cpu())
+            if routers is not None:
+                total = torch.cat([total, routers.propose(total[num_votes:])])
+            vote = StepVote.from_host(total.cpu())
         bad: list[int] = []
         if losses is not None and not vote.loss.is_finite:
             bad = [i for i, loss in enumerate(losses[:, 0].tolist()) if not math.isfinite(loss)]
