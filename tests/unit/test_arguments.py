@@ -397,12 +397,14 @@ def test_ranks_per_node(
     assert resolved.pool.ranks_per_node == ranks_per_node
 
 
-@pytest.mark.parametrize(("num_ranks", "example"), [(12, 6), (100, 5), (13, 1)])
+@pytest.mark.parametrize(("num_ranks", "example"), [(12, 4), (10, 2), (15, 5), (13, None)])
 def test_a_job_that_does_not_fill_nodes_of_8_says_how_large_its_nodes_are(
-    num_ranks: int, example: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    num_ranks: int, example: int | None, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """In training and in commands."""
-    rule = f"{num_ranks} ranks do not fill such nodes; give --ranks-per-node .* example {example},"
+    fix = r"give --ranks-per-node \(in Python ranks_per_node\)"
+    fix += f", for example {example}, or" if example else " or"
+    rule = f"{num_ranks} ranks do not fill such nodes; {fix} another"
     typed = ("--num-ranks", str(num_ranks))
     with pytest.raises(StrategyError, match=rule):
         parse(tmp_path, "--dry-run", *typed, num_ranks=1)

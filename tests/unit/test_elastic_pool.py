@@ -85,6 +85,11 @@ def test_the_flag_fits_what_other_flags_describe(tmp_path: Path) -> None:
     assert resolved.pool_changes
     assert fit_pool(resolved.pool, 3, 3, num_layers=4)[0] is resolved.pool
     assert not parse(tmp_path, *sizes, "--elastic", num_ranks=4).pool_changes
+    # Nodes whose size nobody knows, which 12 ranks do not fill.
+    unknown = parse(tmp_path, "--strategy", "8*tp2", "--elastic", num_ranks=12)
+    assert str(unknown.pool.strategies[0]) == "6*tp2"
+    assert parse(tmp_path, *sizes, "--elastic", num_ranks=12).pool.ranks_per_node == 12
+    assert parse(tmp_path, "--strategy", "6*tp2", "--elastic", num_ranks=12).pool.num_ranks == 12
     file = tmp_path / "pool.json"
     file.write_text(
         '{"num_ranks": 4, "ranks_per_node": 4, "strategies": [{"name": "s", "replicas": "4*tp1"}]}'

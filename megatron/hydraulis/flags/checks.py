@@ -20,7 +20,7 @@ from megatron.hydraulis.model_shape import ModelShape
 from megatron.hydraulis.strategy import Pool, Strategy
 from megatron.hydraulis.strategy.megatron_layout import MegatronLayout
 from megatron.hydraulis.strategy.pool import fit_pool, num_ranks_of
-from megatron.hydraulis.strategy.strategy import ranks_of_node
+from megatron.hydraulis.strategy.strategy import RANKS_PER_NODE, ranks_of_node
 
 DATA_PATHS = ("data_path", "train_data_path", "valid_data_path", "test_data_path")
 """Attributes of the flags that name data."""
@@ -490,7 +490,9 @@ def resolve_pool(
             f"has {num_ranks}; give at most {num_ranks}, or leave it out"
         )
     if hydraulis.strategy_pool is None and ranks_per_node is None:
-        ranks_per_node = ranks_of_node(num_ranks, None, "job")
+        # Elastic jobs may lose a part of a node.
+        is_partial = hydraulis.elastic and num_ranks % RANKS_PER_NODE
+        ranks_per_node = num_ranks if is_partial else ranks_of_node(num_ranks, None, "job")
     if hydraulis.strategy is None and hydraulis.strategy_pool is None:
         layout = MegatronLayout.of(args)
         num_used = layout.num_usable_ranks(num_ranks) if hydraulis.elastic else num_ranks

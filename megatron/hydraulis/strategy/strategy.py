@@ -230,11 +230,13 @@ def ranks_of_node(num_ranks: int, given: int | None, what: str) -> int:
     if given is None:
         given = RANKS_PER_NODE
         if num_ranks > given and num_ranks % given:
-            example = max(size for size in range(1, given) if num_ranks % size == 0)
+            usual_first = (4, 2, *range(given - 1, 1, -1))
+            fitting = [size for size in usual_first if num_ranks % size == 0]
+            example = f", for example {fitting[0]}," if fitting else ""
             raise StrategyError(
                 f"{what}: nodes are taken to have {given} ranks each but {num_ranks} ranks do not "
-                f"fill such nodes; give --ranks-per-node (in Python ranks_per_node), for example "
-                f"{example}, or another number of ranks"
+                f"fill such nodes; give --ranks-per-node (in Python ranks_per_node){example} or "
+                f"another number of ranks"
             )
     elif given < 1:
         raise StrategyError(
