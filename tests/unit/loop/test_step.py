@@ -51,9 +51,9 @@ def test_losses_of_a_log_line_are_added_up_on_the_host(monkeypatch: pytest.Monke
     shown = []
 
     def training_log(
-        losses: Any, totals: Any, learning_rate: float, iteration: int, **_: Any
+        losses: Any, totals: Any, rate: float, iteration: int, scale: Any, *_: Any, **__: Any
     ) -> None:
-        for name, loss in losses.items():
+        for name, loss in losses.items() if iteration > 0 else ():
             totals[name] = totals[name] + loss
             if iteration % args.log_interval == 0:
                 shown.append(totals[name].item())
@@ -61,6 +61,9 @@ def test_losses_of_a_log_line_are_added_up_on_the_host(monkeypatch: pytest.Monke
 
     log = loop_of(MagicMock()).around_training_log(training_log)
     totals: dict[str, torch.Tensor] = {}
+    log({"lm loss": torch.tensor([float("nan")])}, totals, 1e-3, 0, 1.0, False, 1)
+    assert not totals  # a skipped iteration leaves no loss of 0 for the line
     for iteration in range(1, 5):
-        log({"lm loss": torch.tensor([float(iteration)])}, totals, 1e-3, iteration)
+        loss = torch.tensor([float(iteration)])
+        log({"lm loss": loss}, totals, 1e-3, iteration, 1.0, False, 0)
     assert shown == [1 + 2, 3 + 4]
