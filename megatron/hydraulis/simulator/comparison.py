@@ -178,7 +178,7 @@ def compare_ways(
         shape: of the model, if costs do not know it.
         kept: numbers of the iterations whose tasks are kept.
         planning: processes that plan; None for this one.
-        on_progress: with a phase for each way.
+        on_progress: with phases of each way, by its number and name.
 
     Raises ConfigurationError for values out of range and if no way can be simulated, StrategyError
     for a scheme without costs, PlanError if no strategy holds a batch, DataError as
@@ -212,7 +212,11 @@ def compare_ways(
         sample_batches, counts.cut(longest, long_sequences).sequences, seed=seed, sizes=sizes
     )
     known = [way for way in WAYS if way in names]
-    labels = {way: f"{number}/{len(known)} {way}" for number, way in enumerate(known, start=1)}
+
+    def on_phase(what: str, done: int, total: int) -> None:
+        number = next(i for i, way in enumerate(known, start=1) if what.startswith(way))
+        on_progress(f"{number}/{len(known)} {what}", done, total)
+
     ways = Ways(
         batches=sampled(num_batches=num_iterations, long_sequence_window=long_sequence_window),
         pool=pool,
@@ -222,7 +226,7 @@ def compare_ways(
         plan_time_s=plan_time_s,
         row_quantum=row_quantum,
         planning=planning or BatchPlanning(),
-        on_progress=lambda what, *steps: on_progress(labels.get(what, what), *steps),
+        on_progress=on_phase,
     )
     results: list[WayResult] = []
     skipped: dict[str, str] = {}
@@ -242,7 +246,7 @@ def compare_ways(
         others = replace(
             ways,
             batches=sampled(num_batches=len(ways.batches)),
-            on_progress=lambda what, *steps: on_progress(f"{what} without the window", *steps),
+            on_progress=lambda what, *steps: on_phase(f"{what} without the window", *steps),
         )
         found = _simulated(POOL, others, settings)
         without_window = found if isinstance(found, WayResult) else None

@@ -171,7 +171,7 @@ class Ways:
     """To which planned rows are rounded up, in tokens."""
     planning: BatchPlanning = field(default_factory=BatchPlanning)
     on_progress: OnProgress = lambda what, done, total: None
-    """A way is a phase."""
+    """The name of a phase begins with its way."""
     _rows: dict[tuple[int, tuple[int, ...]], list[list[list[int]]]] = field(
         default_factory=dict, init=False, repr=False, compare=False
     )
@@ -246,10 +246,10 @@ class Ways:
 
     def _tracked(self, what: str, steps: Iterable[_Step], num: int) -> Iterator[_Step]:
         """Yields the steps and reports their progress."""
-        for done, step in enumerate(steps):
-            self.on_progress(what, done, num)
+        self.on_progress(what, 0, num)
+        for done, step in enumerate(steps, start=1):
             yield step
-        self.on_progress(what, num, num)
+            self.on_progress(what, done, num)
 
     def _works(self, layout: Layout, shares_of: Callable[[Layout, Sequence[int]], Shares]) -> Works:
         return [layout.work(shares_of(layout, batch)) for batch in self.batches]
@@ -257,27 +257,37 @@ class Ways:
     def _least_ms(self, way: str, layout: Layout) -> float:
         """No works of a layout take less.
 
-        Its lanes share tokens and attention evenly, in as few micro-batches as memory allows, and
-        pipelines are not filled.
+        The slowest lane takes at least the mean of all: tokens and attention shared evenly, in as
+        few micro-batches as memory allows, without pipelines to fill. With fixed rows one lane has
+        at least the mean number of rows, rounded up; it may have little attention.
         """
         total_ms = 0.0
-        for tokens, squares, rows in self._amounts(way):
-            if way == FIXED_ROWS:  # on the lane with the most rows
-                tokens = layout.num_lanes * math.ceil(rows / layout.num_lanes) * self.limit
-            num = math.ceil(tokens / layout.cost.max_tokens)
+        for tokens, squared in self._amounts(way):
+            shares = [(tokens, squared, layout.num_lanes)]
+            if way == FIXED_ROWS:
+                most_rows = math.ceil(tokens // self.limit / layout.num_lanes)
+                shares.append((most_rows * self.limit, 0.0, 1))
             total_ms += max(
-                stage.a_ms_per_token2 * squares + stage.b_ms_per_token * tokens + stage.c_ms * num
+                (
+                    stage.a_ms_per_token2 * num_squared
+                    + stage.b_ms_per_token * num_tokens
+                    + stage.c_ms * math.ceil(num_tokens / layout.cost.max_tokens)
+                )
+                / num_lanes
+                for num_tokens, num_squared, num_lanes in shares
                 for stage in self._stages.coefficients(layout.scheme)
             )
-        return total_ms / layout.num_lanes
+        return total_ms
 
-    def _amounts(self, way: str) -> Iterator[tuple[int, float, int]]:
-        """Of each batch tokens, squared tokens, and the fewest rows of the longest sequence."""
+    def _amounts(self, way: str) -> Iterator[tuple[int, float]]:
+        """Of each batch tokens, of fixed rows with the least padding, and squared tokens."""
         squared = self.profile.schemes[0].coefficients.squared  # the window is the model's
         for batch in self.batches:
             lengths = [max(batch)] * len(batch) if way == PADDING else batch
             num_tokens = sum(lengths)
-            yield num_tokens, math.fsum(map(squared, lengths)), math.ceil(num_tokens / self.limit)
+            if way == FIXED_ROWS:
+                num_tokens = math.ceil(num_tokens / self.limit) * self.limit
+            yield num_tokens, math.fsum(map(squared, lengths))
 
     def _variants(
         self, way: str, layout: Layout

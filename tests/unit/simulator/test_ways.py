@@ -1,7 +1,9 @@
 """Ways to train the same batches, and assumed costs of context parallelism."""
 
 import gc
+from collections.abc import Iterator
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -13,7 +15,11 @@ from megatron.hydraulis.cost_model import (
     device_constants,
 )
 from megatron.hydraulis.cost_model.profile import ProfileCostModel, ProfiledScheme, ProfiledStrategy
+from megatron.hydraulis.data.sampler import BatchSizes
 from megatron.hydraulis.errors import ConfigurationError
+from megatron.hydraulis.lengths.counts import LengthCounts
+from megatron.hydraulis.simulator.batches import BatchPlanning, TimedPlan
+from megatron.hydraulis.simulator.comparison import compare_ways
 from megatron.hydraulis.simulator.results import SimulationSettings, WayResult, simulate_way
 from megatron.hydraulis.simulator.ways import (
     BALANCED,
@@ -118,14 +124,58 @@ def test_no_way_is_faster_than_the_ceiling() -> None:
 
 @pytest.mark.parametrize("way", [PADDING, FIXED_ROWS, PACKING, MEGATRON_PACKING, DISPATCH])
 def test_no_candidate_is_faster_than_its_limit_by_which_it_is_left_out(way: str) -> None:
+    generator = np.random.default_rng(7)
+    small = (generator.integers(1, 51, size=generator.integers(1, 10)) for _ in range(100))
     shares = []
-    for candidate in replace(ways(), shape=SMALL_SHAPE).candidates(way):
-        alone = replace(candidate, least_ms=0.0)
-        result = simulate_way(way, [alone], SimulationSettings(shape=SMALL_SHAPE))
-        assert result is not None
-        shares.append(candidate.least_ms / (1e3 * result.time_s))
+    for batches in (BATCHES, *((tuple(batch.tolist()),) for batch in small)):
+        of_batches = replace(ways(), batches=batches, shape=SMALL_SHAPE)
+        for candidate in of_batches.candidates(way):
+            alone = replace(candidate, least_ms=0.0)
+            result = simulate_way(way, [alone], SimulationSettings(shape=SMALL_SHAPE))
+            assert result is not None
+            shares.append(candidate.least_ms / (1e3 * result.time_s))
     assert max(shares) <= 1.0 + 1e-9
     assert max(shares) > 0.75
+
+
+def test_progress_counts_the_plans_that_exist() -> None:
+    reports: list[tuple[str, int, int]] = []
+    before_plans: list[tuple[str, int, int]] = []
+
+    class Recorded(BatchPlanning):
+        def plans(self, *arguments: Any, **options: Any) -> Iterator[TimedPlan]:
+            for plan in super().plans(*arguments, **options):
+                before_plans.append(reports[-1])
+                yield plan
+
+    recorded = replace(
+        ways(), planning=Recorded(), on_progress=lambda *report: reports.append(report)
+    )
+    assert list(recorded.candidates(POOL))
+    assert before_plans == [(POOL, done, 3) for done in range(3)]
+    assert reports[-1] == (POOL, 3, 3)
+
+
+def test_every_phase_has_the_number_of_its_way() -> None:
+    phases: dict[str, None] = {}
+    compare_ways(
+        LengthCounts.of([50, 40, 10, 5]),
+        BatchSizes.constant(num_sequences=4),
+        pool(),
+        JobCosts(profile=profile()),
+        names=(PADDING, BALANCED, POOL),
+        num_iterations=2,
+        long_sequence_window=1,
+        plan_time_s=0.0,
+        on_progress=lambda what, done, total: phases.setdefault(what),
+    )
+    assert list(phases) == [
+        f"1/3 {PADDING}",
+        f"2/3 {BALANCED}, greedy plans",
+        f"2/3 {BALANCED}",
+        f"3/3 {POOL}",
+        f"3/3 {POOL} without the window",
+    ]
 
 
 def test_the_ceiling_takes_the_cheapest_rate_of_each_term() -> None:
