@@ -15,9 +15,9 @@ from pathlib import Path
 from typing import Any
 
 from rich.console import Console
-from rich.progress import MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.progress import Progress, TextColumn
 
-from megatron.hydraulis.terminal import ProgressBars
+from megatron.hydraulis.terminal import ProgressBars, TimeLeftColumn
 
 
 def make_parser(module: str, description: str) -> argparse.ArgumentParser:
@@ -52,9 +52,10 @@ def torchrun(num_ranks: int, *words: str) -> None:
     subprocess.run(command, check=True, stdout=sys.stderr, env=environment)
 
 
-def counted_progress(unit: str = "") -> Progress:
+def counted_progress(unit: str) -> Progress:
     """Bars that count ``unit``, with the remaining time."""
-    return ProgressBars(MofNCompleteColumn(), TextColumn(unit), TimeRemainingColumn())
+    count = TextColumn(f"{{task.completed}} of {{task.total}} {unit}")
+    return ProgressBars(count, TimeLeftColumn())
 
 
 def write_figures(console: Console, path: Path | None, figures: Any) -> None:

@@ -356,7 +356,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     core = max(os.sched_getaffinity(0)) if options.core is None else options.core
     os.sched_setaffinity(0, {core})
     console = results_console(140)
-    with counted_progress() as progress:
+    with counted_progress("steps") as progress:
         benchmark = Benchmark(options, console, progress)
         figures = {section: SECTIONS[section](benchmark) for section in options.sections}
     write_figures(console, options.json, figures)

@@ -19,12 +19,14 @@ from rich.progress import (
     DownloadColumn,
     Progress,
     ProgressColumn,
+    Task,
     TaskID,
     TextColumn,
     TimeElapsedColumn,
     TimeRemainingColumn,
 )
 from rich.table import Table
+from rich.text import Text
 
 _WIDTH_WITHOUT_TERMINAL = 100
 _BYTES_PER_MB = 1e6
@@ -39,6 +41,14 @@ def results_console(width: int = _WIDTH_WITHOUT_TERMINAL) -> Console:
     """A console on stdout, as wide as the terminal, or ``width`` columns if it is none."""
     console = Console()
     return console if console.is_terminal else Console(width=width)
+
+
+class TimeLeftColumn(TimeRemainingColumn):
+    """The remaining time, marked as such."""
+
+    def render(self, task: Task) -> Text:
+        """See TimeRemainingColumn."""
+        return super().render(task).append(" left")
 
 
 class ProgressBars(Progress):
@@ -85,7 +95,7 @@ class ProgressBars(Progress):
         if self._prints_lines and now_s - self._last_line_s >= self._line_interval_s:
             self._last_line_s = now_s
             (task,) = (task for task in self.tasks if task.id == task_id)
-            figures = " ".join(str(column(task)) for column in self._figures)
+            figures = ", ".join(str(column(task)) for column in self._figures)
             print(f"{task.description} ({figures})", file=sys.stderr, flush=True)
 
 
@@ -95,8 +105,7 @@ def phase_progress(*, prefix: str = "", is_shown: bool = True) -> Iterator[OnPro
     columns = (
         TextColumn("{task.completed} of {task.total}"),
         TimeElapsedColumn(),
-        TextColumn("left"),
-        TimeRemainingColumn(),
+        TimeLeftColumn(),
     )
     with ProgressBars(*columns, is_shown=is_shown) as bars:
         tasks: dict[str, TaskID] = {}
@@ -114,7 +123,7 @@ class ByteProgress:
     be forked before."""
 
     def __init__(self, what: str, num_bytes: int) -> None:
-        self._bars = ProgressBars(DownloadColumn(), TimeRemainingColumn())
+        self._bars = ProgressBars(DownloadColumn(), TimeLeftColumn())
         self._task = self._bars.add_task(what, total=num_bytes)
 
     def __enter__(self) -> ByteProgress:

@@ -1,6 +1,7 @@
 """Usage, suggestions and the end of output, which all commands share."""
 
 import importlib
+import re
 import subprocess
 import sys
 
@@ -10,7 +11,7 @@ from rich.progress import MofNCompleteColumn
 from megatron.hydraulis.__main__ import COMMANDS, TRAIN, main
 from megatron.hydraulis.command_line import NEVER_ABBREVIATIONS, CommandParser
 from megatron.hydraulis.errors import ConfigurationError
-from megatron.hydraulis.terminal import ProgressBars, launch_command
+from megatron.hydraulis.terminal import ProgressBars, TimeLeftColumn, launch_command
 from tests.unit.argument_command import flag_parser
 
 OTHERS = [command for command in COMMANDS if command is not TRAIN]
@@ -150,9 +151,13 @@ def test_another_broken_pipe_is_an_error() -> None:
 
 def test_progress_is_shown_in_lines_without_a_terminal(capsys: pytest.CaptureFixture[str]) -> None:
     for interval_s, is_shown in ((0.0, True), (9.0, True), (0.0, False)):
-        bars = ProgressBars(MofNCompleteColumn(), is_shown=is_shown, line_interval_s=interval_s)
+        columns = (MofNCompleteColumn(), TimeLeftColumn())
+        bars = ProgressBars(*columns, is_shown=is_shown, line_interval_s=interval_s)
         with bars:
             task = bars.add_task("first", total=3)
             bars.advance(task)
             bars.update(task, advance=1, description="second")
-    assert capsys.readouterr() == ("", "first (1/3)\nsecond (2/3)\n")
+    output, lines = capsys.readouterr()
+    left = r"[-\d]:[-\d]{2}:[-\d]{2} left"
+    assert re.fullmatch(rf"first \(1/3, {left}\)\nsecond \(2/3, {left}\)\n", lines)
+    assert not output
