@@ -54,7 +54,7 @@ def torchrun(num_ranks: int, *words: str) -> None:
 
 def counted_progress(unit: str) -> Progress:
     """Bars that count ``unit``, with the remaining time."""
-    count = TextColumn(f"{{task.completed}} of {{task.total}} {unit}")
+    count = TextColumn(f"{{task.completed:.0f}} of {{task.total:.0f}} {unit}")
     return ProgressBars(count, TimeLeftColumn())
 
 
