@@ -216,7 +216,7 @@ def _without_launch_options(
         options that do not describe the model.
     """
     from megatron.hydraulis.flags.checks import missing_flags  # imports torch, as the next
-    from megatron.hydraulis.flags.parser import FlagParser
+    from megatron.hydraulis.flags.parser import OF_MODEL_AND_LAYERS, FlagParser
 
     parser = FlagParser()
     flags, refused, others = parser.parse_launch_options(arguments, rest)
@@ -233,7 +233,7 @@ def _without_launch_options(
         print(f"options without effect here: {', '.join(ignored)}", file=sys.stderr, flush=True)
     return others, {
         "training_words": found if is_complete else [*found, _PLACEHOLDER],
-        "launch_options": not all(map(parser.describes_model, unread)),
+        "launch_options": not unread <= OF_MODEL_AND_LAYERS,
     }
 
 

@@ -51,7 +51,28 @@ class CommandParser(argparse.ArgumentParser):
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
         """As argparse; keeps the words for `error`."""
         self._words = sys.argv[1:] if args is None else list(args)
-        return super().parse_known_args(args, namespace)
+        return super().parse_known_args(self._with_pool_of_training(self._words), namespace)
+
+    def _with_pool_of_training(self, words: Sequence[str]) -> Sequence[str]:
+        """Words with --pool instead of training's --strategy-pool, unless another option of this
+        command says which schemes or ranks there are."""
+        action = self._option_string_actions.get("--pool")
+        if action is None or "--" in words:
+            return words
+        reader = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+        reader.add_argument("--strategy-pool", nargs="?")
+        found, others = reader.parse_known_args(words)
+        instead = {"--pool", "--schemes", "--num-ranks"} & self._option_string_actions.keys()
+        if found.strategy_pool is None or instead & {word.split("=")[0] for word in words}:
+            return words
+        if found.strategy_pool == "auto":
+            if action.required:
+                self.error(
+                    "a pool is read from a file but --strategy-pool is auto, which training "
+                    "proposes itself; write one with hydraulis propose --out, give it by --pool"
+                )
+            return words
+        return ["--pool", found.strategy_pool, *others]
 
     def _get_option_tuples(self, option_string: str) -> list[Any]:
         """Options that this may abbreviate; argparse calls it."""
@@ -139,14 +160,12 @@ def add_profile_argument(
 def add_pool_argument(
     parser: argparse._ActionsContainer, note: str = "", *, required: bool = True
 ) -> None:
-    """Declare --pool, in training --strategy-pool, with a note on what it is used for."""
+    """Declare --pool, with a note on what it is used for."""
     parser.add_argument(
-        *("--pool", "--strategy-pool"),
+        "--pool",
         required=required,
-        # What training proposes itself is no file.
-        type=str if required else lambda text: None if text == "auto" else text,
         metavar="FILE",
-        help=f"pool of strategies, JSON{note}",
+        help=f"pool of strategies, JSON{note} (or training's --strategy-pool)",
     )
 
 

@@ -160,6 +160,23 @@ def test_every_planning_command_takes_a_set(
     assert "--bf16" not in line
 
 
+def test_options_of_training_differ_from_those_of_the_model(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """And from those that training refuses, or that mean the batches of a command."""
+    monkeypatch.setattr("megatron.hydraulis.flags.parser.FlagParser", flag_parser)
+    for typed, training_words, launch_options in (
+        ("--seed 3 --mock-data --bf16 --use-checkpoint-args --lr 1", "--bf16 --lr 1 FLAGS", True),
+        ("--norm-epsilon 1 --recompute-granularity full --cp-comm-type p2p", None, False),
+    ):
+        others, found = _without_launch_options(typed.split(), typed.split())
+        assert others == []
+        assert found == {
+            "training_words": (training_words or f"{typed} FLAGS").split(),
+            "launch_options": launch_options,
+        }
+
+
 @pytest.mark.parametrize("name", sorted(STARTING))
 def test_what_a_set_says_of_the_model_reaches_the_model(name: str, tmp_path: Path) -> None:
     typed = {option: values for option, *values in options_of(name)}

@@ -9,7 +9,7 @@ import pytest
 from rich.progress import MofNCompleteColumn
 
 from megatron.hydraulis.__main__ import COMMANDS, TRAIN, main
-from megatron.hydraulis.command_line import NEVER_ABBREVIATIONS, CommandParser
+from megatron.hydraulis.command_line import NEVER_ABBREVIATIONS, CommandParser, add_pool_argument
 from megatron.hydraulis.errors import ConfigurationError
 from megatron.hydraulis.terminal import ProgressBars, TimeLeftColumn, launch_command
 from tests.unit.argument_command import flag_parser
@@ -72,6 +72,29 @@ def test_no_option_of_training_is_an_abbreviation_in_another_command() -> None:
                 if option not in known and any(each.startswith(option) for each in known)
             }
             assert short <= {*NEVER_ABBREVIATIONS}
+
+
+@pytest.mark.parametrize("required", [True, False])
+def test_a_pool_may_be_given_as_in_training(
+    required: bool, capsys: pytest.CaptureFixture[str]
+) -> None:
+    parser = CommandParser(accept=lambda _, rest: ([], {"ignored": list(rest)}))
+    add_pool_argument(parser, required=required)
+    parser.add_argument("--schemes")
+    for words, pool, ignored in (
+        ("--strategy-pool a --strategy-pool=b", "b", None),
+        ("--pool a --strategy-pool b", "a", ["--strategy-pool", "b"]),
+        ("--strategy-pool auto --pool=a", "a", ["--strategy-pool", "auto"]),
+        ("--schemes tp1 --strategy-pool b", None, ["--strategy-pool", "b"]),
+        ("--strategy-pool auto", None, ["--strategy-pool", "auto"]),
+    ):
+        if required and pool is None:
+            with pytest.raises(SystemExit):
+                parser.parse_args(words.split())
+        else:
+            namespace = parser.parse_args(words.split())
+            assert (namespace.pool, vars(namespace).get("ignored")) == (pool, ignored)
+    assert ("--strategy-pool is auto, which" in capsys.readouterr().err) == required
 
 
 def test_usage_names_what_is_required() -> None:

@@ -21,13 +21,14 @@ from megatron.hydraulis.cost_model.layouts import (
     LayoutPrediction,
     predict_layout,
 )
+from megatron.hydraulis.cost_model.regrouping import FP32_BYTES
 from megatron.hydraulis.cost_model.shape_arguments import (
     add_device_argument,
     add_job_arguments,
     add_model_arguments,
     job_ranks,
+    model_words,
     shape_of,
-    shape_words,
 )
 from megatron.hydraulis.cost_model.software import SOFTWARE_NAMES, TRAINING, software_of
 from megatron.hydraulis.errors import ConfigurationError, PlanError, StrategyError
@@ -110,14 +111,14 @@ def run(namespace: argparse.Namespace) -> int:
             f"--top is at least 1 but is {namespace.top}; give a positive number"
         )
     num_ranks, ranks_per_node = job_ranks(namespace)
-    shape = shape_of(namespace)
+    shape, num_parameter_bytes = shape_of(namespace), parameter_bytes(namespace)
     job = FixedLengthJob(
         shape=shape,
         num_ranks=num_ranks,
         ranks_per_node=ranks_per_node,
         sequence_tokens=namespace.seq_length,
         num_sequences=namespace.global_batch_size,
-        layers=given_layers(namespace, shape) | {"parameter_bytes": parameter_bytes(namespace)},
+        layers=given_layers(namespace, shape) | {"parameter_bytes": num_parameter_bytes},
     )
     search = search_layouts(job, device_constants(namespace.device), namespace.kernel)
     if namespace.json:
@@ -144,11 +145,13 @@ def run(namespace: argparse.Namespace) -> int:
         f"{len(search.rejected)} layouts are out of memory, {len(search.refused)} cannot be run: "
         f"--json lists them. Layouts have no cp; advise compares strategies that have."
     )
+    is_assumed_fp32 = num_parameter_bytes == FP32_BYTES and not namespace.fp32
     print_next(
         "hydraulis advise --lengths CORPUS.idx --seq-length",
         *(str(namespace.seq_length), "--global-batch-size", str(namespace.global_batch_size)),
         *("--num-ranks", str(num_ranks), "--ranks-per-node", str(ranks_per_node)),
-        *(*shape_words(namespace), "--device", namespace.device),
+        *(*model_words(namespace), *(["--fp32"] if is_assumed_fp32 else [])),
+        *("--device", namespace.device),
     )
     return 0
 

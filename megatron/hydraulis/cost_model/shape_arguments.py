@@ -327,12 +327,16 @@ def given_shape(namespace: argparse.Namespace) -> ModelShape | None:
     return shape_of(namespace) if is_given else None
 
 
-def shape_words(namespace: argparse.Namespace) -> list[str]:
-    """The flags of `add_shape_arguments` that were given, with their values."""
-    words = [] if namespace.model is None else ["--model", namespace.model]
-    for flag in _given_flags(namespace):
-        value = vars(namespace)[_destination(flag)]
-        words += [flag] if value is True else [flag, str(value)]
+def model_words(namespace: argparse.Namespace) -> list[str]:
+    """The flags of the model and its layers that were given, with their values."""
+    parser = argparse.ArgumentParser(add_help=False)
+    add_model_arguments(parser, has_activations=False)
+    words: list[str] = []
+    for action in parser._actions:
+        value = vars(namespace)[action.dest]
+        if value != action.default:
+            values = value if action.nargs in ("+", "*") else [value]
+            words += [action.option_strings[0], *map(str, [] if action.nargs == 0 else values)]
     return words
 
 

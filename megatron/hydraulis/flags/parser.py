@@ -38,8 +38,8 @@ _METAVARS: Mapping[Any, str] = {int: "N", float: "X"}
 """Names of upstream's numbers in --help, where argparse would repeat the flag."""
 _IGNORE_UNKNOWN = "--ignore-unknown-options"
 _OF_MODEL = frozenset({**HONOURED_BY_TOPIC["Model"], **HONOURED_BY_TOPIC["Experts"]})
-_OF_LAYERS = ("--sequence-parallel", "--cp-comm-type")
-"""Options of other topics that commands declare with those of the model's layers."""
+OF_MODEL_AND_LAYERS = _OF_MODEL | {"--sequence-parallel", "--cp-comm-type"}
+"""Options that describe a model without the rest of a launch script."""
 _SWITCHED_OFF_BY_0 = ("--num-experts",)
 """Honoured options whose 0 stands for their absence."""
 
@@ -313,12 +313,6 @@ class FlagParser:
         """
         accepted = {each for each in self._actions if not isinstance(self._row(each), Refused)}
         return _split(words, accepted - set(without))[0]
-
-    def describes_model(self, option: str) -> bool:
-        """Whether an option is about the model alone, so that it may stand without a launch
-        script's others."""
-        action = self._actions.get(option)
-        return action is not None and action.option_strings[0] in {*_OF_MODEL, *_OF_LAYERS}
 
     def _row(self, option: str) -> Row | None:
         """The row of an option of upstream, or of a former one of ours; None for our own."""

@@ -20,6 +20,7 @@ from megatron.hydraulis.advise import command as advise
 from megatron.hydraulis.cost_model import ProfileCostModel, recommend_layout_command
 from megatron.hydraulis.cost_model.analytic import AnalyticCostModel
 from megatron.hydraulis.cost_model.device import device_constants
+from megatron.hydraulis.cost_model.layer_arguments import given_layers
 from megatron.hydraulis.cost_model.shape_arguments import (
     LATENT_SIZES_TEXT,
     add_shape_arguments,
@@ -301,7 +302,10 @@ def test_readable_tables(
     file = shutil.copy(EXAMPLES / "model_llama32b.json", tmp_path / "my model.json")
     windows = ["--window-size", "1024,0", "--window-attn-skip-freq", "[1,0]*20"]
     model = ["--model", str(file)] if has_file else [*LLAMA_13B, *windows]
-    assert main(["recommend-layout", *model, *JOB, *flags]) == 0
+    layers = "--qk-layernorm --no-rope-fusion --softmax-type learnable --moe-aux-loss-coeff 0.1"
+    flags += layers.split()
+    precision = ["--lr", "1e-4"] if has_file else ["--fp32"]
+    assert main(["recommend-layout", *model, *JOB, *flags, *precision]) == 0
     text = capsys.readouterr().out
     assert "fastest; most goes to" in text
     assert "out of memory" in text
@@ -314,7 +318,10 @@ def test_readable_tables(
     namespace = parser.parse_args(shlex.split(following)[3:])
     given = argparse.ArgumentParser()
     recommend_layout_command.add_arguments(given)
-    assert shape_of(namespace) == shape_of(given.parse_args([*model, *JOB, *flags]))
+    typed = given.parse_args([*model, *JOB, *flags])
+    assert (shape := shape_of(namespace)) == shape_of(typed)
+    assert given_layers(namespace, shape) == given_layers(typed, shape)
+    assert namespace.fp32
 
 
 def test_impossible_layouts(capsys: pytest.CaptureFixture[str]) -> None:
@@ -465,7 +472,8 @@ def test_options_of_a_launch_script_are_accepted(capsys: pytest.CaptureFixture[s
             "without effect here: --strategy tp8, --global-batch-tokens 8192, --run-dir x, "
             "--mock-data (training refuses it)",
         ),
-        ("--bf16 --strategy-pool auto", ""),
+        ("--bf16 --strategy-pool auto", "without effect here: --strategy-pool auto"),
+        ("--bf16 --strategy-pool nowhere.json", "without effect here: --strategy-pool nowhere"),
         ("--bf16 --vocab-size 100 --no-such 1 --ignore-unknown-options", ", --no-such 1"),
         (
             "--bf16 --recompute-activations --recompute-modules moe_act",
