@@ -68,6 +68,8 @@ class Role:
     """Whether experts are chosen by sigmoid scores and biases, not by softmax scores."""
     has_router_losses: bool = False
     """Whether routers have a balancing loss and a z-loss."""
+    has_steady_state: bool = True
+    """Whether stages of a pipeline alternate between forwards and backwards."""
 
     def __str__(self) -> str:
         recompute = self.recompute
@@ -101,6 +103,12 @@ class Role:
             "Transformer Engine" if self.has_te else "",
         ]
         return " ".join(" ".join(part.split()) for part in parts if part)
+
+    @property
+    def num_micro_batches(self) -> int:
+        """Of an iteration."""
+        pp = self.scheme.pp
+        return pp + 2 if pp > 1 and self.has_steady_state else pp
 
     @property
     def fuses_rope(self) -> bool:
@@ -149,7 +157,7 @@ class RoleMemory:
 
 
 def measure(role: Role, num_tokens: int) -> RoleMemory:
-    """Run iterations with as many micro-batches as the pipeline is deep.
+    """Run iterations.
 
     Args:
         role: this process, alone.
@@ -164,7 +172,7 @@ def measure(role: Role, num_tokens: int) -> RoleMemory:
         seed=1,
         gradient_dtype=torch.bfloat16 if role.gradient_bytes == 2 else None,
     )
-    batches = [_batch(role, num_tokens).to(engine.device)] * role.scheme.pp
+    batches = [_batch(role, num_tokens).to(engine.device)] * role.num_micro_batches
     allocated: dict[str, int] = {}
     reserved: dict[str, int] = {}
 

@@ -126,11 +126,13 @@ MIXED = "tp16+2*tp8pp3"
 FEW = (
     Role(shape=M32, strategy=MIXED, rank=16),
     Role(shape=M8, strategy="4*tp4cp4", cp_comm_type="a2a"),
-    Role(shape=M7, strategy="4*tp1cp8pp2", recompute=EVERY_LAYER),
+    # In the steady state the allocator's fragments pass the reserve (docs/results/memory.md).
+    Role(shape=M7, strategy="4*tp1cp8pp2", recompute=EVERY_LAYER, has_steady_state=False),
     Role(shape=M70, strategy="2*tp8pp4", rank=24),
     Role(shape=GATED, strategy="32*tp2", qk_norms=True, has_wide_norms=True),
     Role(shape=LATENT, strategy="16*tp4", qk_norms=True),
     Role(shape=MIXTRAL, strategy="8*tp4pp2"),
+    Role(shape=MANY_EXPERTS, strategy="4*tp2cp4ep8pp2"),
 )
 MORE = (
     Role(shape=M32, strategy=MIXED, rank=0),
@@ -200,6 +202,7 @@ MORE = (
     Role(shape=QWEN3_30B, strategy="8*tp2cp4ep8", recompute=EVERY_LAYER),
     Role(shape=MANY_EXPERTS, strategy="8*tp2cp4ep8", qk_norms=True, recompute=ATTENTION),
     Role(shape=MANY_EXPERTS, strategy="4*tp2cp4ep8pp2", rank=8),
+    Role(shape=MANY_EXPERTS, strategy="4*tp2cp2ep4pp4", rank=4),
     Role(shape=SHARED_EXPERTS, strategy="8*tp2cp4ep8", has_sigmoid_router=True),
     Role(shape=MOONLIGHT, strategy="8*tp8ep8", rank=63, qk_norms=True, recompute=EVERY_LAYER),
     Role(shape=LATENT, strategy="8*tp8"),

@@ -378,8 +378,10 @@ class MemoryModel(TrainedModel):
             copies = self._copies_per_token(scheme)
             width = max(1.0, self.router_bytes / self.parameter_bytes)
             outputs = token.hidden * copies_at_once(shape, scheme, self.expert_load, width)
-            if not shape.shared_expert_ffn_hidden_size:
-                outputs -= token.hidden_part  # a forward has no gradient, a recompute no output yet
+            if is_last and not shape.shared_expert_ffn_hidden_size:
+                # A forward has no gradient, a recompute no output yet. Before the last stage, the
+                # schedule holds the gradient received last during the next forward.
+                outputs -= token.hidden_part
             yield Moment("outputs of experts", state, kept + outputs)
             share = 1 / scheme.tp if scheme.ep == 1 else 1
             expert = shape.expert_ffn_hidden_size * share * self.parameter_bytes
