@@ -11,6 +11,7 @@ import pytest
 
 from megatron.hydraulis.cost_model.analytic import AnalyticCostModel
 from megatron.hydraulis.cost_model.device import DeviceConstants, device_constants
+from megatron.hydraulis.cost_model.profile import ProfileCostModel
 from megatron.hydraulis.errors import ConfigurationError
 from megatron.hydraulis.library.planning import Planning, profiled_model, read_cost_profile
 from megatron.hydraulis.strategy import Scheme
@@ -233,6 +234,24 @@ def test_a_profile_of_another_model_is_refused(
             read_cost_profile(parse(tmp_path, *typed, *flags))
     with pytest.raises(ConfigurationError, match="core_attention sdpa instead of te;"):
         new.check_model(profiled_model(resolved, "te"), path, speaks=False)
+
+
+def test_a_profile_of_more_ranks_is_only_for_elastic_jobs_and_given_limits(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = write_profile(tmp_path, tp1=512)
+    typed = ("--cost-profile", path, "--strategy", "8*tp1")
+    of_more_ranks = replace(
+        ProfileCostModel.read(path), num_ranks=16, model=profiled_model(parse(tmp_path, *typed))
+    )
+    Path(path).write_text(json.dumps(of_more_ranks.to_json()))
+    with pytest.raises(ConfigurationError, match="made for 16 ranks and this job has 8;"):
+        read_cost_profile(parse(tmp_path, *typed, rank=1))
+    assert read_cost_profile(parse(tmp_path, *typed, "--max-tokens-per-micro-batch", "255"))
+    assert read_cost_profile(parse(tmp_path, *typed, "--elastic", rank=1))
+    assert capsys.readouterr().err == ""
+    assert read_cost_profile(parse(tmp_path, *typed, "--elastic"))
+    assert "warning: cost profile" in capsys.readouterr().err
 
 
 def test_a_given_limit_takes_precedence_over_the_profile(tmp_path: Path) -> None:

@@ -146,6 +146,7 @@ def estimated_profile(
             f"analytic model, not measured: {device.source}"
         ),
         date=datetime.date.today().isoformat(),
+        num_ranks=cluster.num_ranks,
         model=ProfiledModel(
             shape=model.shape,
             dtype="fp32" if model.parameter_bytes == FP32_BYTES else "bf16",

@@ -65,15 +65,16 @@ class JobOptions:
     ) -> JobCosts:
         """Of a job; `strategies` and `tp_degrees` as for `JobCosts.of`, path of the profile.
 
-        Raises ConfigurationError for options that do not go together, and for another model than
-        the profile's.
+        Raises ConfigurationError for options that do not go together, and for another model, or
+        fewer ranks, than the profile's.
         """
         shape, device = self.shape, self.device or described_device(profile.device)
         if shape is None and profile.model is not None:
             shape = profile.model.shape
+        where = profile.source if path is None else path
+        profile.check_num_ranks(num_ranks, ranks_per_node, where)
         dtype = "bf16"
         if shape is not None:
-            where = profile.source if path is None else path
             dtype = self.dtype(None if profile.model is None else profile.model.dtype)
             used = ProfiledModel(shape=shape, dtype=dtype)
             profile.check_model(used, where, speaks=True)

@@ -19,6 +19,7 @@ and ``strategies`` are optional. A strategy is found by its replicas and where t
 older profiles lack ``replicas``, and their names count. ``gradient_bytes``, 4 if absent, is the
 size in which gradients travelled when strategies were measured. What is not listed is computed
 (regrouping.py), or 0 where model and links are unknown.
+``num_ranks``, optional, is the size of the job that limits are of: they hold on no fewer ranks.
 ``expert_load``, optional, is the load of the busiest expert, for widths that were not measured.
 ``model`` says what the times are of (`ProfiledModel`); older profiles lack it.
 ``measurement``, an optional object that no prediction uses, records how well the
@@ -183,6 +184,8 @@ class ProfileCostModel:
     """Bytes of a gradient on the wire when strategies were measured."""
     model: ProfiledModel | None = None
     """None in profiles that do not say."""
+    num_ranks: int | None = None
+    """Of the job that the limits are of; None if unknown."""
     expert_load: float | None = None
     """Tokens of a layer's busiest expert over the mean of its experts when strategies were
     measured; None if unknown."""
@@ -384,6 +387,30 @@ class ProfileCostModel:
                 "model (hydraulis profile, hydraulis estimate)"
             )
 
+    def check_num_ranks(
+        self, num_ranks: int, ranks_per_node: int, path: str | Path, *, only_warns: bool = False
+    ) -> None:
+        """Raise ConfigurationError if limits are of a job of more ranks than this one.
+
+        Args:
+            num_ranks: of this job.
+            ranks_per_node: of this job.
+            path: of the profile, for the message.
+            only_warns: as an elastic job must start on the ranks that are left.
+        """
+        if self.num_ranks is None or self.num_ranks <= num_ranks:
+            return
+        text = (
+            f"cost profile {path}: its limits hold on as many ranks or more, because fewer ranks "
+            f"hold larger shards of the optimizer's state, but it was made for {self.num_ranks} "
+            f"ranks and this job has {num_ranks}; make one for this job (hydraulis estimate "
+            f"--num-ranks {num_ranks} --ranks-per-node {ranks_per_node}, or hydraulis profile on "
+            "its ranks)"
+        )
+        if not only_warns:
+            raise ConfigurationError(text)
+        print(f"warning: {text}", file=sys.stderr, flush=True)
+
     def _has(self, scheme: Scheme) -> bool:
         return any(row.scheme == scheme.of_context_group(scheme.cp) for row in self.schemes)
 
@@ -432,6 +459,7 @@ class ProfileCostModel:
             ),
             gradient_bytes=profile.integer("gradient_bytes", default=FP32_BYTES),
             model=made_for,
+            num_ranks=profile.integer("num_ranks") if profile.has("num_ranks") else None,
             expert_load=profile.number("expert_load") if profile.has("expert_load") else None,
             measurement=_measurement(profile),
         )
@@ -445,6 +473,7 @@ class ProfileCostModel:
             "device": self.device,
             "source": self.source,
             "date": self.date,
+            **({} if self.num_ranks is None else {"num_ranks": self.num_ranks}),
             **({} if self.model is None else {"model": self.model.to_json()}),
             "schemes": [_scheme_to_json(row) for row in self.schemes],
         }

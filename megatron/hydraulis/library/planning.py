@@ -54,7 +54,7 @@ def read_cost_profile(
     given: takes the place of a file; core_attention: the chosen one, if it is known.
 
     Raises ConfigurationError for a file that cannot be read, for one that was made for another
-    model, and naming the schemes that it lacks.
+    model or for more ranks, and naming the schemes that it lacks.
     """
     path = resolved.hydraulis.cost_profile
     if given is None and path is not None:
@@ -65,6 +65,10 @@ def read_cost_profile(
     profile.check_model(
         profiled_model(resolved, core_attention), where, speaks=resolved.args.rank == 0
     )
+    pool, is_elastic = resolved.pool, resolved.hydraulis.elastic
+    has_limit = resolved.hydraulis.max_tokens_per_micro_batch is not None
+    if not has_limit and (resolved.args.rank == 0 or not is_elastic):
+        profile.check_num_ranks(pool.num_ranks, pool.ranks_per_node, where, only_warns=is_elastic)
     missing: dict[Scheme, list[str]] = {}
     for strategy in _pool_with_layers(resolved, _limits(resolved, profile)).strategies:
         for scheme in strategy.schemes:

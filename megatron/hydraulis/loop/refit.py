@@ -156,6 +156,7 @@ class RefittedCostModel:
             device=device,
             source=source,
             date=date,
+            num_ranks=pool.num_ranks if measured is None else measured.num_ranks,
             model=model,
             schemes=tuple(
                 ProfiledScheme(

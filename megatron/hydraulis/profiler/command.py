@@ -340,6 +340,7 @@ class _Job:
             source=f"measured by hydraulis profile on {dist.get_world_size()} ranks, "
             f"torch {versions['torch']}, megatron-core {versions['megatron-core']}",
             date=date.today().isoformat(),
+            num_ranks=dist.get_world_size(),
             setup=setup,
         )
         return replace(profile, gradient_bytes=gradient_bytes(args))

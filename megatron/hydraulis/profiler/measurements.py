@@ -454,6 +454,7 @@ def profile_of(
     device: str,
     source: str,
     date: str,
+    num_ranks: int,
     setup: Mapping[str, Any],
 ) -> ProfileCostModel:
     """The cost profile of measured points.
@@ -496,6 +497,7 @@ def profile_of(
         device=device,
         source=source,
         date=date,
+        num_ranks=num_ranks,
         model=model,
         schemes=tuple(rows),
         strategies=tuple(

@@ -340,6 +340,7 @@ def test_an_estimate_is_a_cost_profile(tmp_path: Path, capsys: pytest.CaptureFix
     profile = ProfileCostModel.read(out)
     assert profile.to_json() == json.loads(capsys.readouterr().out)
     assert "not measured" in profile.source
+    assert profile.num_ranks == 64
     measured = ProfileCostModel.read(EXAMPLES / "cost_profile_llama32b_a800.json")
     assert measured.model is not None
     assert profile.model == replace(measured.model, recompute="none")

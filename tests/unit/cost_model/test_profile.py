@@ -16,6 +16,7 @@ from megatron.hydraulis.cost_model import (
     ProfileCostModel,
     device_constants,
 )
+from megatron.hydraulis.cost_model.job_costs import JobOptions
 from megatron.hydraulis.cost_model.profile import ProfiledModel
 from megatron.hydraulis.errors import ConfigurationError, StrategyError
 from megatron.hydraulis.json_object import JsonObject
@@ -111,6 +112,16 @@ def test_the_model_goes_both_ways_and_is_checked() -> None:
         assert f"with {key} {before} instead of {value};" in str(caught.value)
     with pytest.raises(ConfigurationError, match="hidden_size 64 instead of 32, kv_channels 16"):
         made.check_model(used(hidden_size=32, kv_channels=8), "p.json", speaks=True)
+
+
+def test_limits_hold_on_as_many_ranks_or_more() -> None:
+    made = model(num_ranks=64, model=SIZES)
+    assert made.to_json() == content(num_ranks=64, model=SIZES)
+    made.check_num_ranks(64, 8, "p.json")
+    model().check_num_ranks(1, 1, "p.json")  # older profiles do not say
+    fix = "--num-ranks 12 --ranks-per-node 6, or"
+    with pytest.raises(ConfigurationError, match=f"made for 64 ranks and this job has 12;.*{fix}"):
+        JobOptions().costs(made, num_ranks=12, ranks_per_node=6)
 
 
 def test_the_window_of_the_model_is_that_of_all_times() -> None:

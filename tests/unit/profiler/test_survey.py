@@ -69,7 +69,7 @@ def surveyed(path: Path, rig: SimulatedRig, limit_bytes: int | None = None) -> l
 
 def profile(points: list[MeasuredPoint]) -> ProfileCostModel:
     names = {"device": "pretended", "source": "test", "date": "2026-01-02"}
-    return profile_of({Scheme(): points}, [], model=MODEL, setup=SETUP, **names)
+    return profile_of({Scheme(): points}, [], model=MODEL, num_ranks=1, setup=SETUP, **names)
 
 
 def test_all_points_are_measured_and_the_slowest_stage_counts(tmp_path: Path) -> None:
@@ -167,8 +167,10 @@ def test_a_scheme_of_which_nothing_fits_is_skipped(tmp_path: Path) -> None:
         device="d",
         source="s",
         date="x",
+        num_ranks=4,
         setup={},
     )
+    assert both.num_ranks == 4
     assert [row.scheme for row in both.schemes] == [Scheme()]
     assert both.measurement["schemes"]["tp2"] == {"fits": False, "why_not": "out of memory"}
 
