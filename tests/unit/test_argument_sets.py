@@ -40,6 +40,11 @@ REFUSED_FOR = (
     "--spec",
 )
 """Features that are not built, or need a package that is not there."""
+KERNELS_OF_EXPERTS = {
+    "--moe-grouped-gemm": "moe_grouped_gemm",
+    "--moe-permute-fusion": "moe_permute_fusion",
+}
+ON_H100 = "--device h100 --transformer-impl transformer_engine --max-tokens-per-micro-batch 4096"
 MODEL_ONLY = (
     "--seq-length 4096 --max-position-embeddings 4096 --train-iters 100 --lr 1e-4 "
     "--global-batch-size 64"
@@ -51,14 +56,14 @@ def _words_of(name: str) -> list[str]:
     return [word for option in options_of(name) for word in option]
 
 
-def _parse_set(name: str, corpus: str) -> Resolved:
+def _parse_set(name: str, corpus: str, *more: str) -> Resolved:
     header = header_of(name)
     num_ranks = int(next(line.split()[2] for line in header if line.startswith("# ranks")))
     argv = _words_of(name)
     if any("model arguments only" in line for line in header):
         argv += MODEL_ONLY.split()
     data = f"--data-path {corpus} --tokenizer-type NullTokenizer --vocab-size 32000"
-    argv += [*data.split(), "--ignore-unknown-options", "--dry-run"]
+    argv += [*data.split(), "--ignore-unknown-options", "--dry-run", *more]
     return parse_arguments(argv, num_ranks=num_ranks, rank=0, flag_parser=flag_parser())
 
 
@@ -78,19 +83,29 @@ def _dry_run(resolved: Resolved) -> None:
 
 
 def test_argument_sets_of_others_start_or_are_refused_for_named_features(tmp_path: Path) -> None:
-    """Large models too, whose dry run needs no machine that could train them."""
+    """Large models too, whose dry run needs no machine that could train them, nor kernels for
+    experts."""
     largest_batch = 2048
     corpus = tiny_corpus.write_corpus(tmp_path / "corpus", [4] * (largest_batch + 100))
-    starting = set()
+    starting, with_kernels = set(), set()
     for name in SETS:
         try:
             _dry_run(_parse_set(name, corpus))
             starting.add(name)
+            if any([option] in options_of(name) for option in KERNELS_OF_EXPERTS):
+                named = _parse_set(name, corpus, *ON_H100.split())
+                _dry_run(named)
+                args = named.args
+                for option, dest in KERNELS_OF_EXPERTS.items():
+                    assert getattr(args, dest) == ([option] in options_of(name)), name
+                assert args.transformer_impl == TE_LAYERS
+                with_kernels.add(name)
         except ConfigurationError as error:
             lines = [line.strip() for line in str(error).splitlines()]
             assert any(line.startswith(REFUSED_FOR) for line in lines), name
     assert len(SETS) == 27
     assert starting == STARTING
+    assert len(with_kernels) == 7
 
 
 def test_a_dry_run_without_gpu_is_for_the_device_of_the_profile(

@@ -200,13 +200,8 @@ def parse_arguments(
     with problems.collected():
         checks.check_sequence_parallel(_model_shape(args), hydraulis, pool)
     problems.raise_any()
-    with _upstream_errors():
-        # Upstream looks for the kernel on this machine.
-        gpt_model_config(
-            argparse.Namespace(
-                **vars(args) | {"apply_rope_fusion": args.apply_rope_fusion and is_here}
-            )
-        )
+    with _upstream_checks(args, "apply_rope_fusion", "moe_permute_fusion"):
+        gpt_model_config(args)
     args.world_size = num_ranks
     return Resolved(
         args=args,
@@ -396,15 +391,21 @@ def _validate_as_one_group(args: argparse.Namespace) -> None:
     args.world_size = 1
     # Upstream allows --async-save only with its persistent worker, which needs CUDA; ours does not.
     args.use_persistent_ckpt_worker = args.async_save
-    with _upstream_errors():
+    with _upstream_checks(args, "moe_grouped_gemm"):
         validate_args(args)
     args.use_persistent_ckpt_worker = False
 
 
 @contextlib.contextmanager
-def _upstream_errors() -> Iterator[None]:
+def _upstream_checks(args: argparse.Namespace, *kernels: str) -> Iterator[None]:
     """Turn upstream's errors into a ConfigurationError, and suppress its printed table of all
-    arguments, which RUN_DIR/config.json holds."""
+    arguments, which RUN_DIR/config.json holds.
+
+    kernels: switches that are off meanwhile where there is no CUDA: upstream looks for their
+    kernels on this machine, but a dry run may be for another.
+    """
+    asked = {} if torch.cuda.is_available() else {name: getattr(args, name) for name in kernels}
+    vars(args).update(dict.fromkeys(asked, False))
     try:
         with contextlib.redirect_stdout(io.StringIO()), warnings.catch_warnings():
             warnings.simplefilter("ignore")
@@ -417,6 +418,8 @@ def _upstream_errors() -> Iterator[None]:
         raise ConfigurationError(
             f"Megatron refuses these flags: {reason}; change the flags it names"
         ) from error
+    finally:
+        vars(args).update(asked)
 
 
 def _model_shape(args: argparse.Namespace) -> ModelShape:
