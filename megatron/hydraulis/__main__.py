@@ -193,7 +193,7 @@ def _run_command(program: str, command: Command, arguments: Sequence[str]) -> in
         description=f"{command.help[0].upper()}{command.help[1:]}.",
         accept=_without_launch_options if command.takes_launch_options else None,
     )
-    parser.set_defaults(training_words=(_PLACEHOLDER,))
+    parser.set_defaults(training_words=(_PLACEHOLDER,), training_seq_length=None)
     module.add_arguments(parser)
     status: int = module.run(parser.parse_args(arguments))
     return status
@@ -212,8 +212,9 @@ def _without_launch_options(
 
     Returns:
         Words of rest that are no options of training. Attributes of the namespace:
-        ``training_words``, those for the command that trains; ``launch_options``, whether rest has
-        options that do not describe the model.
+        ``training_words``, those for the command that trains; ``training_seq_length``, its longest
+        sequence, None if not given; ``launch_options``, whether rest has options that do not
+        describe the model.
     """
     from megatron.hydraulis.flags.checks import missing_flags  # imports torch, as the next
     from megatron.hydraulis.flags.parser import OF_MODEL_AND_LAYERS, FlagParser
@@ -233,6 +234,7 @@ def _without_launch_options(
         print(f"options without effect here: {', '.join(ignored)}", file=sys.stderr, flush=True)
     return others, {
         "training_words": found if is_complete else [*found, _PLACEHOLDER],
+        "training_seq_length": training.args.seq_length,
         "launch_options": not unread <= OF_MODEL_AND_LAYERS,
     }
 

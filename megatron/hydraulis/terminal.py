@@ -186,11 +186,17 @@ def print_next(command: str, *words: str | Path) -> None:
     print(f"next: {command} {shlex.join(map(str, words))}")
 
 
-def print_next_proposal(num_ranks: int, ranks_per_node: int, cost_profile: str | Path) -> None:
-    """Prints the command that proposes a pool for a job with a cost profile."""
+def print_next_proposal(
+    num_ranks: int, ranks_per_node: int, cost_profile: str | Path, seq_length: int | None
+) -> None:
+    """Prints the command that proposes a pool for a job with a cost profile.
+
+    seq_length: tokens of the longest sequence; None if not given.
+    """
     print_next(
         "hydraulis propose --lengths CORPUS.idx --global-batch-size N --num-ranks",
         *(str(num_ranks), "--ranks-per-node", str(ranks_per_node)),
+        *([] if seq_length is None else ["--seq-length", str(seq_length)]),
         *("--cost-profile", cost_profile, "--out", "pool.json"),
     )
 

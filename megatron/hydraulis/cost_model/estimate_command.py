@@ -116,7 +116,9 @@ def run(namespace: argparse.Namespace) -> int:
     )
     for line in (*_sources(device), communicators_text(num_communicators)):
         console.print(line, highlight=False)
-    print_next_proposal(num_ranks, ranks_per_node, namespace.out or "PROFILE")
+    print_next_proposal(
+        num_ranks, ranks_per_node, namespace.out or "PROFILE", namespace.training_seq_length
+    )
     return 0
 
 

@@ -198,7 +198,12 @@ def _run(namespace: argparse.Namespace) -> None:
             else:
                 print(profile_tables(profile), end="")
                 print(f"cost profile: {namespace.out}")
-                print_next_proposal(num_ranks, job.resolved.pool.ranks_per_node, namespace.out)
+                print_next_proposal(
+                    num_ranks,
+                    job.resolved.pool.ranks_per_node,
+                    namespace.out,
+                    job.resolved.args.seq_length,
+                )
             warning = profile.poor_fits()
             if warning is not None:
                 print(f"warning: {warning}", file=sys.stderr, flush=True)

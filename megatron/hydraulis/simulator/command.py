@@ -1,7 +1,7 @@
 """``hydraulis simulate``: iteration times without a GPU."""
 
 import argparse
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +10,7 @@ from megatron.hydraulis.command_line import (
     add_pool_argument,
     add_profile_argument,
 )
+from megatron.hydraulis.cost_model.job_costs import JobCosts
 from megatron.hydraulis.cost_model.limits import add_row_quantum
 from megatron.hydraulis.cost_model.profile import ProfileCostModel
 from megatron.hydraulis.cost_model.shape_arguments import (
@@ -44,9 +45,10 @@ from megatron.hydraulis.simulator.batches import (
 )
 from megatron.hydraulis.simulator.comparison import Comparison, compare_ways
 from megatron.hydraulis.simulator.output import iteration_spans
+from megatron.hydraulis.simulator.results import WayResult
 from megatron.hydraulis.simulator.simulation import IterationTasks
-from megatron.hydraulis.simulator.ways import POOL, WAYS
-from megatron.hydraulis.strategy import Pool
+from megatron.hydraulis.simulator.ways import BALANCED, POOL, WAYS
+from megatron.hydraulis.strategy import Pool, Strategy
 from megatron.hydraulis.terminal import (
     launch_command,
     phase_progress,
@@ -204,10 +206,26 @@ def run(namespace: argparse.Namespace) -> int:
         console.print(f"written to {namespace.out}", markup=False)
     print_next(
         launch_command(pool.num_ranks, pool.ranks_per_node),
-        *("--strategy-pool", namespace.pool, "--cost-profile", namespace.cost_profile),
-        *namespace.training_words,
+        *(_faster_static(results, pool, costs) or ("--strategy-pool", namespace.pool)),
+        *("--cost-profile", namespace.cost_profile, *namespace.training_words),
     )
     return 0
+
+
+def _faster_static(
+    results: Iterable[WayResult], pool: Pool, costs: JobCosts
+) -> tuple[str, str] | None:
+    """Flags of the best static strategy if it is faster than the pool and training can use it:
+    training needs measured rows."""
+    by_name = {each.name: each for each in results}
+    static, with_pool = by_name.get(BALANCED), by_name.get(POOL)
+    if static is None or with_pool is None or static.time_s >= with_pool.time_s:
+        return None
+    (notation,) = static.strategies.values()
+    strategy = Strategy.parse(notation, pool.num_ranks, ranks_per_node=pool.ranks_per_node)
+    if not all(map(costs.is_measured, strategy.schemes)):
+        return None
+    return "--strategy", notation
 
 
 def _window(namespace: argparse.Namespace) -> TraceWindow:

@@ -365,6 +365,8 @@ def test_an_estimate_is_a_cost_profile(tmp_path: Path, capsys: pytest.CaptureFix
 
 def test_schemes_may_be_listed(capsys: pytest.CaptureFixture[str]) -> None:
     flags = ["--device", "h100", "--num-ranks", "16", "--schemes", "tp8pp2", "tp8", "tp8"]
+    assert main(["estimate", *LLAMA_32B, *flags, "--seq-length", "4096"]) == 0
+    assert " --seq-length 4096 --cost-profile PROFILE " in capsys.readouterr().out
     assert main(["estimate", *LLAMA_32B, *flags, "--json"]) == 0
     content = json.loads(capsys.readouterr().out)
     profile = ProfileCostModel.from_json(content, what="output")

@@ -140,6 +140,27 @@ def test_a_table_shows_all_ways_and_what_is_skipped(
     assert max(map(len, text.splitlines())) <= 100
 
 
+@pytest.mark.parametrize(
+    ("pool", "printed"),
+    [({"pool": "tp4"}, "--strategy 4*tp1 "), ({"pool": "4*tp1"}, "--strategy-pool ")],
+)
+def test_the_next_command_trains_with_what_is_faster(
+    pool: dict[str, str],
+    printed: str,
+    simulate: Callable[..., int],
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    path, lengths = tmp_path / "pool.json", tmp_path / "lengths.json"
+    lengths.write_text(json.dumps([400, 300, 120, 90]))
+    rows = [{"name": name, "replicas": text} for name, text in pool.items()]
+    path.write_text(json.dumps(POOL | {"strategies": rows}))
+    flags = ("--pool", str(path), "--lengths", str(lengths), "--ways", "static, balanced", "pool")
+    assert simulate(*flags) == 0
+    text = capsys.readouterr().out
+    assert printed in text.replace("'", "").partition("hydraulis train ")[2]
+
+
 def test_rows_of_the_limit_have_room_for_padding(
     simulate: Callable[..., int], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
