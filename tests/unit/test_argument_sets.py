@@ -96,6 +96,7 @@ def test_argument_sets_of_others_start_or_are_refused_for_named_features(tmp_pat
                 named = _parse_set(name, corpus, *ON_H100.split())
                 _dry_run(named)
                 args = named.args
+                assert not any("CPU" in str(difference) for difference in named.differences)
                 for option, dest in KERNELS_OF_EXPERTS.items():
                     assert getattr(args, dest) == ([option] in options_of(name)), name
                 assert args.transformer_impl == TE_LAYERS

@@ -211,7 +211,9 @@ def parse_arguments(
         given=flags.as_typed,
         taken=(*taken, *_layout_taken(flags, hydraulis, pool)),
         unknown=flags.unknown,
-        differences=differences(flag_parser, flags, before, uses_tp=pool.tp_lcm > 1),
+        differences=differences(
+            flag_parser, flags, before, uses_tp=pool.tp_lcm > 1, has_cuda=has_cuda
+        ),
         settings=flag_parser.honoured_defaults,
         sizes=sizes,
         evaluation_sizes=sizes_of_evaluation,

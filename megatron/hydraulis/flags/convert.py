@@ -231,7 +231,9 @@ def run(namespace: argparse.Namespace) -> int:
     needed = {*(each for each in used if not each.is_set_by_job), *of("".join(problems.lines))}
     unset = [each for each in of(" ".join((*call.words_around, *options))) if each in needed]
     texts = option_texts(
-        flags.taken, flags.unknown, differences(parser, flags, before, uses_tp=layout.tp > 1)
+        flags.taken,
+        flags.unknown,
+        differences(parser, flags, before, uses_tp=layout.tp > 1, has_cuda=True),
     )
     for line in (
         *block_lines("refused", "change or remove these first", refused),

@@ -77,20 +77,31 @@ _CHANGES_NO_UPDATE = {
     "enable_one_logger": "no metrics go to One Logger",
     "dist_ckpt_optim_fully_reshardable": "checkpoints load under every strategy",
     "save_interval": "one checkpoint, at the end",
-    "distributed_backend": "the device is a CPU",
-    "masked_softmax_fusion": "the device is a CPU",
-    "bias_swiglu_fusion": "the device is a CPU, or no fused kernel for the offset or limit",
-    "bias_gelu_fusion": "the device is a CPU, or no fused kernel for the activation",
-    "bias_dropout_fusion": "the device is a CPU",
-    "disable_jit_fuser": "compiling takes longer than it saves without CUDA",
+    "bias_swiglu_fusion": "no fused kernel for the offset or limit",
+    "bias_gelu_fusion": "no fused kernel for the activation",
     "num_workers": "ranks read memory-mapped files without loader processes",
     "micro_batch_size": "",  # nominal, see _set_always
     "accumulate_allreduce_grads_in_fp32": "",  # upstream's own choice, see _of_option
 }
+_CHANGES_ON_A_CPU = dict.fromkeys(
+    (
+        "distributed_backend",
+        "masked_softmax_fusion",
+        "bias_swiglu_fusion",
+        "bias_gelu_fusion",
+        "bias_dropout_fusion",
+    ),
+    "the device is a CPU",
+) | {"disable_jit_fuser": "compiling takes longer than it saves without CUDA"}
 
 
 def differences(
-    parser: FlagParser, flags: ParsedFlags, before: Mapping[str, object], *, uses_tp: bool
+    parser: FlagParser,
+    flags: ParsedFlags,
+    before: Mapping[str, object],
+    *,
+    uses_tp: bool,
+    has_cuda: bool,
 ) -> tuple[Difference, ...]:
     """Where training differs from upstream's with the same options, in most cases by a default.
 
@@ -101,13 +112,15 @@ def differences(
         flags: after `set_defaults`.
         before: attributes as parsed, before it.
         uses_tp: whether a replica has tp > 1.
+        has_cuda: whether the job computes with CUDA.
     """
     found = [
         Difference(str(given), "", why, changes_update=True)
         for given in flags.given
         if (why := _of_option(flags.args, given.dest))
     ]
-    for changes_update, table in ((True, _CHANGES_UPDATE), (False, _CHANGES_NO_UPDATE)):
+    without_effect = _CHANGES_NO_UPDATE | ({} if has_cuda else _CHANGES_ON_A_CPU)
+    for changes_update, table in ((True, _CHANGES_UPDATE), (False, without_effect)):
         for dest, why in table.items():
             ours, theirs = getattr(flags.args, dest), before[dest]
             if why and ours != theirs and dest not in flags.attempted:
