@@ -321,3 +321,11 @@ def test_the_longest_sequence_needs_one_strategy_that_holds_it(tmp_path: Path) -
         plan_with.check_longest({"train": 100, "valid": 101})
     for part in ("valid data trains 101", "the 2 strategies", "'long'", "more than 100"):
         assert part in str(caught.value)
+    for typed, fix in (
+        (("--cost-profile", profile), "--seq-length or give"),
+        (("--max-tokens-per-micro-batch", "128"), "--seq-length, raise --max-tokens-per-micro"),
+        ((), "--seq-length, train with --bf16 or give"),
+        (("--bf16",), "--seq-length or give"),
+    ):
+        with pytest.raises(ConfigurationError, match=f"; lower {fix}"):
+            planning(tmp_path, *typed, pool=pool).check_longest({"train": 10**15})

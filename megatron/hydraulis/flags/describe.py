@@ -291,8 +291,10 @@ def format_description(description: dict[str, Any]) -> str:
         lines += _strategy_lines(strategy)
     warnings = (*description["pool_changes"], *description["left_out"])
     lines += [f"warning      {line}" for line in warnings]
+    precision = "bf16" if "--bf16" in description["explicit_options"] else "fp32, as no --bf16"
     lines += [
         f"cost model   {description['cost_model']}",
+        f"precision    {precision}",
         f"groups       {communicators_text(description['most_communicators_of_a_rank'])}",
         *option_lines(description),
         f"model        {model_text(description['model'])}",

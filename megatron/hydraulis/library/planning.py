@@ -15,6 +15,7 @@ from megatron.hydraulis.cost_model.layer_arguments import gradient_bytes, layer_
 from megatron.hydraulis.cost_model.limits import CUDA_ROW_QUANTUM, Limits
 from megatron.hydraulis.cost_model.profile import ProfileCostModel, ProfiledModel
 from megatron.hydraulis.cost_model.recompute import recompute_of
+from megatron.hydraulis.cost_model.regrouping import FP32_BYTES
 from megatron.hydraulis.cost_model.staging import PoolFootprint
 from megatron.hydraulis.errors import ConfigurationError, StrategyError
 from megatron.hydraulis.flags.arguments import Resolved
@@ -204,6 +205,11 @@ class Planning:
             ),
             key=lambda pair: pair[0],
         )
+        model, fix = self.cost_model, ""
+        if self.limits.flag is not None:
+            fix = ", raise --max-tokens-per-micro-batch"
+        elif isinstance(model, AnalyticCostModel) and model.parameter_bytes == FP32_BYTES:
+            fix = ", train with --bf16"
         for name, longest in lengths.items():
             if longest > limit:
                 what = f"strategy '{strategy.name}'"
@@ -212,7 +218,7 @@ class Planning:
                 raise ConfigurationError(
                     f"the longest sequence of the {name} data trains {longest} tokens but no "
                     f"replica of {what} holds more than {limit} tokens in a micro-batch; lower "
-                    "--seq-length, raise --max-tokens-per-micro-batch or give a replica more ranks"
+                    f"--seq-length{fix} or give a replica more ranks"
                 )
 
 
