@@ -189,6 +189,7 @@ def test_options_of_training_differ_from_those_of_the_model(
         assert others == []
         assert found == {
             "training_words": (training_words or f"{typed} FLAGS").split(),
+            "training_seq_length": None,
             "launch_options": launch_options,
         }
 
