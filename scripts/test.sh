@@ -39,26 +39,26 @@ run_shellcheck() {
     shell_scripts | xargs -0 .venv/bin/shellcheck --external-sources --source-path=SCRIPTDIR/..
 }
 
-# mypy's workers and pytest's: each has a copy of what it imports, so four have enough memory.
+# mypy's workers and pytest's, one for each core: each has a copy of what it imports, so four have
+# enough memory. nproc would answer OMP_NUM_THREADS.
 max_workers=4
-num_mypy_workers=$(($(nproc) < max_workers ? $(nproc) : max_workers))
+num_cores=$(env -u OMP_NUM_THREADS nproc)
+num_workers=$((num_cores < max_workers ? num_cores : max_workers))
 
 pytest_log="$(mktemp)"
 trap 'rm -f "$pytest_log"' EXIT
 
-# Two workers for each core, at most max_workers: one runs while the other's ranks wait. Each keeps to
-# its share of the cores (tests/conftest.py). The tests of a file share fixtures, so one worker runs
-# them. They begin in the order of the files, whose long ones come first.
-num_pytest_workers=$((2 * $(nproc) < max_workers ? 2 * $(nproc) : max_workers))
-
+# Each of pytest's workers keeps to its share of the cores (tests/conftest.py). The tests of a file
+# share fixtures, so one worker runs them. They begin in the order of the files, whose long ones come
+# first.
 run_pytest() {
-    "$python" -m pytest -n "$num_pytest_workers" \
+    "$python" -m pytest -n "$num_workers" \
         --dist loadfile --no-loadscope-reorder "$@" 2>&1 | tee "$pytest_log"
 }
 
 step "ruff check" "$python" -m ruff check .
 step "ruff format" "$python" -m ruff format --check .
-step "mypy" "$python" -m mypy --num-workers "$num_mypy_workers"
+step "mypy" "$python" -m mypy --num-workers "$num_workers"
 step "import-linter" .venv/bin/lint-imports
 step "shellcheck" run_shellcheck
 if ((runs_tests)); then
