@@ -203,8 +203,13 @@ def _tokenizer(*names: str) -> Need:
 # Options of any of these tables that have an effect only with another one.
 _NEEDS = {
     Need("position_embedding_type", "--position-embedding-type rope", values=("rope",)): """
-        --rotary-base --rotary-percent --rotary-interleaved
-        --rotary-seq-len-interpolation-factor --use-rope-scaling --no-rope-freq""",
+        --rotary-interleaved --rotary-seq-len-interpolation-factor --use-rope-scaling
+        --no-rope-freq""",
+    Need(
+        "position_embedding_type multi_latent_attention",
+        "--position-embedding-type rope or --multi-latent-attention",
+        values=("rope", True),
+    ): "--rotary-base --rotary-percent",
     Need("window_size", "--window-size"): "--window-attn-skip-freq",
     Need("multi_latent_attention", "--multi-latent-attention"): """
         --q-lora-rank --kv-lora-rank --qk-head-dim --qk-pos-emb-head-dim --v-head-dim

@@ -337,6 +337,7 @@ SMALL = HuggingFaceModel(
 
 
 EXPERTS = {"num_experts": 4, "moe_router_topk": 2, "moe_ffn_hidden_size": 12}
+LATENTS = {"kv_lora_rank": 8, "qk_head_dim": 8, "qk_pos_emb_head_dim": 4, "v_head_dim": 8}
 
 
 def test_checkpoints_of_other_models(checkpoint: Path, tmp_path: Path) -> None:
@@ -392,7 +393,15 @@ def test_checkpoints_of_other_models(checkpoint: Path, tmp_path: Path) -> None:
         ),
         ({"qk_layernorm": True}, ["--qk-layernorm", "Qwen3"]),
         ({"add_qkv_bias": False, "hidden_size": 30}, ["30", "4 heads"]),
-        ({"use_rope_scaling": True, "rotary_seq_len_interpolation_factor": 2}, ["both"]),
+        (
+            {"use_rope_scaling": True, "rotary_seq_len_interpolation_factor": 2},
+            ["in one way", "--use-rope-scaling and --rotary-seq-len-interpolation-factor"],
+        ),
+        (
+            {"use_rope_scaling": True, "multi_latent_attention": True, "rope_type": "rope"}
+            | LATENTS,
+            ["by YaRN", "--use-rope-scaling and --multi-latent-attention"],
+        ),
         (
             {"window_size": (7, 0)},
             ["Mistral has --window-size but", "--add-qkv-bias and --window-size"],
@@ -439,6 +448,11 @@ def test_arguments_without_counterpart(changes: dict[str, Any], words: list[str]
             "deepseek_v3",
             {"rope_parameters": {"rope_type": "yarn", "original_max_position_embeddings": 8192}},
             ["original_max_position_embeddings", "4096", "8192"],
+        ),
+        (
+            "deepseek_v3",
+            {"rope_parameters": {"rope_type": "linear", "rope_theta": 1e4, "factor": 4.0}},
+            ["rope_type can only be default or yarn but is 'linear'"],
         ),
         ("mixtral", {"num_experts_per_tok": 1}, ["norm_topk_prob", "passes 1 expert"]),
         ("mixtral", {"num_experts_per_tok": 5}, ["num_experts is 4", "experts_per_token 5"]),

@@ -311,6 +311,10 @@ def _rope(config: JsonObject, family: Family) -> dict[str, Any]:
         raise _wrong(config, _PARTIAL, 1.0, percent)
     kind = kinds.pop() if len(kinds) == 1 else "default" if not kinds else str(kinds)
     fields: dict[str, Any] = {"rotary_base": int(theta), "rotary_percent": percent}
+    is_latent = family.has("--multi-latent-attention")
+    known = ("default", "yarn") if is_latent else ("default", "linear", "llama3")
+    if kind not in known:
+        raise _wrong(config, "rope_type", " or ".join(known), kind)
     if kind == "llama3":
         fields["llama3_factor"] = rope.number("factor")
         for key, value in _LLAMA3.items():
@@ -318,10 +322,8 @@ def _rope(config: JsonObject, family: Family) -> dict[str, Any]:
                 raise _wrong(rope, key, value)
     elif kind == "linear":
         fields["interpolation_factor"] = rope.number("factor")
-    elif kind == "yarn" and family.has("--multi-latent-attention"):
+    elif kind == "yarn":
         fields["yarn"] = _yarn(rope)
-    elif kind != "default":
-        raise _wrong(config, "rope_type", "'default', 'linear' or 'llama3'", kind)
     rope.check_all_read()
     return fields
 

@@ -175,10 +175,16 @@ class HuggingFaceModel:
                     f"model: {name} must be positive and finite but is {value}; correct it"
                 )
         stretch = self.interpolation_factor
-        if stretch is not None and self.llama3_factor is not None:
+        scalings = {
+            "--use-rope-scaling": self.llama3_factor,
+            "--rotary-seq-len-interpolation-factor": stretch,
+            "--multi-latent-attention": self.latents,
+        }
+        given = [option for option, value in scalings.items() if value is not None]
+        if len(given) > 1:
             raise ConfigurationError(
-                "model: --use-rope-scaling and --rotary-seq-len-interpolation-factor "
-                f"{stretch:g} were both given, for which {NO_COUNTERPART}"
+                "model: positions are stretched in one way, those of latent attention by YaRN, "
+                f"but {' and '.join(given)} were given, for which {NO_COUNTERPART}"
             )
         if stretch is not None and stretch != int(stretch):
             raise ConfigurationError(
