@@ -25,7 +25,6 @@ from megatron.hydraulis.checkpoint.hugging_face.tensors import (
     by_place,
     check_tensors,
     leading_axes,
-    shape_of,
     tensor_rows,
 )
 from megatron.hydraulis.checkpoint.manifest import FORMAT_NAME, Manifest, is_checkpoint
@@ -217,7 +216,7 @@ def _check_tensors(checkpoint: StoredCheckpoint, model: HuggingFaceModel) -> tor
     wanted: dict[str, tuple[int, ...]] = {}
     for place, _ in by_place(model):
         axes, _ = leading_axes(model, place, separate_layers=separate)
-        wanted[checkpoint.layer_key(place.key, place.layer)] = (*axes, *shape_of(model, place))
+        wanted[checkpoint.layer_key(place.key, place.layer)] = (*axes, *place.shape)
     found = {}
     for key, tensor in checkpoint.parameters.items():
         shape = tensor.shape

@@ -29,7 +29,6 @@ from megatron.hydraulis.checkpoint.hugging_face.tensors import (
     check_tensors,
     layers_differ,
     leading_axes,
-    shape_of,
     tensor_rows,
 )
 from megatron.hydraulis.checkpoint.manifest import Manifest, model_of, records_of
@@ -149,7 +148,7 @@ def import_folder(source: Path, output: Path, *, vocab_divisor: int = 128) -> Co
         "content_metadata": sharding_metadata(),
     }
     objects = dict.fromkeys(_extra_states(model)) | {COMMON_STATE: common}
-    sizes = (math.prod(shape_of(model, place, padded_size)) for place, _ in by_place(model))
+    sizes = (math.prod(place.padded_shape(padded_size)) for place, _ in by_place(model))
     num_bytes = sum(sizes) * dtype.itemsize
     path = folder.path_of(RELEASE)
     with (
@@ -225,7 +224,7 @@ def _pieces(
 
     separate = layers_differ(model)
     for place, rows in by_place(model):
-        size = shape_of(model, place, padded_size)
+        size = place.padded_shape(padded_size)
         axes, index = leading_axes(model, place, separate_layers=separate)
         stored = torch.float32 if place.key == ROUTER_BIAS else dtype
         data = assembled(size, stored, rows, files).view(*(1 for _ in axes), *size)

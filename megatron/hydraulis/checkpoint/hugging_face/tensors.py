@@ -18,7 +18,6 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import groupby
 from pathlib import Path
-from typing import Any
 
 from megatron.hydraulis.checkpoint.hugging_face.families import DENSE_PROJECTIONS
 from megatron.hydraulis.checkpoint.hugging_face.model import FAMILY_NAMES, HuggingFaceModel
@@ -46,10 +45,16 @@ class Place:
 
     key: str
     """Without the layer's number: ``mlp.linear_fc2.weight``."""
-    layer: int | None
+    shape: tuple[int, ...]
+    """Without padding of the vocabulary."""
+    layer: int | None = None
     """None outside of layers."""
-    expert: int | None
+    expert: int | None = None
     """None outside of experts."""
+
+    def padded_shape(self, num_tokens: int) -> tuple[int, ...]:
+        """The shape with so many rows of the vocabulary, where the tensor has them."""
+        return (num_tokens, *self.shape[1:]) if self.key in (EMBEDDING, OUTPUT) else self.shape
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,143 +69,31 @@ class TensorRows:
     runs: Runs
     """(first row, end) of each run of rows in Megatron's tensor, in Hugging Face's order."""
 
+    @classmethod
+    def whole(cls, name: str, place: Place) -> TensorRows:
+        """A tensor that both have in one piece."""
+        return cls(name, place.shape, place, ((0, place.shape[0]),))
+
 
 def tensor_rows(model: HuggingFaceModel) -> Iterator[TensorRows]:
     """Every tensor of the model in Hugging Face's form, layer by layer.
 
     Those that make one of Megatron's tensors follow one another; see `by_place`.
     """
-    outer = outer_shapes(model)
-
-    def whole(name: str, key: str) -> TensorRows:
-        return TensorRows(name, outer[key], Place(key, None, None), ((0, outer[key][0]),))
-
-    yield whole("model.embed_tokens.weight", EMBEDDING)
+    ends = (model.vocab_size, model.hidden_size)
+    yield TensorRows.whole("model.embed_tokens.weight", Place(EMBEDDING, ends))
     for layer in range(model.num_layers):
         yield from _layer_rows(model, layer)
-    for kind in _norm_kinds(model):
-        yield whole(f"model.norm.{kind}", f"{FINAL_NORM}.{kind}")
+    for kind in ("weight", "bias") if model.has_squared_relu else ("weight",):
+        place = Place(f"{FINAL_NORM}.{kind}", (model.hidden_size,))
+        yield TensorRows.whole(f"model.norm.{kind}", place)
     if not model.tied_embeddings:
-        yield whole("lm_head.weight", OUTPUT)
+        yield TensorRows.whole("lm_head.weight", Place(OUTPUT, ends))
 
 
 def by_place(model: HuggingFaceModel) -> Iterator[tuple[Place, Iterable[TensorRows]]]:
     """Every tensor of Megatron's, with what Hugging Face has of it, in the latter's order."""
     return groupby(tensor_rows(model), key=lambda row: row.place)
-
-
-def outer_shapes(model: HuggingFaceModel, padded_size: int | None = None) -> dict[str, Any]:
-    """Shapes of Megatron's tensors outside of layers, by key.
-
-    Args:
-        padded_size: rows of the vocabulary; without padding if None.
-    """
-    num_tokens = model.vocab_size if padded_size is None else padded_size
-    shapes: dict[str, Any] = {
-        EMBEDDING: (num_tokens, model.hidden_size),
-        **{f"{FINAL_NORM}.{kind}": (model.hidden_size,) for kind in _norm_kinds(model)},
-    }
-    if not model.tied_embeddings:
-        shapes[OUTPUT] = shapes[EMBEDDING]
-    return shapes
-
-
-def layer_shapes(model: HuggingFaceModel, layer: int) -> dict[str, tuple[int, ...]]:
-    """Shapes of Megatron's tensors of a layer, by key without the layer's number; of experts,
-    that of one."""
-    hidden = model.hidden_size
-    shapes = _attention_shapes(model) if model.latents is None else _latent_shapes(model)
-    experts = model.experts
-    if experts is None or not experts.layers[layer]:
-        shapes |= _mlp_shapes(model, "mlp.", model.ffn_hidden_size)
-        for kind in _norm_kinds(model):
-            shapes[f"mlp.linear_fc1.layer_norm_{kind}"] = (hidden,)
-        return shapes
-    shapes["pre_mlp_layernorm.weight"] = (hidden,)
-    shapes[f"{ROUTER}.weight"] = (experts.number, hidden)
-    if experts.has_bias:
-        shapes[ROUTER_BIAS] = (experts.number,)
-    shapes |= _mlp_shapes(model, EXPERTS, experts.ffn_hidden_size)
-    if experts.shared_ffn_hidden_size:
-        shapes |= _mlp_shapes(model, _SHARED, experts.shared_ffn_hidden_size)
-    if experts.has_shared_gate:
-        shapes[f"{_SHARED}gate_weight"] = (1, hidden)
-    return shapes
-
-
-def _attention_shapes(model: HuggingFaceModel) -> dict[str, tuple[int, ...]]:
-    """With the norm before it."""
-    hidden = model.hidden_size
-    query = model.num_attention_heads * model.kv_channels
-    num_query_matrices = 2 if model.has_output_gate else 1
-    qkv = num_query_matrices * query + 2 * model.num_query_groups * model.kv_channels
-    shapes: dict[str, tuple[int, ...]] = {
-        "self_attention.linear_qkv.weight": (qkv, hidden),
-        "self_attention.linear_proj.weight": (hidden, query),
-    }
-    for kind in _norm_kinds(model):
-        shapes[f"self_attention.linear_qkv.layer_norm_{kind}"] = (hidden,)
-    if model.has_qkv_biases:
-        shapes["self_attention.linear_qkv.bias"] = (qkv,)
-    if model.has_linear_biases:
-        shapes["self_attention.linear_proj.bias"] = (hidden,)
-    if model.has_qk_norms:
-        shapes["self_attention.q_layernorm.weight"] = (model.kv_channels,)
-        shapes["self_attention.k_layernorm.weight"] = (model.kv_channels,)
-    return shapes
-
-
-def _latent_shapes(model: HuggingFaceModel) -> dict[str, tuple[int, ...]]:
-    """Likewise of latent attention. Both rotate pairs of adjacent channels, in the same order."""
-    latents, hidden, heads = model.latents, model.hidden_size, model.num_attention_heads
-    assert latents is not None
-    queries, q_rank, kv_rank = heads * model.kv_channels, latents.q_lora_rank, latents.kv_lora_rank
-    shapes: dict[str, tuple[int, ...]] = {"input_layernorm.weight": (hidden,)}
-    if q_rank:
-        shapes |= {
-            "self_attention.linear_q_down_proj.weight": (q_rank, hidden),
-            "self_attention.linear_q_up_proj.layer_norm_weight": (q_rank,),
-            "self_attention.linear_q_up_proj.weight": (queries, q_rank),
-        }
-    else:
-        shapes["self_attention.linear_q_proj.weight"] = (queries, hidden)
-    num_rows = heads * (latents.qk_head_dim + latents.v_head_dim)
-    return shapes | {
-        "self_attention.linear_kv_down_proj.weight": (
-            kv_rank + latents.qk_pos_emb_head_dim,
-            hidden,
-        ),
-        "self_attention.linear_kv_up_proj.layer_norm_weight": (kv_rank,),
-        "self_attention.linear_kv_up_proj.weight": (num_rows, kv_rank),
-        "self_attention.linear_proj.weight": (hidden, heads * latents.v_head_dim),
-    }
-
-
-def _mlp_shapes(model: HuggingFaceModel, prefix: str, ffn: int) -> dict[str, tuple[int, ...]]:
-    num_rows = (1 if model.has_squared_relu else 2) * ffn
-    shapes: dict[str, tuple[int, ...]] = {
-        f"{prefix}linear_fc1.weight": (num_rows, model.hidden_size),
-        f"{prefix}linear_fc2.weight": (model.hidden_size, ffn),
-    }
-    if model.has_linear_biases:
-        shapes[f"{prefix}linear_fc1.bias"] = (num_rows,)
-        shapes[f"{prefix}linear_fc2.bias"] = (model.hidden_size,)
-    return shapes
-
-
-def _norm_kinds(model: HuggingFaceModel) -> tuple[str, ...]:
-    """Parameters of a norm outside of attention."""
-    return ("weight", "bias") if model.has_squared_relu else ("weight",)
-
-
-def shape_of(
-    model: HuggingFaceModel, place: Place, padded_size: int | None = None
-) -> tuple[int, ...]:
-    """Shape of one of Megatron's tensors; ``padded_size`` as for `outer_shapes`."""
-    if place.layer is None:
-        shape: tuple[int, ...] = outer_shapes(model, padded_size)[place.key]
-        return shape
-    return layer_shapes(model, place.layer)[place.key]
 
 
 def leading_axes(
@@ -223,72 +116,117 @@ def layers_differ(model: HuggingFaceModel) -> bool:
     return model.experts is not None and not all(model.experts.layers)
 
 
+@dataclass(frozen=True, slots=True)
+class _Module:
+    """A module of a layer, in Megatron's form and in Hugging Face's."""
+
+    prefix: str
+    """Megatron's key without ``weight`` or ``bias`` at its end."""
+    shape: tuple[int, ...]
+    """Of Megatron's weight."""
+    parts: str | Mapping[str, Runs]
+    """Hugging Face's module, or those of which it has several, each with its rows."""
+    has_bias: bool = False
+    expert: int | None = None
+
+
 def _layer_rows(model: HuggingFaceModel, layer: int) -> Iterator[TensorRows]:
-    num_experts = 0 if model.experts is None else model.experts.number
-    for key, shape in layer_shapes(model, layer).items():
-        if key == ROUTER_BIAS:
-            name = f"model.layers.{layer}.mlp.gate.{_BIAS_NAME}"
-            yield TensorRows(name, shape, Place(key, layer, None), ((0, num_experts),))
-            continue
-        # "….linear_qkv.weight" as well as "….linear_qkv.layer_norm_weight"
-        kind = "bias" if key.endswith("bias") else "weight"
-        module = key.removesuffix(kind).rstrip("._")
-        for expert in range(num_experts) if key.startswith(EXPERTS) else (None,):
-            place = Place(key, layer, expert)
-            for name, given in _parts(model, module, expert).items():
-                runs = given or ((0, shape[0]),)
-                num_rows = sum(end - first for first, end in runs)
-                full_name = f"model.layers.{layer}.{name}.{kind}"
-                yield TensorRows(full_name, (num_rows, *shape[1:]), place, runs)
+    of_layer = f"model.layers.{layer}"
+    for module in _modules(model, layer):
+        for kind in ("weight", "bias") if module.has_bias else ("weight",):
+            shape = module.shape if kind == "weight" else module.shape[:1]
+            place = Place(module.prefix + kind, shape, layer, module.expert)
+            if isinstance(module.parts, str):
+                yield TensorRows.whole(f"{of_layer}.{module.parts}.{kind}", place)
+                continue
+            for part, runs in module.parts.items():
+                own = (_num_rows(runs), *shape[1:])
+                yield TensorRows(f"{of_layer}.{part}.{kind}", own, place, runs)
+    experts = model.experts
+    if experts is not None and experts.layers[layer] and experts.has_bias:
+        place = Place(ROUTER_BIAS, (experts.number,), layer)
+        yield TensorRows.whole(f"{of_layer}.mlp.gate.{_BIAS_NAME}", place)
 
 
-_WHOLE_NAMES = {
-    "self_attention.linear_qkv.layer_norm": "input_layernorm",
-    "input_layernorm": "input_layernorm",
-    "self_attention.linear_q_proj": "self_attn.q_proj",
-    "self_attention.linear_q_down_proj": "self_attn.q_a_proj",
-    "self_attention.linear_q_up_proj.layer_norm": "self_attn.q_a_layernorm",
-    "self_attention.linear_q_up_proj": "self_attn.q_b_proj",
-    "self_attention.linear_kv_down_proj": "self_attn.kv_a_proj_with_mqa",
-    "self_attention.linear_kv_up_proj.layer_norm": "self_attn.kv_a_layernorm",
-    "self_attention.linear_kv_up_proj": "self_attn.kv_b_proj",
-    "self_attention.linear_proj": "self_attn.o_proj",
-    "self_attention.q_layernorm": "self_attn.q_norm",
-    "self_attention.k_layernorm": "self_attn.k_norm",
-    "mlp.linear_fc1.layer_norm": "post_attention_layernorm",
-    "pre_mlp_layernorm": "post_attention_layernorm",
-}
-"""Modules whose tensors Hugging Face has in one piece, in all families."""
+def _num_rows(runs: Runs) -> int:
+    return sum(end - first for first, end in runs)
 
 
-def _parts(model: HuggingFaceModel, module: str, expert: int | None) -> Mapping[str, Runs | None]:
-    """Hugging Face's modules that make one of Megatron's, with their rows; None for all rows."""
-    if module in _WHOLE_NAMES:
-        return {_WHOLE_NAMES[module]: None}
-    if module == "self_attention.linear_qkv":
-        return _qkv_runs(model)
-    parent, _, linear = module.rpartition(".")
-    projections, ffn = DENSE_PROJECTIONS, model.ffn_hidden_size
+def _modules(model: HuggingFaceModel, layer: int) -> Iterator[_Module]:
+    """All that a layer has but the biases of routers."""
+    yield from _attention(model) if model.latents is None else _latent_attention(model)
+    hidden, norm = (model.hidden_size,), "post_attention_layernorm"
     experts, names = model.experts, model.of_family.experts
-    if parent != "mlp" or not linear.startswith("linear_fc"):
-        assert experts is not None
-        assert names is not None
-        if module == ROUTER:
-            return {f"{names.module}.gate": None}
-        shared = f"mlp.{names.shared_module}"
-        if linear == "gate":
-            return {f"{shared}_gate": None}
-        if expert is None:
-            parent, ffn = shared, experts.shared_ffn_hidden_size
-        else:
-            parent, ffn = f"{names.module}.experts.{expert}", experts.ffn_hidden_size
-            projections = names.projections
+    if experts is None or names is None or not experts.layers[layer]:
+        yield _Module("mlp.linear_fc1.layer_norm_", hidden, norm, model.has_squared_relu)
+        yield from _mlp(model, "mlp.", model.ffn_hidden_size, "mlp")
+        return
+    yield _Module("pre_mlp_layernorm.", hidden, norm)
+    yield _Module(f"{ROUTER}.", (experts.number, *hidden), f"{names.module}.gate")
+    for expert in range(experts.number):
+        module = f"{names.module}.experts.{expert}"
+        width = experts.ffn_hidden_size
+        yield from _mlp(model, EXPERTS, width, module, names.projections, expert)
+    shared = f"mlp.{names.shared_module}"
+    if experts.shared_ffn_hidden_size:
+        yield from _mlp(model, _SHARED, experts.shared_ffn_hidden_size, shared)
+    if experts.has_shared_gate:
+        yield _Module(f"{_SHARED}gate_", (1, *hidden), f"{shared}_gate")
+
+
+def _attention(model: HuggingFaceModel) -> Iterator[_Module]:
+    """With the norm before it."""
+    hidden, at = model.hidden_size, "self_attention."
+    qkv = _qkv_runs(model)
+    shape = sum(map(_num_rows, qkv.values())), hidden
+    yield _Module(
+        f"{at}linear_qkv.layer_norm_", (hidden,), "input_layernorm", model.has_squared_relu
+    )
+    yield _Module(f"{at}linear_qkv.", shape, qkv, model.has_qkv_biases)
+    shape = hidden, model.num_attention_heads * model.kv_channels
+    yield _Module(f"{at}linear_proj.", shape, "self_attn.o_proj", model.has_linear_biases)
+    if model.has_qk_norms:
+        yield _Module(f"{at}q_layernorm.", (model.kv_channels,), "self_attn.q_norm")
+        yield _Module(f"{at}k_layernorm.", (model.kv_channels,), "self_attn.k_norm")
+
+
+def _latent_attention(model: HuggingFaceModel) -> Iterator[_Module]:
+    """Likewise. Both rotate pairs of adjacent channels, in the same order."""
+    latents, hidden, heads = model.latents, model.hidden_size, model.num_attention_heads
+    assert latents is not None
+    queries, q_rank, kv_rank = heads * model.kv_channels, latents.q_lora_rank, latents.kv_lora_rank
+    at, to = "self_attention.", "self_attn."
+    yield _Module("input_layernorm.", (hidden,), "input_layernorm")
+    if q_rank:
+        yield _Module(f"{at}linear_q_down_proj.", (q_rank, hidden), f"{to}q_a_proj")
+        yield _Module(f"{at}linear_q_up_proj.layer_norm_", (q_rank,), f"{to}q_a_layernorm")
+        yield _Module(f"{at}linear_q_up_proj.", (queries, q_rank), f"{to}q_b_proj")
+    else:
+        yield _Module(f"{at}linear_q_proj.", (queries, hidden), f"{to}q_proj")
+    down = kv_rank + latents.qk_pos_emb_head_dim, hidden
+    up = heads * (latents.qk_head_dim + latents.v_head_dim), kv_rank
+    yield _Module(f"{at}linear_kv_down_proj.", down, f"{to}kv_a_proj_with_mqa")
+    yield _Module(f"{at}linear_kv_up_proj.layer_norm_", (kv_rank,), f"{to}kv_a_layernorm")
+    yield _Module(f"{at}linear_kv_up_proj.", up, f"{to}kv_b_proj")
+    yield _Module(f"{at}linear_proj.", (hidden, heads * latents.v_head_dim), f"{to}o_proj")
+
+
+def _mlp(
+    model: HuggingFaceModel,
+    prefix: str,
+    width: int,
+    parent: str,
+    projections: tuple[str, str, str] = DENSE_PROJECTIONS,
+    expert: int | None = None,
+) -> Iterator[_Module]:
+    """Of an MLP or an expert; ``parent``: Hugging Face's module."""
+    hidden, has_biases = model.hidden_size, model.has_linear_biases
     gate, up, down = (f"{parent}.{each}" for each in projections)
-    if linear == "linear_fc2":
-        return {down: None}
+    num_rows, parts = 2 * width, {gate: ((0, width),), up: ((width, 2 * width),)}
     if model.has_squared_relu:
-        return {up: None}
-    return {gate: ((0, ffn),), up: ((ffn, 2 * ffn),)}
+        num_rows, parts = width, {up: ((0, width),)}
+    yield _Module(f"{prefix}linear_fc1.", (num_rows, hidden), parts, has_biases, expert)
+    yield _Module(f"{prefix}linear_fc2.", (hidden, width), down, has_biases, expert)
 
 
 def _qkv_runs(model: HuggingFaceModel) -> dict[str, Runs]:
