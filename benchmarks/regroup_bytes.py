@@ -102,8 +102,13 @@ class StrategyTraffic:
     @property
     def kind(self) -> Collective:
         """The collective that the runtime would use."""
+        return collective_of(self.amounts)
+
+    @property
+    def amounts(self) -> StrategyAmounts:
+        """What the ranks exchange."""
         per_node = self.strategy.ranks_per_node
-        return collective_of(self.layout, self.roles, ranks_per_node=per_node)
+        return StrategyAmounts(LayoutAmounts(self.layout, per_node), self.roles)
 
     def links(self, collective: Collective) -> list[LinkElements[int]]:
         """Elements exchanged in a gather by this collective."""
@@ -111,13 +116,10 @@ class StrategyTraffic:
 
     def _links(self, collective: Collective) -> list[list[LinkElements[int]]]:
         """Elements exchanged in gather and scatter by this collective."""
-        per_node = self.strategy.ranks_per_node
         totals = np.zeros((2, 4, self.layout.num_ranks), dtype=np.int64)
-        amounts = StrategyAmounts(LayoutAmounts(self.layout, per_node), self.roles)
+        amounts = self.amounts
         for buckets in amounts.equal_buckets():
-            both = amounts_by_rank(
-                collective, amounts, buckets[0], self.roles, ranks_per_node=per_node
-            )
+            both = amounts_by_rank(collective, amounts, buckets[0])
             totals += len(buckets) * np.stack([[*vars(each).values()] for each in both])
         return [[LinkElements(*of_rank) for of_rank in each.T.tolist()] for each in totals]
 

@@ -1,7 +1,7 @@
 """The sizes of a model, as far as planning needs them: no weights, no torch."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import MISSING, dataclass, fields
 from pathlib import Path
 from typing import Any
@@ -210,31 +210,17 @@ class ModelShape:
     def from_json(cls, model: JsonObject) -> "ModelShape":
         """The fields by name, as `read` takes them; other keys are left to the caller."""
         num_heads, hidden_size = model.integer("num_attention_heads"), model.integer("hidden_size")
-        latent = {
-            name: model.integer(name, default=0)
-            for name in ("q_lora_rank", "kv_lora_rank", *_HEAD_DIMS, "v_head_dim")
+        channels = sum(model.integer(name, default=0) for name in _HEAD_DIMS)
+        defaults: dict[str, int] = {
+            "num_query_groups": num_heads,
+            "kv_channels": channels or hidden_size // max(num_heads, 1),
         }
-        channels = sum(latent[name] for name in _HEAD_DIMS) or hidden_size // max(num_heads, 1)
-        return cls(
-            num_layers=model.integer("num_layers"),
-            hidden_size=hidden_size,
-            ffn_hidden_size=model.integer("ffn_hidden_size"),
-            num_attention_heads=num_heads,
-            num_query_groups=model.integer("num_query_groups", default=num_heads),
-            kv_channels=model.integer("kv_channels", default=channels),
-            vocab_size=model.integer("vocab_size"),
-            gated_mlp=model.flag("gated_mlp"),
-            tied_embeddings=model.flag("tied_embeddings"),
-            output_gate=model.flag("output_gate", default=False),
-            num_windowed_layers=model.integer("num_windowed_layers", default=0),
-            window_tokens=model.integer("window_tokens", default=0),
-            num_experts=model.integer("num_experts", default=0),
-            num_expert_layers=model.integer("num_expert_layers", default=0),
-            experts_per_token=model.integer("experts_per_token", default=0),
-            expert_ffn_hidden_size=model.integer("expert_ffn_hidden_size", default=0),
-            shared_expert_ffn_hidden_size=model.integer("shared_expert_ffn_hidden_size", default=0),
-            **latent,
-        )
+        sizes: dict[str, Any] = {}
+        for field in fields(cls):
+            default: Any = None if field.default is MISSING else field.default
+            read: Callable[..., Any] = model.flag if field.type is bool else model.integer
+            sizes[field.name] = read(field.name, default=defaults.get(field.name, default))
+        return cls(**sizes)
 
     @property
     def window(self) -> AttentionWindow | None:

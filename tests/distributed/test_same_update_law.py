@@ -105,13 +105,7 @@ def probe_precision(job: Job) -> PrecisionProbe:
     assert runtime.arena is not None
     parameters: list[Any] = list(runtime.model.model.parameters())
     gradients = [p.main_grad for p in parameters]
-    states = [
-        value
-        for state in engine.optimizer.state_dict()["state"].values()
-        for key, value in state.items()
-        if key != "step"
-    ]
-    assert states
+    states = [engine.optimizer.exp_avg, engine.optimizer.exp_avg_sq]
     return PrecisionProbe(
         parameter_dtypes={str(p.dtype) for p in parameters},
         gradient_dtypes={str(g.dtype) for g in gradients},
@@ -160,9 +154,9 @@ def _masked(batch: PackedBatch) -> PackedBatch:
 
 
 def _snapshot(engine: Engine) -> list[torch.Tensor]:
-    state = engine.optimizer.state_dict()["state"]
-    values = [value for run in sorted(state) for _, value in sorted(state[run].items())]
-    return [value.clone() for value in [engine.shards.parameters, *values]]
+    optimizer = engine.optimizer
+    states = (optimizer.exp_avg, optimizer.exp_avg_sq, optimizer.num_steps)
+    return [state.clone() for state in (engine.shards.parameters, *states)]
 
 
 def _equal(first: list[torch.Tensor], second: list[torch.Tensor]) -> bool:

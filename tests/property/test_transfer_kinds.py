@@ -45,7 +45,10 @@ def simulations(draw: st.DrawFn) -> tuple[Case, Simulation]:
     sizes = [size for size in range(1, num_ranks + 1) if num_ranks % size == 0]
     ranks_per_node = draw(st.sampled_from(sizes), label="ranks per node")
     kinds = [Collective.ALL_TO_ALL, Collective.TWO_STEP]
-    if collective_of(case.layout, case.roles, ranks_per_node=None) is Collective.ALL_GATHER:
+    if (
+        collective_of(StrategyAmounts(LayoutAmounts(case.layout, None), case.roles))
+        is Collective.ALL_GATHER
+    ):
         kinds.append(Collective.ALL_GATHER)
     kind = draw(st.sampled_from(kinds), label="kind")
     return case, Simulation(case.layout, case.roles, kind, ranks_per_node)

@@ -41,13 +41,7 @@ def test_amounts_of_all_ranks_are_those_of_their_plans(
     for gathers in (True, False):
         found = np.zeros((case.layout.num_ranks, 4), dtype=np.int64)
         for buckets in amounts.equal_buckets():
-            both = amounts_by_rank(
-                simulation.collective,
-                amounts,
-                buckets[0],
-                case.roles,
-                ranks_per_node=per_node,
-            )
+            both = amounts_by_rank(simulation.collective, amounts, buckets[0])
             of_one = vars(both[0 if gathers else 1])
             found += len(buckets) * np.stack([*of_one.values()], axis=1)
         for rank, of_rank in enumerate(found.tolist()):

@@ -33,7 +33,6 @@ from megatron.hydraulis.optimizer.shards import CanonicalShards
 from megatron.hydraulis.runtime.engine import Engine
 from megatron.hydraulis.runtime.model_building import ModelDefinition, build_role_model
 from megatron.hydraulis.runtime.process_groups import LocalGroup, local_collection
-from megatron.hydraulis.transfer.role import Role
 
 WRITTEN_HERE = "hydraulis"
 """Marks a checkpoint of this program where Megatron describes its content."""
@@ -231,18 +230,9 @@ def _whole_model(
     definition: ModelDefinition, *, separate_layers: bool = False
 ) -> tuple[Any, dict[str, Any]]:
     """The model on `meta`, and its sharded state dict."""
-    transformer = definition.transformer
-    role = Role(
-        tp=1,
-        tp_rank=0,
-        first_layer=0,
-        num_layers=transformer.num_layers,
-        num_layers_of_model=transformer.num_layers,
-        tied_embeddings=definition.tied_embeddings,
-    )
     # Names are those of the local layers, whichever layers run.
     local = dataclasses.replace(definition, built_layer_spec=None)
-    model: Any = build_role_model(local, role, local_collection())
+    model: Any = build_role_model(local, definition.whole_role, local_collection())
     metadata = sharding_metadata() | {"dp_cp_group": LocalGroup()}
     if separate_layers:
         metadata["non_homogeneous_layers"] = True

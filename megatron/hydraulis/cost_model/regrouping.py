@@ -25,7 +25,7 @@ from megatron.hydraulis.model_shape import ModelShape
 from megatron.hydraulis.strategy import Replica, Scheme, Strategy
 from megatron.hydraulis.transfer.amounts import LayoutAmounts, RankAmounts, StrategyAmounts
 from megatron.hydraulis.transfer.canonical import Bucket, CanonicalLayout, Unit, model_parameters
-from megatron.hydraulis.transfer.collective import Collective, collective_of, scatter_collective_of
+from megatron.hydraulis.transfer.collective import Collective, collective_of
 from megatron.hydraulis.transfer.role import roles_of
 from megatron.hydraulis.transfer.traffic import amounts_by_rank
 
@@ -288,28 +288,16 @@ class RegroupCosts:
         strategy.check_model(self.shape)
         shape = self.shape
         roles = roles_of(strategy, shape.num_layers, shape.tied_embeddings, shape.num_experts)
-        per_node = self.cluster.ranks_per_node
         counted = self._amounts(math.lcm(*(scheme.ep for scheme in strategy.schemes)))
         amounts = StrategyAmounts(counted, roles)
-        kind = collective_of(counted.layout, roles, ranks_per_node=per_node, amounts=amounts)
-        scatter_kind = scatter_collective_of(
-            kind,
-            counted.layout,
-            roles,
-            ranks_per_node=per_node,
-            may_reduce=self.gradient_bytes == FP32_BYTES,
-            amounts=amounts,
-        )
+        kind = collective_of(amounts)
+        scatter_kind = collective_of(amounts, may_reduce=self.gradient_bytes == FP32_BYTES)
         times: list[BucketTimes] = []
         received_bytes = 0.0
         for buckets in amounts.equal_buckets():
-            gather, scatter = amounts_by_rank(
-                kind, amounts, buckets[0], roles, ranks_per_node=per_node
-            )
+            gather, scatter = amounts_by_rank(kind, amounts, buckets[0])
             if scatter_kind is not kind:
-                _, scatter = amounts_by_rank(
-                    scatter_kind, amounts, buckets[0], roles, ranks_per_node=per_node
-                )
+                _, scatter = amounts_by_rank(scatter_kind, amounts, buckets[0])
             num_received = self.parameter_bytes * float(gather.received.sum())
             num_received += self.gradient_bytes * float(scatter.received.sum())
             received_bytes += len(buckets) * num_received / self.cluster.num_ranks

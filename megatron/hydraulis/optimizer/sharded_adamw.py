@@ -137,24 +137,6 @@ class ShardedAdamW:
                 self._update(runs[index], group)
             yield bucket
 
-    def state_dict(self) -> dict[str, Any]:
-        """The state of this rank's shards in torch's format for one parameter."""
-        state = {"step": self.num_steps, "exp_avg": self.exp_avg, "exp_avg_sq": self.exp_avg_sq}
-        groups = [
-            {key: value for key, value in group.items() if key != "params"}
-            for group in self.param_groups
-        ]
-        return {"state": {0: state}, "param_groups": groups}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Load what `state_dict` returned on the same rank with an equal layout."""
-        of_shards = state["state"][0]
-        self.num_steps.copy_(of_shards["step"])
-        self.exp_avg.copy_(of_shards["exp_avg"])
-        self.exp_avg_sq.copy_(of_shards["exp_avg_sq"])
-        for group, saved in zip(self.param_groups, state["param_groups"], strict=True):
-            group.update(saved)
-
     def _group(self, index: int, *, wd_mult: float, **rates: float) -> dict[str, Any]:
         """A parameter group of upstream's, with the names of torch's AdamW.
 

@@ -29,7 +29,6 @@ from megatron.hydraulis.optimizer.shards import CanonicalShards
 from megatron.hydraulis.runtime.model_building import ModelDefinition, build_model
 from megatron.hydraulis.runtime.process_groups import local_collection
 from megatron.hydraulis.transfer.canonical import Contribution, ParameterSpec, Unit
-from megatron.hydraulis.transfer.role import Role
 
 ROWS_PER_BLOCK = 64
 """Rows that share one random stream. Changing it changes all initial weights."""
@@ -90,14 +89,7 @@ def catalogue(
         ConfigurationError: a parameter that cannot be regrouped, or whose initial value cannot be
             made row by row.
     """
-    role = Role(
-        tp=1,
-        tp_rank=0,
-        first_layer=0,
-        num_layers=definition.transformer.num_layers,
-        num_layers_of_model=definition.transformer.num_layers,
-        tied_embeddings=definition.tied_embeddings,
-    )
+    role = definition.whole_role
     config = copy.copy(definition.role_config(role))
     config.use_cpu_initialization = False
     config.perform_initialization = True

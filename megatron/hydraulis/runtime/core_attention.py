@@ -27,6 +27,7 @@ from megatron.hydraulis.runtime.attention import (
 )
 from megatron.hydraulis.runtime.packed_rows import (
     SharedRow,
+    borders_of,
     context_size_of,
     gather_row,
     gathered_again,
@@ -59,9 +60,7 @@ class VarlenAttention(ContextAttention):
     ) -> Tensor:
         if context_size_of(packed_seq_params) > 1:
             return super()._attend_packed(query, key, value, packed_seq_params)
-        borders = packed_seq_params.cu_seqlens_q_padded
-        if borders is None:
-            borders = packed_seq_params.cu_seqlens_q
+        borders = borders_of(packed_seq_params)
         longest = packed_seq_params.max_seqlen_q
         return self._attend_between(query, key, value, borders, borders, longest, longest)
 
@@ -255,9 +254,7 @@ def packed_arguments(packed_seq_params: PackedSeqParams) -> dict[str, Any]:
     shared row it ends a segment: causality hides it from the sequence, loss weights hide what it
     computes.
     """
-    borders = packed_seq_params.cu_seqlens_q_padded
-    if borders is None:
-        borders = packed_seq_params.cu_seqlens_q
+    borders = borders_of(packed_seq_params)
     return {
         "qkv_format": "thd",
         "attn_mask_type": TE_MASK,

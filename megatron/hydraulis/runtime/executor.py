@@ -127,6 +127,11 @@ def at_least_fp32(dtype: torch.dtype) -> torch.dtype:
     return torch.promote_types(dtype, torch.float32)
 
 
+def widened(tensor: Tensor) -> Tensor:
+    """In a dtype in which its values can be added up."""
+    return tensor.to(at_least_fp32(tensor.dtype))
+
+
 def weighted_losses(losses: Tensor, weights: Tensor) -> Tensor:
     """(tokens,) products; 0 where the weight is 0, also for a loss that is not finite."""
     return losses.where(weights != 0, 0.0) * weights

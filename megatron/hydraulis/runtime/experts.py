@@ -22,6 +22,7 @@ from torch import Tensor
 
 from megatron.hydraulis.data.packed_batch import part_places
 from megatron.hydraulis.errors import ConfigurationError
+from megatron.hydraulis.runtime.executor import widened
 from megatron.hydraulis.runtime.outcome import RoutingFigures
 from megatron.hydraulis.runtime.packed_rows import PackedRow, once_a_row
 from megatron.hydraulis.runtime.process_groups import to_device
@@ -183,7 +184,7 @@ class SequenceRouter(upstream.TopKRouter):
         if not coefficient or not self._trains:
             return logits
         is_real, _ = self._tokens(len(logits))
-        loss = (torch.logsumexp(_wide(logits), dim=-1).square() * is_real.squeeze(1)).sum()
+        loss = (torch.logsumexp(widened(logits), dim=-1).square() * is_real.squeeze(1)).sum()
         if self.state is not None:
             self.state.z_loss += loss.detach()
         scaled: Tensor = upstream.MoEAuxLossAutoScaler.apply(logits, coefficient * loss)
@@ -254,7 +255,3 @@ class SequenceRouter(upstream.TopKRouter):
     def _row(self) -> PackedRow:
         assert self.row is not None
         return self.row
-
-
-def _wide(tensor: Tensor) -> Tensor:
-    return tensor.to(torch.promote_types(tensor.dtype, torch.float32))

@@ -33,6 +33,7 @@ from torch import Tensor
 from megatron.hydraulis.errors import ConfigurationError
 from megatron.hydraulis.model_shape import require_no_dropout
 from megatron.hydraulis.runtime.core_attention import MODULE_OF, CoreAttentionName
+from megatron.hydraulis.runtime.executor import widened
 from megatron.hydraulis.runtime.experts import SequenceRouter, hand_rows_to_routers
 from megatron.hydraulis.runtime.latent_attention import LatentAttention
 from megatron.hydraulis.runtime.packed_rope import follow_rows
@@ -106,6 +107,12 @@ class ModelDefinition:
             self.tied_embeddings,
             self.transformer.num_moe_experts or 0,
         )
+
+    @property
+    def whole_role(self) -> Role:
+        """The role of a rank that holds all of the model."""
+        num_layers = self.transformer.num_layers
+        return Role(1, 0, 0, num_layers, num_layers, self.tied_embeddings)
 
     @property
     def as_built(self) -> ModelDefinition:
@@ -372,11 +379,6 @@ def _with_replaced(spec: Any, replaced: Mapping[Any, Any]) -> Any:
     return spec
 
 
-def _wide(tensor: Tensor) -> Tensor:
-    """At least fp32."""
-    return tensor.to(torch.promote_types(tensor.dtype, torch.float32))
-
-
 class _ZeroCentredLayerNorm(torch.nn.LayerNorm):
     """Multiplies by 1 + weight for ``zero_centered_gamma``.
 
@@ -390,8 +392,8 @@ class _ZeroCentredLayerNorm(torch.nn.LayerNorm):
         torch.nn.init.zeros_(self.bias)
 
     def forward(self, given: Tensor) -> Tensor:
-        weight, bias = 1 + _wide(self.weight), _wide(self.bias)
-        normed = F.layer_norm(_wide(given), self.normalized_shape, weight, bias, self.eps)
+        weight, bias = 1 + widened(self.weight), widened(self.bias)
+        normed = F.layer_norm(widened(given), self.normalized_shape, weight, bias, self.eps)
         return normed.to(given.dtype)
 
 
@@ -402,8 +404,8 @@ class _ZeroCentredRMSNorm(torch.nn.RMSNorm):
         torch.nn.init.zeros_(self.weight)
 
     def forward(self, given: Tensor) -> Tensor:
-        weight = 1 + _wide(self.weight)
-        return F.rms_norm(_wide(given), self.normalized_shape, weight, self.eps).to(given.dtype)
+        weight = 1 + widened(self.weight)
+        return F.rms_norm(widened(given), self.normalized_shape, weight, self.eps).to(given.dtype)
 
 
 _ZERO_CENTRED: Mapping[Any, Any] = {

@@ -42,11 +42,16 @@ def segment_lengths(packed_seq_params: PackedSeqParams) -> tuple[int, ...]:
         return packed_seq_params.segment_lengths
 
     def read() -> tuple[int, ...]:
-        padded = packed_seq_params.cu_seqlens_q_padded
-        borders = packed_seq_params.cu_seqlens_q if padded is None else padded
-        return tuple(borders.diff().tolist())
+        return tuple(borders_of(packed_seq_params).diff().tolist())
 
     return once_a_row(packed_seq_params, "segment lengths", read)
+
+
+def borders_of(packed_seq_params: PackedSeqParams) -> Tensor:
+    """(segments + 1,) int32: cumulative padded lengths of the whole row, from 0."""
+    padded = packed_seq_params.cu_seqlens_q_padded
+    borders: Tensor = packed_seq_params.cu_seqlens_q if padded is None else padded
+    return borders
 
 
 def once_a_row[Value](
@@ -132,12 +137,11 @@ def shared_row(packed_seq_params: PackedSeqParams, query: Tensor) -> SharedRow:
         size = group.size()
         by_rank = gathered_places(lengths, size)
         places = to_device(torch.from_numpy(np.stack([by_rank, by_rank.argsort()])), query.device)
-        borders = packed_seq_params.cu_seqlens_q_padded
         return SharedRow(
             group=group,
             size=size,
             lengths=lengths,
-            borders=packed_seq_params.cu_seqlens_q if borders is None else borders,
+            borders=borders_of(packed_seq_params),
             by_place=places[1],
             by_rank=places[0],
             stretches=tuple(

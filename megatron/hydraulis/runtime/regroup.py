@@ -21,11 +21,11 @@ from torch import Tensor
 from megatron.hydraulis.optimizer.shards import CanonicalShards
 from megatron.hydraulis.runtime.arena import Arena
 from megatron.hydraulis.runtime.track import Job, StagingSlot, Step
+from megatron.hydraulis.transfer.amounts import LayoutAmounts, StrategyAmounts
 from megatron.hydraulis.transfer.canonical import Bucket, CanonicalLayout
 from megatron.hydraulis.transfer.collective import (
     EqualShares,
     collective_of,
-    scatter_collective_of,
     strategy_plans,
 )
 from megatron.hydraulis.transfer.plan import (
@@ -35,6 +35,7 @@ from megatron.hydraulis.transfer.plan import (
     arrival_segments,
     departure_segments,
 )
+from megatron.hydraulis.transfer.ranges import held_pieces
 from megatron.hydraulis.transfer.role import Role
 from megatron.hydraulis.transfer.traffic import regroup_bytes
 from megatron.hydraulis.transfer.two_step import TwoStepPlan
@@ -75,14 +76,11 @@ class Regrouper:
         group: dist.ProcessGroup,
         ranks_per_node: int,
     ) -> None:
-        self.collective = collective_of(layout, roles, ranks_per_node=ranks_per_node)
+        amounts = StrategyAmounts(LayoutAmounts(layout, ranks_per_node), roles)
+        self.collective = collective_of(amounts)
         """The kind of gathers."""
-        scatter_collective = scatter_collective_of(
-            self.collective,
-            layout,
-            roles,
-            ranks_per_node=ranks_per_node,
-            may_reduce=gradient_dtype == shards.gradients.dtype,
+        scatter_collective = collective_of(
+            amounts, may_reduce=gradient_dtype == shards.gradients.dtype
         )
         plans = scatter_plans = strategy_plans(
             self.collective, layout, roles, ranks_per_node=ranks_per_node, rank=shards.rank
@@ -537,16 +535,8 @@ def canonical_copies(
     Neighbours in both places are one copy. Needs `Arena.in_memory`.
     """
     copies: list[Copy] = []
-    if bucket.unit not in role.units:
-        return ()
     at = 0
-    for piece in bucket.pieces:
-        parameter = layout.parameters[piece.parameter]
-        cut = role.cut_of(parameter)
-        if cut is None or not layout.holds(piece, *cut):
-            continue
-        if gradients and not role.contributes(parameter):
-            continue
+    for piece, _, cut in held_pieces(layout, bucket, role, contributed=gradients):
         block = layout.block(piece, *cut)
         bound = arena.bound[block.parameter]
         flat = bound.gradient if gradients else bound.values

@@ -21,6 +21,7 @@ from megatron.hydraulis.runtime.executor import (
     at_least_fp32,
     forward_step_of,
     weighted_losses,
+    widened,
 )
 from megatron.hydraulis.runtime.token_log_probs import TokenOutputs, token_outputs
 
@@ -63,8 +64,9 @@ class Segments:
                 f"segments.sum takes one value per token, here {len(self.index)} in shape "
                 f"{tuple(self.index.shape)}, but got shape {tuple(values.shape)}; give (tokens,)"
             )
-        values = values.to(at_least_fp32(values.dtype))
-        summed: Tensor = _SegmentSum.apply(values, self.index, self.num_sequences, self._group)
+        summed: Tensor = _SegmentSum.apply(
+            widened(values), self.index, self.num_sequences, self._group
+        )
         return summed
 
 

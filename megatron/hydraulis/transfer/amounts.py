@@ -7,7 +7,7 @@ kept for all strategies.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -16,8 +16,8 @@ from megatron.hydraulis.errors import PlanError
 from megatron.hydraulis.transfer.canonical import Bucket, CanonicalLayout
 from megatron.hydraulis.transfer.ranges import (
     Amounts,
+    buckets_with_equal_plans,
     contributed_ranges,
-    cut_of,
     elements_in_shares,
     held_ranges,
     union,
@@ -80,19 +80,13 @@ class LayoutAmounts:
                 f"nodes have {ranks_per_node} ranks each but {num_ranks} ranks do not fill whole "
                 "nodes; correct ranks_per_node"
             )
-        cuts: dict[object, int] = {}
-        self.cuts = [
-            cuts.setdefault((cut_of(layout, b), b.shard_borders, b.owner_order), len(cuts))
-            for b in layout.buckets
-        ]
-        """By bucket: equal for those that are cut and owned in the same way."""
         self._known: dict[tuple[int, bool, frozenset[tuple[object, ...]]], Amounts] = {}
 
     def needed(self, bucket: Bucket, members: Collection[Role], *, contributed: bool) -> Amounts:
         """Elements of each owner's share that at least one of some roles holds or contributes:
         shape (num_ranks,)."""
         holders = {role.cut: role for role in members if bucket.unit in role.units}
-        key = self.cuts[bucket.index], contributed, frozenset(holders)
+        key = self.layout.cuts[bucket.index], contributed, frozenset(holders)
         if key not in self._known:
             find = contributed_ranges if contributed else held_ranges
             ranges = union(find(self.layout, bucket, role) for role in holders.values())
@@ -116,14 +110,16 @@ class StrategyAmounts:
     def __init__(self, layout: LayoutAmounts, roles: Sequence[Role | None]) -> None:
         layout.layout.check_roles(roles)
         self._of_layout = layout
-        self._per_node = layout.ranks_per_node
+        self.layout = layout.layout
+        self.ranks_per_node = layout.ranks_per_node
+        self.roles = roles
         self._ranks = np.arange(len(roles))
-        self._nodes, self._indices = np.divmod(self._ranks, self._per_node)
+        self._nodes, self._indices = np.divmod(self._ranks, self.ranks_per_node)
         self._roles = [role for role in dict.fromkeys(roles) if role is not None]
         places: dict[Role | None, int] = {role: place for place, role in enumerate(self._roles)}
         # Idle ranks have one more row, of zeros.
         self._place = np.array([places.get(role, len(places)) for role in roles])
-        of_nodes = self._place.reshape(-1, self._per_node)
+        of_nodes = self._place.reshape(-1, self.ranks_per_node)
         self._num_in_node = np.zeros((len(of_nodes), len(places) + 1), dtype=np.int64)
         np.add.at(self._num_in_node, (self._nodes, self._place), 1)
         present, self._kind_of_node = np.unique(
@@ -134,13 +130,9 @@ class StrategyAmounts:
             for kind in present
         ]
 
-    def equal_buckets(self) -> Iterator[tuple[Bucket, ...]]:
-        """Yields all buckets, those together of which ranks exchange equal amounts."""
-        groups: dict[object, list[Bucket]] = {}
-        for bucket, cut in zip(self._of_layout.layout.buckets, self._of_layout.cuts, strict=True):
-            holders = tuple(bucket.unit in role.units for role in self._roles)
-            groups.setdefault((cut, holders), []).append(bucket)
-        yield from map(tuple, groups.values())
+    def equal_buckets(self) -> tuple[tuple[Bucket, ...], ...]:
+        """All buckets, those together of which ranks exchange equal amounts."""
+        return buckets_with_equal_plans(self.layout, self._roles)
 
     def one_step(self, bucket: Bucket) -> tuple[RankAmounts, RankAmounts]:
         """(gather, scatter) of a bucket in an uneven all-to-all."""
@@ -161,12 +153,13 @@ class StrategyAmounts:
     def _one_step(self, bucket: Bucket, contributed: bool) -> RankAmounts:
         of_role = self._of_role(bucket, contributed)
         own = of_role[self._place, self._ranks]
-        by_node = of_role.reshape(len(of_role), -1, self._per_node).sum(axis=2)
+        by_node = of_role.reshape(len(of_role), -1, self.ranks_per_node).sum(axis=2)
         received_inside = by_node[self._place, self._nodes]
         sent = self._num_in_node.sum(axis=0) @ of_role
         # (num_nodes, receiver in the node, sender in the node)
         inside = of_role[
-            self._place.reshape(-1, self._per_node, 1), self._ranks.reshape(-1, 1, self._per_node)
+            self._place.reshape(-1, self.ranks_per_node, 1),
+            self._ranks.reshape(-1, 1, self.ranks_per_node),
         ]
         sent_inside = inside.sum(axis=1).ravel()
         return RankAmounts(
@@ -180,12 +173,12 @@ class StrategyAmounts:
         # Across: from an owner to the rank of its index in every node that needs its elements.
         of_kind = np.stack([self._needed(bucket, k, contributed) for k in self._roles_of_kind])
         across = of_kind[self._kind_of_node].reshape(
-            len(self._num_in_node), len(self._num_in_node), self._per_node
+            len(self._num_in_node), len(self._num_in_node), self.ranks_per_node
         )  # (needing node, owning node, index)
         kept = across[self._nodes, self._nodes, self._indices]
         # Inside: from the relay of each index to the ranks of its node.
         of_role = self._of_role(bucket, contributed)
-        by_index = of_role.reshape(len(of_role), -1, self._per_node).sum(axis=1)
+        by_index = of_role.reshape(len(of_role), -1, self.ranks_per_node).sum(axis=1)
         own = by_index[self._place, self._indices]
         return RankAmounts(
             by_index.sum(axis=1)[self._place] - own,

@@ -270,6 +270,22 @@ class CanonicalLayout:
         """Parameter name -> index into `parameters`."""
         return {parameter.name: i for i, parameter in enumerate(self.parameters)}
 
+    @cached_property
+    def cuts(self) -> tuple[int, ...]:
+        """A number for each bucket; equal for buckets that are cut and owned in the same way, of
+        which roles that hold them and have the same `Role.cut` hold the same ranges."""
+        numbers: dict[object, int] = {}
+        cuts = []
+        for bucket in self.buckets:
+            pieces = [(each, self.parameters[each.parameter]) for each in bucket.pieces]
+            cut = tuple(
+                (each.num_elements, each.atom, of.tp_dim is None, of.contribution, of.experts)
+                for each, of in pieces
+            )
+            key = (cut, bucket.shard_borders, bucket.owner_order)
+            cuts.append(numbers.setdefault(key, len(numbers)))
+        return tuple(cuts)
+
     @property
     def num_elements(self) -> int:
         """Elements of the model; tied parameters count once."""

@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from megatron.hydraulis.errors import PlanError
-from megatron.hydraulis.transfer.amounts import LayoutAmounts, StrategyAmounts
+from megatron.hydraulis.transfer.amounts import StrategyAmounts
 from megatron.hydraulis.transfer.canonical import Bucket, CanonicalLayout
 from megatron.hydraulis.transfer.plan import (
     Segment,
@@ -46,7 +46,7 @@ little."""
 
 
 class Collective(enum.Enum):
-    """The kind of a strategy's gather; its scatter is the inverse, see `scatter_collective_of`."""
+    """The kind of a strategy's gather; its scatter is the inverse, see `collective_of`."""
 
     ALL_TO_ALL = "all_to_all"
     """`TransferPlan`: uneven all-to-all in both directions."""
@@ -129,60 +129,20 @@ def _all_hold_everything(roles: Sequence[Role | None]) -> bool:
     )
 
 
-def collective_of(
-    layout: CanonicalLayout,
-    roles: Sequence[Role | None],
-    *,
-    ranks_per_node: int | None,
-    amounts: StrategyAmounts | None = None,
-) -> Collective:
-    """The kind for a strategy, the same on all ranks.
+def collective_of(amounts: StrategyAmounts, *, may_reduce: bool = True) -> Collective:
+    """The kind of a strategy's gather or of its scatter, the same on all ranks.
 
     ``ALL_GATHER`` if every rank holds the entire model (tp, ep and pp 1, none idle); ``TWO_STEP``
     if there are several nodes and two steps save at least `LEAST_SAVING_ACROSS` of what would cross
     nodes in one, because ranks of a node need the same elements; ``ALL_TO_ALL`` otherwise.
 
-    Args:
-        roles: the role of every rank in the strategy, None for idle ranks.
-        ranks_per_node: None if nodes are unknown: all ranks then count as one node.
-
-    Raises:
-        PlanError: the nodes are not full, or roles are missing.
+    may_reduce: False for a scatter of gradients in a narrow dtype, in which a reduce-scatter would
+    add them up.
     """
-    layout.check_roles(roles)
-    if _all_hold_everything(roles):
+    if may_reduce and _all_hold_everything(amounts.roles):
         return Collective.ALL_GATHER
-    return _of_messages(layout, roles, ranks_per_node, amounts)
-
-
-def scatter_collective_of(
-    gather: Collective,
-    layout: CanonicalLayout,
-    roles: Sequence[Role | None],
-    *,
-    ranks_per_node: int | None,
-    may_reduce: bool,
-    amounts: StrategyAmounts | None = None,
-) -> Collective:
-    """The kind of a strategy's scatter, by that of its gather.
-
-    may_reduce: False if gradients travel in a narrow dtype, in which a reduce-scatter would add
-    them up; the others as in `collective_of`.
-    """
-    if may_reduce or gather is not Collective.ALL_GATHER:
-        return gather
-    return _of_messages(layout, roles, ranks_per_node, amounts)
-
-
-def _of_messages(
-    layout: CanonicalLayout,
-    roles: Sequence[Role | None],
-    ranks_per_node: int | None,
-    amounts: StrategyAmounts | None,
-) -> Collective:
-    if ranks_per_node is None or ranks_per_node >= layout.num_ranks:
+    if amounts.ranks_per_node == amounts.layout.num_ranks:
         return Collective.ALL_TO_ALL
-    amounts = amounts or StrategyAmounts(LayoutAmounts(layout, ranks_per_node), roles)
     one_step, two_steps = amounts.across()
     is_worth_it = one_step > two_steps and one_step - two_steps >= LEAST_SAVING_ACROSS * one_step
     return Collective.TWO_STEP if is_worth_it else Collective.ALL_TO_ALL

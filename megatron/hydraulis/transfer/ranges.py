@@ -5,14 +5,14 @@ Functions take and return sequences of ascending, disjoint ranges; returned rang
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
 
 from megatron.hydraulis.errors import PlanError
-from megatron.hydraulis.transfer.canonical import Bucket, CanonicalLayout
+from megatron.hydraulis.transfer.canonical import Bucket, CanonicalLayout, Piece
 from megatron.hydraulis.transfer.role import Role
 
 Amounts = npt.NDArray[np.int64]
@@ -102,22 +102,30 @@ def contributed_ranges(
 def _ranges(
     layout: CanonicalLayout, bucket: Bucket, role: Role | None, *, contributed: bool
 ) -> tuple[Range, ...]:
-    if role is None or bucket.unit not in role.units:
-        return ()
     merged: list[Range] = []
-    for piece, start in zip(bucket.pieces, bucket.piece_offsets, strict=False):
-        parameter = layout.parameters[piece.parameter]
-        cut = role.cut_of(parameter)
-        if cut is None or not layout.holds(piece, *cut):
-            continue
-        if contributed and not role.contributes(parameter):
-            continue
+    for piece, start, _ in held_pieces(layout, bucket, role, contributed=contributed):
         stop = start + piece.num_elements
         if merged and merged[-1].stop == start:
             merged[-1] = Range(merged[-1].start, stop)
         else:
             merged.append(Range(start, stop))
     return tuple(merged)
+
+
+def held_pieces(
+    layout: CanonicalLayout, bucket: Bucket, role: Role | None, *, contributed: bool
+) -> Iterator[tuple[Piece, int, tuple[int, int]]]:
+    """What the role holds of the bucket, or contributes to its gradients: each piece with its first
+    element in the bucket and `Role.cut_of` its parameter."""
+    if role is None or bucket.unit not in role.units:
+        return
+    for piece, start in zip(bucket.pieces, bucket.piece_offsets, strict=False):
+        parameter = layout.parameters[piece.parameter]
+        cut = role.cut_of(parameter)
+        if cut is None or not layout.holds(piece, *cut):
+            continue
+        if not contributed or role.contributes(parameter):
+            yield piece, start, cut
 
 
 def buckets_with_equal_plans(
@@ -128,40 +136,12 @@ def buckets_with_equal_plans(
     Layers of a stage are cut, owned and held in the same way. Planning one bucket per group saves
     most of the work: a model with 60 layers has few stages.
     """
-    distinct = tuple(dict.fromkeys(roles))
-    found: dict[object, tuple[tuple[Range, ...], tuple[Range, ...]]] = {}
-    cuts: dict[object, int] = {}
+    distinct = [role for role in dict.fromkeys(roles) if role is not None]
     groups: dict[object, list[Bucket]] = {}
-    for bucket in layout.buckets:
-        cut = cuts.setdefault(cut_of(layout, bucket), len(cuts))
-        held = []
-        for role in distinct:
-            # Buckets with the same cut: a role holds the same ranges of all of them.
-            key = None
-            if role is not None and bucket.unit in role.units:
-                key = (cut, role.cut)
-            if key not in found:
-                ranges = held_ranges(layout, bucket, role), contributed_ranges(layout, bucket, role)
-                found[key] = ranges
-            held.append(found[key])
-        group = (bucket.shard_borders, bucket.owner_order, tuple(held))
-        groups.setdefault(group, []).append(bucket)
-    return tuple(tuple(group) for group in groups.values())
-
-
-def cut_of(layout: CanonicalLayout, bucket: Bucket) -> tuple[object, ...]:
-    """What the ranges that a role holds of a bucket depend on, besides `Role.cut`."""
-    parameters = layout.parameters
-    return tuple(
-        (
-            piece.num_elements,
-            piece.atom,
-            parameters[piece.parameter].tp_dim is None,
-            parameters[piece.parameter].contribution,
-            parameters[piece.parameter].experts,
-        )
-        for piece in bucket.pieces
-    )
+    for bucket, cut in zip(layout.buckets, layout.cuts, strict=True):
+        holders = tuple(bucket.unit in role.units for role in distinct)
+        groups.setdefault((cut, holders), []).append(bucket)
+    return tuple(map(tuple, groups.values()))
 
 
 def best_owner_orders(

@@ -7,7 +7,7 @@ and gradients return to them, and shards never change their owner.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import numpy as np
@@ -20,7 +20,6 @@ from megatron.hydraulis.transfer.collective import (
     EqualShares,
     equal_shares,
 )
-from megatron.hydraulis.transfer.role import Role
 from megatron.hydraulis.transfer.two_step import TwoStepPlan
 
 NOTHING = LinkElements(0, 0, 0, 0)
@@ -81,26 +80,16 @@ def link_elements(plan: BucketPlan, rank: int, *, ranks_per_node: int | None) ->
 
 
 def amounts_by_rank(
-    collective: Collective,
-    amounts: StrategyAmounts,
-    bucket: Bucket,
-    roles: Sequence[Role | None],
-    *,
-    ranks_per_node: int | None,
+    collective: Collective, amounts: StrategyAmounts, bucket: Bucket
 ) -> tuple[RankAmounts, RankAmounts]:
-    """(gather, scatter) of a bucket: `link_elements` of every rank, without a plan.
-
-    Args:
-        roles: the role of every rank, None for idle ranks.
-        ranks_per_node: None if nodes are unknown.
-    """
+    """(gather, scatter) of a bucket: `link_elements` of every rank, without a plan."""
     if collective is Collective.TWO_STEP:
         return amounts.two_step(bucket)
     if collective is Collective.ALL_TO_ALL:
         return amounts.one_step(bucket)
-    plan = equal_shares(bucket, roles)
-    of_any = link_elements(plan, 0, ranks_per_node=ranks_per_node)
-    gather = RankAmounts(*(np.full(len(roles), each) for each in vars(of_any).values()))
+    plan = equal_shares(bucket, amounts.roles)
+    of_any = link_elements(plan, 0, ranks_per_node=amounts.ranks_per_node)
+    gather = RankAmounts(*(np.full(plan.num_ranks, each) for each in vars(of_any).values()))
     return gather, gather.inverse()
 
 

@@ -10,6 +10,7 @@ from megatron.hydraulis.__main__ import main
 from megatron.hydraulis.cost_model import MemoryModel, ModelShape, Recompute, device_constants
 from megatron.hydraulis.cost_model.staging import PoolFootprint
 from megatron.hydraulis.strategy import Pool, Scheme, Strategy
+from megatron.hydraulis.transfer.amounts import LayoutAmounts, StrategyAmounts
 from megatron.hydraulis.transfer.canonical import CanonicalLayout, Unit, model_parameters
 from megatron.hydraulis.transfer.collective import Collective, bucket_plans, collective_of
 from megatron.hydraulis.transfer.plan import TransferPlan
@@ -383,7 +384,7 @@ def test_staging_of_parts_with_unequal_numbers_of_holders(shape: ModelShape, tex
     parameters = model_parameters(shape, 8 if shape.num_experts else 1)
     layout = CanonicalLayout.build(parameters, num_atoms=pool.tp_lcm, num_ranks=16)
     roles = roles_of(strategy, 4, False, shape.num_experts)
-    kind = collective_of(layout, roles, ranks_per_node=4)
+    kind = collective_of(StrategyAmounts(LayoutAmounts(layout, 4), roles))
     sent, received, largest = [], [], 0
     buckets = {bucket.unit: bucket for bucket in layout.buckets}
     for unit in (Unit.layer(0), Unit.layer(3), Unit.embedding()):

@@ -46,6 +46,12 @@ def roles_of(text: str, num_ranks: int = 4, *, num_layers: int = 1) -> list[Role
     return role.roles_of(strategy, num_layers, False)
 
 
+def kind_of(
+    roles: list[Role | None], ranks_per_node: int | None, layout: CanonicalLayout = LAYOUT
+) -> Collective:
+    return collective_of(StrategyAmounts(LayoutAmounts(layout, ranks_per_node), roles))
+
+
 class TestKindOfAStrategy:
     @pytest.mark.parametrize(
         ("text", "ranks_per_node", "kind"),
@@ -67,11 +73,11 @@ class TestKindOfAStrategy:
         ],
     )
     def test_kind(self, text: str, ranks_per_node: int | None, kind: Collective) -> None:
-        assert collective_of(LAYOUT, roles_of(text), ranks_per_node=ranks_per_node) is kind
+        assert kind_of(roles_of(text), ranks_per_node) is kind
 
     def test_context_parallel_ranks_need_the_same(self) -> None:
         roles = roles_of("cp4")
-        assert collective_of(LAYOUT, roles, ranks_per_node=2) is Collective.ALL_GATHER
+        assert kind_of(roles, 2) is Collective.ALL_GATHER
 
     def test_pipelines_do_not_hold_everything(self) -> None:
         layers = [
@@ -80,7 +86,7 @@ class TestKindOfAStrategy:
         ]
         layout = CanonicalLayout.build(layers, num_atoms=1, num_ranks=4)
         roles = roles_of("2*pp2", num_layers=2)
-        assert collective_of(layout, roles, ranks_per_node=None) is Collective.ALL_TO_ALL
+        assert kind_of(roles, None, layout) is Collective.ALL_TO_ALL
 
     def test_norms_do_not_justify_a_second_step(self) -> None:
         """All TP ranks hold the norm: 1 element of 9 is needed twice in a node, and half of all
@@ -90,13 +96,13 @@ class TestKindOfAStrategy:
         roles = roles_of("2*tp2")
         # Across: node 0 needs 8..17 of node 1, the norm twice; node 1 needs 0..8 once.
         assert StrategyAmounts(LayoutAmounts(layout, 2), roles).across() == (18, 17)
-        assert collective_of(layout, roles, ranks_per_node=2) is Collective.ALL_TO_ALL
+        assert kind_of(roles, 2, layout) is Collective.ALL_TO_ALL
 
     def test_bad_nodes_and_roles_are_refused(self) -> None:
         with pytest.raises(PlanError, match="3 ranks each but 4 ranks do not fill whole nodes"):
-            collective_of(LAYOUT, roles_of("2*tp2"), ranks_per_node=3)
+            kind_of(roles_of("2*tp2"), 3)
         with pytest.raises(PlanError, match="2 roles for 4 ranks"):
-            collective_of(LAYOUT, roles_of("tp2", 2), ranks_per_node=None)
+            kind_of(roles_of("tp2", 2), None)
         with pytest.raises(PlanError, match="ranks_per_node is None"):
             bucket_plans(Collective.TWO_STEP, LAYOUT, BUCKET, roles_of("2*tp2"))
         with pytest.raises(PlanError, match="plan an uneven all-to-all"):
