@@ -63,7 +63,10 @@ class CommandParser(argparse.ArgumentParser):
         reader.add_argument("--strategy-pool", nargs="?")
         found, others = reader.parse_known_args(words)
         instead = {"--pool", "--schemes", "--num-ranks"} & self._option_string_actions.keys()
-        if found.strategy_pool is None or instead & {word.split("=")[0] for word in words}:
+        given = tuple(word.split("=")[0] for word in others if word.startswith("--"))
+        if found.strategy_pool is None or any(
+            option.startswith(each) for option in instead for each in given
+        ):
             return words
         if found.strategy_pool == "auto":
             if action.required:

@@ -138,3 +138,34 @@ def why_not_written(error: OSError, path: str | Path) -> str:
             free_bytes = shutil.disk_usage(Path(path).parent).free
             reason += f" ({free_bytes:,} bytes are free in {Path(path).parent})"
     return reason
+
+
+Failure = tuple[type[HydraulisError], str]
+"""Class and message of an error, which other ranks raise too."""
+
+
+def failure_of(error: Exception, what: str) -> Failure:
+    """Class and message of an error, to be raised on other ranks too.
+
+    One that is not ours becomes a CheckpointError that begins with ``what``.
+    """
+    if isinstance(error, HydraulisError):
+        return type(error), str(error)
+    if isinstance(error, OSError):
+        name = f" {error.filename}" if error.filename else ""
+        reason = why_not_written(error, error.filename) if error.filename else error.strerror
+        return CheckpointError, f"{what}:{name} {reason or error}"
+    return CheckpointError, f"{what}: {type(error).__name__}: {error}"
+
+
+def raise_first(failures: Sequence[Failure | None], what: str) -> None:
+    """Raise the failure of the first rank that has one, and name the rank."""
+    for rank, found in enumerate(failures):
+        if found is not None:
+            kind, message = found
+            is_named = " (rank " in message  # by rank 0, for another rank
+            if kind is CheckpointError and message.startswith(what) and not is_named:
+                message = f"{message} (rank {rank}); make room or correct it, then start again"
+            error = kind(message)
+            error.is_shared = True
+            raise error

@@ -84,6 +84,8 @@ def test_a_pool_may_be_given_as_in_training(
     for words, pool, ignored in (
         ("--strategy-pool a --strategy-pool=b", "b", None),
         ("--pool a --strategy-pool b", "a", ["--strategy-pool", "b"]),
+        ("--poo a --strategy-pool b", "a", ["--strategy-pool", "b"]),
+        ("--sch=tp1 --strategy-pool b", None, ["--strategy-pool", "b"]),
         ("--strategy-pool auto --pool=a", "a", ["--strategy-pool", "auto"]),
         ("--schemes tp1 --strategy-pool b", None, ["--strategy-pool", "b"]),
         ("--strategy-pool auto", None, ["--strategy-pool", "auto"]),

@@ -6,11 +6,8 @@ from collections.abc import Callable, Sequence
 
 import torch.distributed as dist
 
-from megatron.hydraulis.errors import CheckpointError, HydraulisError, why_not_written
+from megatron.hydraulis.errors import Failure, HydraulisError, failure_of, raise_first
 from megatron.hydraulis.runtime.process_groups import of_all_ranks
-
-Failure = tuple[type[HydraulisError], str]
-"""Class and message of an error, to be raised on other ranks too."""
 
 
 def on_all_ranks[T](action: Callable[[], T], what: str) -> T:
@@ -36,30 +33,6 @@ def on_all_ranks[T](action: Callable[[], T], what: str) -> T:
     except HydraulisError as error:
         raise error from cause
     return result  # type: ignore[return-value]
-
-
-def failure_of(error: Exception, what: str) -> Failure:
-    """Class and message that other ranks are sent; see `on_all_ranks`."""
-    if isinstance(error, HydraulisError):
-        return type(error), str(error)
-    if isinstance(error, OSError):
-        name = f" {error.filename}" if error.filename else ""
-        reason = why_not_written(error, error.filename) if error.filename else error.strerror
-        return CheckpointError, f"{what}:{name} {reason or error}"
-    return CheckpointError, f"{what}: {type(error).__name__}: {error}"
-
-
-def raise_first(failures: Sequence[Failure | None], what: str) -> None:
-    """Raise the failure of the first rank that has one, and name the rank."""
-    for rank, found in enumerate(failures):
-        if found is not None:
-            kind, message = found
-            is_named = " (rank " in message  # by rank 0, for another rank
-            if kind is CheckpointError and message.startswith(what) and not is_named:
-                message = f"{message} (rank {rank}); make room or correct it, then start again"
-            error = kind(message)
-            error.is_shared = True
-            raise error
 
 
 def on_rank_0[T](action: Callable[[], T], what: str) -> T:

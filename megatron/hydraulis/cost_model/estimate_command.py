@@ -20,7 +20,7 @@ from megatron.hydraulis.cost_model.profile import (
     ProfiledModel,
     ProfiledScheme,
 )
-from megatron.hydraulis.cost_model.regrouping import BF16_BYTES, FP32_BYTES
+from megatron.hydraulis.cost_model.regrouping import FP32_BYTES, wire_bytes
 from megatron.hydraulis.cost_model.shape_arguments import (
     add_device_argument,
     add_job_arguments,
@@ -81,9 +81,12 @@ def run(namespace: argparse.Namespace) -> int:
     shape = shape_of(namespace)
     device = device_constants(namespace.device)
     num_parameter_bytes = parameter_bytes(namespace)
-    in_bf16 = namespace.grad_reduce_in_bf16 and num_parameter_bytes == BF16_BYTES
     schemes, num_ranks, ranks_per_node, pool = _schemes(
-        namespace, shape, gradient_bytes=BF16_BYTES if in_bf16 else FP32_BYTES
+        namespace,
+        shape,
+        gradient_bytes=wire_bytes(
+            num_parameter_bytes, reduces_in_bf16=namespace.grad_reduce_in_bf16
+        ),
     )
     model = AnalyticCostModel(
         shape=shape,

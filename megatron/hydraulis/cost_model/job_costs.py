@@ -29,7 +29,7 @@ from megatron.hydraulis.cost_model.device import DeviceConstants, described_devi
 from megatron.hydraulis.cost_model.experts import EXPERT_LOAD
 from megatron.hydraulis.cost_model.interface import Coefficients
 from megatron.hydraulis.cost_model.profile import ProfileCostModel, ProfiledModel, ProfiledScheme
-from megatron.hydraulis.cost_model.regrouping import BF16_BYTES, FP32_BYTES
+from megatron.hydraulis.cost_model.regrouping import BF16_BYTES, FP32_BYTES, wire_bytes
 from megatron.hydraulis.errors import ConfigurationError, StrategyError
 from megatron.hydraulis.model_shape import ModelShape
 from megatron.hydraulis.strategy import Pool, Scheme, Strategy
@@ -95,12 +95,12 @@ class JobOptions:
             name: replace(getattr(cluster, name), bytes_per_s=bytes_per_s, source="given")
             for name, bytes_per_s in self.link_bytes_per_s.items()
         }
-        is_fp32 = dtype == "fp32"
+        parameter_bytes = FP32_BYTES if dtype == "fp32" else BF16_BYTES
         model = AnalyticCostModel(
             shape=shape,
             device=device,
             cluster=replace(cluster, **links),
-            parameter_bytes=4 if is_fp32 else 2,
+            parameter_bytes=parameter_bytes,
             expert_load=profile.expert_load or EXPERT_LOAD,
             **{"cp_comm_type": "auto"} | dict(self.layers(shape)),
         )
@@ -109,7 +109,7 @@ class JobOptions:
             model,
             strategies,
             tp_degrees=tp_degrees,
-            gradient_bytes=BF16_BYTES if self.grad_reduce_in_bf16 and not is_fp32 else FP32_BYTES,
+            gradient_bytes=wire_bytes(parameter_bytes, reduces_in_bf16=self.grad_reduce_in_bf16),
             overlaps=self.overlaps,
         )
 

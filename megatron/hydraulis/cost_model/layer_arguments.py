@@ -12,7 +12,7 @@ from megatron.hydraulis.cost_model.recompute import (
     drop_kept_modules,
     recompute_of,
 )
-from megatron.hydraulis.cost_model.regrouping import BF16_BYTES, FP32_BYTES
+from megatron.hydraulis.cost_model.regrouping import BF16_BYTES, FP32_BYTES, wire_bytes
 from megatron.hydraulis.model_shape import ModelShape
 
 TE_LAYERS = "transformer_engine"
@@ -194,7 +194,8 @@ def parameter_bytes(namespace: argparse.Namespace) -> int:
 
 def gradient_bytes(args: argparse.Namespace) -> int:
     """Bytes of a gradient on the wire in training."""
-    return BF16_BYTES if args.bf16 and args.grad_reduce_in_bf16 else FP32_BYTES
+    num_parameter_bytes = BF16_BYTES if args.bf16 else FP32_BYTES
+    return wire_bytes(num_parameter_bytes, reduces_in_bf16=args.grad_reduce_in_bf16)
 
 
 def asked_layers(args: argparse.Namespace, given: str | None) -> str:

@@ -41,6 +41,11 @@ MicroBatchTimes = Callable[[Scheme], tuple[float, float]]
 """Forward and backward of a scheme's micro-batch on one stage, in ms."""
 
 
+def wire_bytes(num_parameter_bytes: int, *, reduces_in_bf16: bool) -> int:
+    """Bytes of a gradient on the wire: those of bf16 only if parameters are bf16, too."""
+    return num_parameter_bytes if reduces_in_bf16 else FP32_BYTES
+
+
 class Hiding(Enum):
     """What hides regrouping."""
 

@@ -137,7 +137,7 @@ def differences(
 
 def _of_option(args: argparse.Namespace, dest: str) -> str:
     """How training with an option that is given differs from upstream's; empty if it does not."""
-    if dest == "grad_reduce_in_bf16" and args.bf16:
+    if dest == "grad_reduce_in_bf16":
         return "gradients of micro-batches, and those of ranks, are added in fp32"
     if dest == "moe_aux_loss_coeff" and balances_by_a_loss(args):
         return (

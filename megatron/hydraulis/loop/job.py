@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
@@ -121,7 +121,6 @@ class Job:
         self._has_cuda = has_cuda
         self._engine: Engine | None = None
         self._core_attention: CoreAttention | None = None
-        self._configuration: dict[str, Any] = {}
         self._profile = read_cost_profile(resolved)
         rank = int(os.environ.get("RANK", "0"))
         self._device = constants_of_this_rank(
@@ -309,16 +308,15 @@ class Job:
             | dataclasses.asdict(part.report)
             for part in corpora.parts
         }
-        self._configuration = self._planning.description_of(self._resolved) | {
-            "corpus": corpus,
-            "notes": list(self._hooks.notes),
-        }
-        self._write_configuration()
+        self._write_configuration(
+            self._planning.description_of(self._resolved)
+            | {"corpus": corpus, "notes": list(self._hooks.notes), HAS_ENDED: False}
+        )
 
-    def _write_configuration(self, *, has_ended: bool = False) -> None:
+    def _write_configuration(self, configuration: Mapping[str, Any]) -> None:
         path = self._run_dir / CONFIG_FILE_NAME
         try:
-            write_json(path, self._configuration | {HAS_ENDED: has_ended})
+            write_json(path, configuration)
         except OSError as error:
             reason = why_not_written(error, path)
             raise _cannot_write("--run-dir", self._run_dir, reason) from error
@@ -548,6 +546,10 @@ class Job:
         parts.checkpoints.finish()
         if self._engine is not None:
             self._engine.close()
+        if parts.trace is not None:
+            parts.trace.close(merges=True)
+        if parts.refit is not None:
+            parts.refit.write(self._run_dir)
         if parts.metrics is not None:
             parts.metrics.close()
             if (self._run_dir / METRICS_FILE_NAME).stat().st_size:
@@ -555,14 +557,11 @@ class Job:
                 from megatron.hydraulis.observability.report_figures import write_summary
 
                 run = read_run(self._run_dir, only_last_start=True)
+                if run.config:  # by this rank, which reads it now, although rank 0 made the file
+                    run = dataclasses.replace(run, config={**run.config, HAS_ENDED: True})
+                    self._write_configuration(run.config)
                 write_summary(run)
                 print(closing_table(run), flush=True)
-        if parts.trace is not None:
-            parts.trace.close(merges=True)
-        if parts.refit is not None:
-            parts.refit.write(self._run_dir)
-        if dist.get_rank() == 0:
-            self._write_configuration(has_ended=True)
         parts.guard.close()
 
     def _abandon(self, parts: RunParts) -> None:

@@ -16,8 +16,13 @@ import torch
 import torch.distributed as dist
 from torch.distributed.rendezvous import rendezvous
 
-from megatron.hydraulis.checkpoint.collective_errors import failure_of, raise_first
-from megatron.hydraulis.errors import ConfigurationError, HydraulisError, listed
+from megatron.hydraulis.errors import (
+    ConfigurationError,
+    HydraulisError,
+    failure_of,
+    listed,
+    raise_first,
+)
 
 _PLACE = "hydraulis_store"
 _NAME = "hydraulis_store_name"

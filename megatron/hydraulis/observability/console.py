@@ -87,6 +87,8 @@ def _closing_rows(run: Run) -> Iterator[tuple[str, str]]:
     used = [strategy for strategy in run.numbers.strategies if strategy.num_iterations]
 
     yield "iterations", f"{totals.first_iteration} to {totals.last_iteration}"
+    if run.why_short is not None:
+        yield f"of {run.num_train_iters}", run.why_short
     yield "lm loss, first → last", f"{loss_text(totals.first_loss)} → {loss_text(totals.last_loss)}"
     yield "tokens", tokens_text(totals.num_tokens, totals.trained_tokens)
     yield "tokens/s", count_text(totals.tokens_per_s)

@@ -33,6 +33,11 @@ TRACE_FOLDER_NAME = "trace"
 MAX_TRACE_BYTES = 256 * 2**20
 """A larger trace would take longer to read than someone waits for a report."""
 
+_WHY_SHORT = {
+    True: "one of its --exit options ended it",
+    False: "it was interrupted or is still running",
+}
+"""By `HAS_ENDED`, which earlier versions did not write."""
 _EARLIER_FOLDER = re.compile(r"earlier\.(\d+)")
 _MS_PER_S = 1e3
 
@@ -89,6 +94,14 @@ class Run:
         """The iteration that the run is to end with; None if unknown."""
         value = self.setting("settings", "train_iters")
         return value if isinstance(value, int) else None
+
+    @property
+    def why_short(self) -> str | None:
+        """Why the last record is not that of `num_train_iters`; None if it is, or nothing says."""
+        wanted = self.num_train_iters
+        if wanted is None or self.records[-1].iteration >= wanted:
+            return None
+        return _WHY_SHORT.get(self.config.get(HAS_ENDED), "it ended early or is still running")
 
     @property
     def steady(self) -> tuple[IterationRecord, ...]:
@@ -288,13 +301,10 @@ def _read_spans(run: Run, given: str | Path | None, notes: list[str]) -> Spans:
 
 def _interruptions(run: Run) -> list[str]:
     notes = []
-    last, wanted = run.records[-1].iteration, run.num_train_iters
-    if wanted is not None and last < wanted:
+    last = run.records[-1].iteration
+    if run.why_short is not None:
         notes.append(
-            f"The run ended at iteration {last} of {wanted}, as one of its --exit options asks."
-            if run.config.get(HAS_ENDED)
-            else f"The run has reached iteration {last} of {wanted}: it was interrupted or is "
-            "still running."
+            f"The run has reached iteration {last} of {run.num_train_iters}: {run.why_short}."
         )
     num_missing = last - run.records[0].iteration + 1 - len(run.records)
     if num_missing:

@@ -3,6 +3,8 @@
 import dataclasses
 import json
 import resource
+import subprocess
+import sys
 import threading
 from datetime import timedelta
 from pathlib import Path
@@ -133,3 +135,10 @@ def test_rank_0_names_ranks_that_do_not_say_what_they_run_on() -> None:
         compare_ranks(FACTS, store, 3)
     with pytest.raises(HydraulisError, match=r"these did not: 2"):
         compare_ranks(dataclasses.replace(FACTS, rank=1), store, 3)
+
+
+def test_ranks_that_only_meet_import_no_megatron_core() -> None:
+    script = (
+        "import sys, megatron.hydraulis.loop.preflight\nassert 'megatron.core' not in sys.modules\n"
+    )
+    subprocess.run([sys.executable, "-c", script], check=True)

@@ -47,12 +47,14 @@ def test_an_interrupted_run_shows_its_progress(tmp_path: Path) -> None:
     assert [record.iteration for record in run.records] == [1, 2, 3, 4, 5]
     cut, came = run.notes
     assert "last line" in cut
-    assert "iteration 5 of 8: it was interrupted" in came
+    assert came == "The run has reached iteration 5 of 8: it ended early or is still running."
     config = json.loads((tmp_path / "config.json").read_text())
-    (tmp_path / "config.json").write_text(json.dumps(config | {"has_ended": True}))
-    assert read_run(tmp_path).notes[1:] == (
-        "The run ended at iteration 5 of 8, as one of its --exit options asks.",
-    )
+    for has_ended, why in (
+        (False, "it was interrupted or is still running"),
+        (True, "one of its --exit options ended it"),
+    ):
+        (tmp_path / "config.json").write_text(json.dumps(config | {"has_ended": has_ended}))
+        assert read_run(tmp_path).notes[1:] == (f"The run has reached iteration 5 of 8: {why}.",)
 
 
 def test_iterations_that_ran_twice_count_once(tmp_path: Path) -> None:
