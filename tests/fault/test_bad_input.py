@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import socket
 import struct
 from collections.abc import Callable, Sequence
@@ -326,6 +327,20 @@ def test_a_dry_run_reads_the_corpus_and_prints_limits(command: Command, tmp_path
     error = _refused([*argv, "--split", "0,1,1"], 1, tmp_path)
     assert "--split" in error
     assert "'0,1,1'" in error
+
+
+def test_a_dry_run_without_its_data_prints_what_ranks_hold_and_then_the_error(
+    command: Command, tmp_path: Path
+) -> None:
+    argv = command("--strategy", "tp2+2*tp1", "--dry-run", "--num-ranks", "4")
+    outcome = run_job([*argv, "--data-path", "nowhere"], 1, tmp_path / "output")
+    assert outcome.ranks[0].status == EXIT_STATUS
+    assert "strategy     tp2+2*tp1, idle: none" in outcome.stdout
+    assert re.search(r"^  1 +tp1 .* 128$", outcome.stdout, re.MULTILINE)
+    assert "train data" not in outcome.stdout
+    error = _only_error(outcome)
+    assert error.startswith("error: --data-path nowhere: ")
+    assert "there is no nowhere.idx" in error
 
 
 def test_without_a_launcher_the_torchrun_command_is_shown(command: Command, tmp_path: Path) -> None:

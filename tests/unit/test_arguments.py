@@ -324,6 +324,17 @@ def test_grouped_products_of_experts_select_transformer_engine_unless_layers_are
         assert args.moe_grouped_gemm == (layers == "transformer_engine")
 
 
+def test_a_dry_run_for_a_gpu_elsewhere_takes_its_layers_though_this_machine_lacks_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("megatron.hydraulis.flags.checks.importlib.util.find_spec", lambda *_: None)
+    experts = ("--num-experts", "4", "--disable-bias-linear", "--moe-grouped-gemm", "--dry-run")
+    for device, layers in (("h100-80g", "transformer_engine"), ("cpu", "local")):
+        args = parse(tmp_path, *experts, "--device", device).args
+        assert args.transformer_impl == layers
+        assert args.moe_grouped_gemm == (layers == "transformer_engine")
+
+
 # Strategy and batch
 
 

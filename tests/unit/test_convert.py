@@ -562,3 +562,14 @@ def test_options_that_no_command_continues_are_refused(
     assert status == 1
     (line,) = _blocks(shown)["refused"]
     assert line.startswith("line 3, --clip-grad 2: it belongs to no command, as the line above")
+
+
+def test_a_command_that_training_would_refuse_is_not_printed(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    script = f"torchrun pretrain_gpt.py {_MODEL} --max-position-embeddings 8"
+    status, shown = _converted(tmp_path, capsys, script)
+    assert status == 1
+    (line,) = _blocks(shown)["refused"]
+    assert "--max-position-embeddings is 8 and --seq-length" in line
+    assert "hydraulis train \\" not in shown

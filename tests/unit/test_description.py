@@ -235,9 +235,20 @@ def test_what_to_check_first_comes_first_and_a_warning_once(tmp_path: Path) -> N
     typed = ("--num-workers", "4", "--rampup-batch-size", "2", "2", "12")
     lines = format_description(describe(parse(tmp_path, *typed))).splitlines()
     headings = [line.split()[0] for line in lines if not line.startswith(" ")]
-    first = ["ranks", "strategy", "cost", "precision", "groups", "warning", "differs", "taken"]
+    first = [
+        "ranks",
+        "strategy",
+        "cost",
+        "precision",
+        "layers",
+        "groups",
+        "warning",
+        "differs",
+        "taken",
+    ]
     assert headings == [*first, "model", "run", "settings"]
     assert "precision    fp32, as no --bf16" in lines
+    assert "layers       --transformer-impl local" in lines
     assert sum("--hidden-dropout" in line for line in lines) == 1
 
 

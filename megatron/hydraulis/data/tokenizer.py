@@ -5,9 +5,12 @@ import hashlib
 import logging
 import os
 import re
+import socket
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
+from urllib.parse import urlsplit
+from urllib.request import getproxies
 
 import numpy as np
 import numpy.typing as npt
@@ -44,6 +47,7 @@ _MADE_FROM_VALUES = {
 _UINT16_VOCABULARY_LIMIT = 65_500
 """Below it Megatron stores 2-byte ids (``DType.optimal_dtype``)."""
 
+_HUB_PATIENCE_S = 5.0
 _HUB_NAME = r"\w[\w.-]*(/[\w.-]+)?"
 """Names on the Hugging Face hub: ``gpt2``, ``owner/name``."""
 
@@ -114,6 +118,44 @@ def check_tokenizer_sources(settings: TokenizerSettings | argparse.Namespace) ->
             )
 
 
+def _hub_problem() -> str | None:
+    """Why the Hugging Face Hub cannot be reached; None if it can be, or if a proxy is set."""
+    proxies = getproxies()
+    place = urlsplit(os.environ.get("HF_ENDPOINT") or "https://huggingface.co")
+    if os.environ.get("HF_HUB_OFFLINE") or {place.scheme, "all"} & proxies.keys():
+        return None
+    try:
+        port = place.port or (80 if place.scheme == "http" else 443)
+        socket.create_connection((str(place.hostname), port), _HUB_PATIENCE_S).close()
+    except OSError as error:
+        return f"{place.hostname} cannot be reached ({error.strerror or error})"
+    return None
+
+
+def _without_hub(model: str) -> str:
+    """The folder of a copy of a Hub's tokenizer if the Hub cannot be reached, else its name.
+
+    The Hub's library would ask for a minute, on every rank. Raises DataError without a copy.
+    """
+    if not re.fullmatch(_HUB_NAME, model) or os.path.exists(model):
+        return model
+    problem = _hub_problem()
+    if problem is None:
+        return model
+    from huggingface_hub import constants, snapshot_download
+    from huggingface_hub.errors import LocalEntryNotFoundError
+
+    try:
+        return str(snapshot_download(model, local_files_only=True))
+    except LocalEntryNotFoundError as error:
+        raise DataError(
+            f"--tokenizer-model {model}: there is no such path, so it is the name of a tokenizer "
+            f"on the Hugging Face Hub, but {problem} and {constants.HF_HUB_CACHE} has no copy; "
+            f"give a folder, or run hf download {model} where there is internet, with HF_HOME set "
+            "to a folder that ranks can read"
+        ) from error
+
+
 def build_tokenizer(settings: TokenizerSettings | argparse.Namespace) -> Any:
     """Megatron's tokenizer of that type; the settings may be Megatron's arguments.
 
@@ -126,6 +168,10 @@ def build_tokenizer(settings: TokenizerSettings | argparse.Namespace) -> Any:
     logging.getLogger("transformers.tokenization_utils_base").setLevel(logging.ERROR)
     from megatron.core.tokenizers.utils.build_tokenizer import build_tokenizer as upstream
 
+    source = settings.tokenizer_model or settings.vocab_file
+    if settings.tokenizer_type in ("HuggingFaceTokenizer", "SFTTokenizer"):
+        source = _without_hub(str(source))
+        settings = argparse.Namespace(**vars(settings) | {"tokenizer_model": source})
     try:
         return upstream(settings)
     except ImportError as error:
@@ -136,7 +182,6 @@ def build_tokenizer(settings: TokenizerSettings | argparse.Namespace) -> Any:
     except Exception as error:
         # Each library fails in its own way; all that the user can act on is which and why.
         lines = str(error).splitlines() or [type(error).__name__]
-        source = settings.tokenizer_model or settings.vocab_file
         tried = ""
         if settings.tokenizer_type == "HuggingFaceTokenizer" and not os.path.exists(str(source)):
             tried = (

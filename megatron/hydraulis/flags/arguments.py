@@ -26,7 +26,7 @@ from megatron.training.global_vars import set_global_variables
 from megatron.training.models import GPTModelConfig
 
 from megatron.hydraulis.cost_model.layer_arguments import OF_TE, TE_LAYERS, core_attention_of
-from megatron.hydraulis.cost_model.recompute import check_recompute, drop_kept_modules
+from megatron.hydraulis.cost_model.recompute import drop_kept_modules
 from megatron.hydraulis.cost_model.shape_arguments import (
     LATENT_SIZES_TEXT,
     expert_sizes,
@@ -103,8 +103,8 @@ def parse_arguments(
 
     All ranks get the same result except for ``args.rank``. Callers that parse many command lines
     can pass a flag_parser, which takes a quarter of a second to build. Without needs_data the
-    training corpus is not checked. A proposed_pool is taken in place of the file of
-    --strategy-pool.
+    training corpus is not checked, and in a dry run its files are not. A proposed_pool is taken in
+    place of the file of --strategy-pool.
 
     Raises ConfigurationError, including StrategyError, with a line for each thing that is wrong;
     what depends on values that are wrong already is not checked.
@@ -118,11 +118,11 @@ def parse_arguments(
         checks.check_required(missing)
     is_here = torch.cuda.is_available()
     has_cuda = _has_cuda(args)
-    before, run_dir = dict(vars(args)), args.run_dir
+    before, run_dir, needs_files = dict(vars(args)), args.run_dir, not args.dry_run
     taken = (
         *flags.taken,
         *drop_kept_modules(args, has_experts=bool(args.num_experts)),
-        *_run_as_others(flags),
+        *run_as_others(flags),
         *_missing_here(flags, has_cuda=has_cuda),
     )
     problems.hide(args, {*flags.wrong, *missing})
@@ -148,29 +148,12 @@ def parse_arguments(
         given = {given.dest for given in flags.given}
         checks.check_needed(args, hydraulis, given=given)
     set_defaults(flags, before, run_dir, has_cuda=has_cuda)
-    for check, name in (
-        (checks.check_variants, "window_size"),
-        (checks.check_query_groups, "num_query_groups"),
-        (checks.check_experts, "moe_router_topk"),
-    ):
-        with problems.collected():
-            try:
-                check(args)
-            except ConfigurationError:
-                problems.hide(args, {name})  # the shape of the model is unknown
-                raise
+    checks.check_settings(args, problems)
     for check in (
-        checks.check_model,
-        check_recompute,
-        checks.check_signal,
-        checks.check_learning_rate,
-        checks.check_schedule_lengths,
-        checks.check_weight_decay,
         partial(checks.check_device, has_cuda=is_here),
         partial(checks.check_layers, has_cuda=is_here),
-        checks.check_schedule_source,
         checks.check_spec,
-        *((checks.check_data,) if needs_data else ()),
+        *((partial(checks.check_data, needs_files=needs_files),) if needs_data else ()),
     ):
         with problems.collected():
             check(args)
@@ -264,7 +247,7 @@ def _layout_taken(
                 yield from ((str(given), wins) for given in flags.given if given.dest == dest)
 
 
-def _run_as_others(flags: ParsedFlags) -> Iterator[tuple[str, str]]:
+def run_as_others(flags: ParsedFlags) -> Iterator[tuple[str, str]]:
     """Set what runs in place of given options; yields (as typed, what happens instead)."""
     args = flags.args
     backend = next((given for given in flags.given if given.dest == "attention_backend"), None)

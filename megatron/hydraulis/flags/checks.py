@@ -11,9 +11,10 @@ from pathlib import Path
 from megatron.core.datasets.utils import get_blend_from_list
 
 from megatron.hydraulis.cost_model.context import all_to_all_refusal, check_cp_comm_type
+from megatron.hydraulis.cost_model.recompute import check_recompute
 from megatron.hydraulis.cost_model.shape_arguments import check_latent_heads
 from megatron.hydraulis.data.documents import JSON_LINES_SUFFIXES
-from megatron.hydraulis.errors import ConfigurationError, StrategyError
+from megatron.hydraulis.errors import ConfigurationError, Problems, StrategyError
 from megatron.hydraulis.flags.config import HydraulisConfig, option_of
 from megatron.hydraulis.flags.samples import check_counting
 from megatron.hydraulis.model_shape import ModelShape
@@ -35,6 +36,32 @@ _REQUIRED = (
     "tokenizer_type",
 )
 _TOKENIZED_ELSEWHERE = "--tokenizer-type NullTokenizer --vocab-size N"
+
+
+def check_settings(args: argparse.Namespace, problems: Problems) -> None:
+    """Collect what is wrong with model and schedule, whatever job and machine they are for."""
+    for check, name in (
+        (check_variants, "window_size"),
+        (check_query_groups, "num_query_groups"),
+        (check_experts, "moe_router_topk"),
+    ):
+        with problems.collected():
+            try:
+                check(args)
+            except ConfigurationError:
+                problems.hide(args, {name})  # the shape of the model is unknown
+                raise
+    for check in (
+        check_model,
+        check_recompute,
+        check_signal,
+        check_learning_rate,
+        check_schedule_lengths,
+        check_weight_decay,
+        check_schedule_source,
+    ):
+        with problems.collected():
+            check(args)
 
 
 def missing_flags(args: argparse.Namespace, *, attempted: Collection[str]) -> tuple[str, ...]:
@@ -325,8 +352,8 @@ def check_weight_decay(args: argparse.Namespace) -> None:
             )
 
 
-def check_data(args: argparse.Namespace) -> None:
-    """Raise ConfigurationError unless there is one training corpus whose files exist."""
+def check_data(args: argparse.Namespace, *, needs_files: bool) -> None:
+    """Raise ConfigurationError unless the flags name one training corpus, and its files exist."""
     train = "--train-data-path"
     if args.data_path and args.train_data_path:
         raise ConfigurationError(
@@ -345,6 +372,12 @@ def check_data(args: argparse.Namespace) -> None:
             f"--sft needs --tokenizer-type SFTTokenizer but it is {args.tokenizer_type}; give it, "
             f"or tokenize by hydraulis preprocess --chat and remove --sft"
         )
+    if needs_files:
+        check_data_files(args)
+
+
+def check_data_files(args: argparse.Namespace) -> None:
+    """Raise ConfigurationError unless all files of the data exist."""
     for dest in DATA_PATHS:
         blend = getattr(args, dest)
         if blend:

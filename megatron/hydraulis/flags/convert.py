@@ -1,6 +1,7 @@
 """``hydraulis convert``: from a launch script of Megatron to the command to run here."""
 
 import argparse
+import copy
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -184,8 +185,10 @@ def run(namespace: argparse.Namespace) -> int:
     Returns 1, and prints no command, if options are refused or variables have no value.
     """
     # These import Megatron, which the help of the command does not need.
+    from megatron.hydraulis.cost_model.recompute import drop_kept_modules
     from megatron.hydraulis.errors import Problems
     from megatron.hydraulis.flags import checks
+    from megatron.hydraulis.flags.arguments import run_as_others
     from megatron.hydraulis.flags.config import default_run_dir
     from megatron.hydraulis.flags.defaults import differences, set_defaults
     from megatron.hydraulis.flags.describe import block_lines, option_lines, option_texts
@@ -202,8 +205,9 @@ def run(namespace: argparse.Namespace) -> int:
     parser = FlagParser()
     flags = parser.parse(options, problems)
     attempted = {*flags.attempted, *_GIVEN_LATER}
+    missing = checks.missing_flags(flags.args, attempted=attempted)
     with problems.collected():
-        checks.check_required(checks.missing_flags(flags.args, attempted=attempted))
+        checks.check_required(missing)
     layout = MegatronLayout.of(flags.args)
     num_ranks = namespace.num_ranks or launch.num_ranks
     strategy: list[str] = []
@@ -216,7 +220,15 @@ def run(namespace: argparse.Namespace) -> int:
         if given.dest != "ignore_unknown_options"
     ]
     before = dict(vars(flags.args))
+    taken = (
+        *flags.taken,
+        *drop_kept_modules(flags.args, has_experts=bool(flags.args.num_experts)),
+        *run_as_others(flags),
+    )
     set_defaults(flags, before, default_run_dir(), has_cuda=True)
+    completed = copy.copy(flags.args)
+    problems.hide(completed, {*flags.wrong, *missing})
+    checks.check_settings(completed, problems)
 
     refused = [
         *(line for line in problems.lines if not of(line)),
@@ -231,7 +243,7 @@ def run(namespace: argparse.Namespace) -> int:
     needed = {*(each for each in used if not each.is_set_by_job), *of("".join(problems.lines))}
     unset = [each for each in of(" ".join((*call.words_around, *options))) if each in needed]
     texts = option_texts(
-        flags.taken,
+        taken,
         flags.unknown,
         differences(parser, flags, before, uses_tp=layout.tp > 1, has_cuda=True),
     )

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
 from megatron.core.datasets.utils import get_blend_from_list
 
 from megatron.hydraulis.cost_model.layer_arguments import (
@@ -205,13 +206,16 @@ def set_defaults(
 
 
 def chosen_layers(flags: ParsedFlags, asked: str, *, has_cuda: bool) -> str:
-    """The value of --transformer-impl on this machine, for the one that was parsed: Transformer
-    Engine's layers if they are asked for, or installed and an option needs them."""
+    """The value of --transformer-impl where the job runs, for the one that was parsed:
+    Transformer Engine's layers if they are asked for, or if an option needs them and a machine
+    with CUDA has them installed."""
     if not has_cuda:
         return "local"
     is_given = flags.was_given("transformer_impl")
     layers = asked_layers(flags.args, asked if is_given else None)
-    return layers if is_given or importlib.util.find_spec(TE_LAYERS) is not None else "local"
+    # Without a GPU here, the job is for another machine.
+    is_missing = torch.cuda.is_available() and importlib.util.find_spec(TE_LAYERS) is None
+    return "local" if is_missing and not is_given else layers
 
 
 def has_fused_weight_gradients() -> bool:

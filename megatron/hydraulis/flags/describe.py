@@ -295,6 +295,7 @@ def format_description(description: dict[str, Any]) -> str:
     lines += [
         f"cost model   {description['cost_model']}",
         f"precision    {precision}",
+        f"layers       --transformer-impl {description['settings']['transformer_impl']}",
         f"groups       {communicators_text(description['most_communicators_of_a_rank'])}",
         *option_lines(description),
         f"model        {model_text(description['model'])}",

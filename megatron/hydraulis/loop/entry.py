@@ -21,6 +21,7 @@ with without_garbage_collection():
         parse_without_pool,
         wants_proposal,
     )
+    from megatron.hydraulis.flags.checks import check_data_files
     from megatron.hydraulis.loop.faults import (
         end_process,
         is_lost_connection,
@@ -114,6 +115,7 @@ def _run(argv: Sequence[str] | None, hooks: UserHooks) -> None:
             timeout = timedelta(minutes=resolved.args.distributed_timeout_minutes)
             met = meet(max(timeout, _TIMEOUT_OF_PROPOSAL))
         store = None if met is None else met[0]
+        check_data_files(resolved.args)
         if resolved.args.sft:
             convert_data(resolved.args, resolved.hydraulis.run_dir, store)
         pool = pool_of_job(resolved, has_cuda=has_cuda, store=store)
@@ -121,13 +123,12 @@ def _run(argv: Sequence[str] | None, hooks: UserHooks) -> None:
             store.set_timeout(timeout)
     resolved = parse_arguments(words, num_ranks=num_ranks, rank=rank, proposed_pool=pool)
     args = resolved.args
-    if args.sft:
-        if met is None and not resolved.hydraulis.dry_run:
-            met = meet(timedelta(minutes=args.distributed_timeout_minutes))
-        convert_data(args, resolved.hydraulis.run_dir, None if met is None else met[0])
     if resolved.hydraulis.dry_run:
         Job(resolved, hooks, has_cuda=has_cuda).print_description()
         return
+    if args.sft:
+        met = met or meet(timedelta(minutes=args.distributed_timeout_minutes))
+        convert_data(args, resolved.hydraulis.run_dir, met[0])
     if has_cuda:
         check_devices(int(os.environ.get("LOCAL_WORLD_SIZE", num_ranks)), torch.cuda.device_count())
         torch.cuda.set_device(args.local_rank)

@@ -30,6 +30,7 @@ from megatron.hydraulis.errors import (
     why_not_written,
 )
 from megatron.hydraulis.flags.arguments import Resolved, install_globals
+from megatron.hydraulis.flags.checks import check_data_files
 from megatron.hydraulis.flags.defaults import has_fused_weight_gradients
 from megatron.hydraulis.flags.describe import (
     batch_text,
@@ -60,6 +61,7 @@ from megatron.hydraulis.loop.memory_safety import MemorySafety
 from megatron.hydraulis.loop.model_container import ContainerConfig
 from megatron.hydraulis.loop.plan_feed import PlanExchange, PlanFeed, SampledBatches
 from megatron.hydraulis.loop.refit import RunRefit
+from megatron.hydraulis.loop.sft_data import convert_data
 from megatron.hydraulis.loop.step import Iterators, RunParts, TrainingLoop
 from megatron.hydraulis.loop.tracing import RunTrace
 from megatron.hydraulis.observability.console import closing_table
@@ -138,7 +140,18 @@ class Job:
         return Planning.of(self._resolved, self._device, self._profile, name)
 
     def print_description(self) -> None:
-        """What --dry-run prints; also raises what is wrong with the data."""
+        """What --dry-run prints; also raises, at the end, what is wrong with the data."""
+        try:
+            self._check_data()
+        finally:
+            print(format_description(self._planning.description_of(self._resolved)))
+
+    def _check_data(self) -> None:
+        """Print what the data are, and raise what is wrong with them."""
+        args = self._resolved.args
+        check_data_files(args)
+        if args.sft:
+            convert_data(args, self._run_dir, None)
         corpora = self.load_corpora()
         for corpus in corpora.parts:
             print(f"{corpus.name + ' data':<12} {corpus.report}")
@@ -153,7 +166,6 @@ class Job:
         length = length_text(self._resolved, mean_length)
         if length:
             print(f"training     {length}")
-        print(format_description(self._planning.description_of(self._resolved)))
         # Otherwise limits need not be the job's.
         if self._profile is not None or self._device.name != "cpu":
             self.check_longest(corpora)

@@ -33,8 +33,8 @@ TRACE_FOLDER_NAME = "trace"
 MAX_TRACE_BYTES = 256 * 2**20
 """A larger trace would take longer to read than someone waits for a report."""
 
-_WHY_SHORT = {
-    True: "one of its --exit options ended it",
+_WHY_SHORT: dict[object, str] = {
+    True: "an --exit option ended it",
     False: "it was interrupted or is still running",
 }
 """By `HAS_ENDED`, which earlier versions did not write."""

@@ -47,7 +47,7 @@ def test_an_exit_interval_ends_the_run_properly_even_with_idle_ranks(launch: Lau
     assert [line.iteration for line in run.lines] == [1, 2]
     assert len(run.records) == 2
     table = run.outcome.ranks[1].stdout.partition("Training finished")[2]
-    assert re.search(r"of 100 +│ +one of its --exit options ended it", table)
+    assert re.search(r"of 100 +│ +an --exit option ended it", table)
     assert (run.run_dir / "summary.png").is_file()
     assert json.loads((run.run_dir / "config.json").read_text())["has_ended"]
 

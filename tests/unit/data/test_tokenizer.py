@@ -1,13 +1,17 @@
 import dataclasses
+import socket
 from pathlib import Path
 from types import SimpleNamespace
-from typing import get_args, get_type_hints
+from typing import NoReturn, get_args, get_type_hints
 
 import numpy as np
 import pytest
+from huggingface_hub import constants
 from megatron.core.datasets.indexed_dataset import DType
 from megatron.training.config import TokenizerConfig
-from transformers import AutoTokenizer
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from megatron.hydraulis.data.documents import RawDocument
 from megatron.hydraulis.data.tokenizer import (
@@ -137,6 +141,7 @@ def test_an_unknown_name_says_what_was_tried(
 
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(AutoTokenizer, "from_pretrained", refuse)
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     with pytest.raises(DataError) as caught:
         build_tokenizer(
             TokenizerSettings(tokenizer_type="HuggingFaceTokenizer", tokenizer_model="gpt2x")
@@ -152,3 +157,35 @@ def test_damaged_tokenizer(tmp_path: Path) -> None:
         build_tokenizer(
             TokenizerSettings(tokenizer_type="HuggingFaceTokenizer", tokenizer_model=str(tmp_path))
         )
+
+
+def test_a_name_on_a_hub_out_of_reach_is_one_error_or_the_copy(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("https_proxy", "HTTPS_PROXY", "all_proxy", "ALL_PROXY", "HF_HUB_OFFLINE"):
+        monkeypatch.delenv(name, raising=False)
+    asked: list[object] = []
+
+    def out_of_reach(place: object, patience_s: float) -> NoReturn:
+        asked.append(place)
+        raise OSError(101, "Network is unreachable")
+
+    monkeypatch.setattr(socket, "create_connection", out_of_reach)
+    monkeypatch.setenv("HF_ENDPOINT", "https://hub.example:8443")
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
+    settings = TokenizerSettings(tokenizer_type="HuggingFaceTokenizer", tokenizer_model="own/er")
+    with pytest.raises(
+        DataError,
+        match=r"own/er: there is no such path.*, but hub\.example cannot be reached \(Network is "
+        r"unreachable\) and .* has no copy; give a folder, or run hf download own/er",
+    ):
+        build_tokenizer(settings)
+    assert asked == [("hub.example", 8443)]
+    revision = "0" * 40
+    copy = tmp_path / "models--own--er" / "snapshots" / revision
+    copy.mkdir(parents=True)
+    (copy.parent.parent / "refs").mkdir()
+    (copy.parent.parent / "refs" / "main").write_text(revision)
+    words = Tokenizer(WordLevel({"a": 0, "b": 1}, unk_token="a"))
+    PreTrainedTokenizerFast(tokenizer_object=words).save_pretrained(copy)
+    assert build_tokenizer(settings).tokenize("b") == [1]

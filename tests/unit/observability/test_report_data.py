@@ -51,7 +51,7 @@ def test_an_interrupted_run_shows_its_progress(tmp_path: Path) -> None:
     config = json.loads((tmp_path / "config.json").read_text())
     for has_ended, why in (
         (False, "it was interrupted or is still running"),
-        (True, "one of its --exit options ended it"),
+        (True, "an --exit option ended it"),
     ):
         (tmp_path / "config.json").write_text(json.dumps(config | {"has_ended": has_ended}))
         assert read_run(tmp_path).notes[1:] == (f"The run has reached iteration 5 of 8: {why}.",)
