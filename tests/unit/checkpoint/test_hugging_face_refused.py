@@ -443,6 +443,8 @@ def test_arguments_without_counterpart(changes: dict[str, Any], words: list[str]
         ("deepseek_v2", {"topk_method": "group_limited_greedy"}, ["topk_method", "greedy"]),
         ("deepseek_v2", {"first_k_dense_replace": 3}, ["first_k_dense_replace", "have experts"]),
         ("deepseek_v3", {"topk_group": 3}, ["4 experts in 3 groups are not 2 each"]),
+        ("deepseek_v3", {"num_experts_per_tok": 5}, ["5 experts in 2 groups are not 2 each"]),
+        ("deepseek_v3", {"n_group": 3}, ["8 experts and 3 groups, 2 of"]),
         ("deepseek_v3", {"rope_interleave": False}, ["rope_interleave", "True"]),
         (
             "deepseek_v3",

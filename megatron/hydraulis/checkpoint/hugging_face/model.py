@@ -81,8 +81,15 @@ class Experts:
                 "passes 1 expert, whose router would learn nothing and has no counterpart in "
                 "Megatron; set norm_topk_prob to false, or import another model"
             )
-        num_chosen = self.groups_per_token
-        if num_chosen is not None and (num_chosen < 1 or self.per_token // num_chosen != 2):
+        num_chosen, num_groups = self.groups_per_token, self.num_groups
+        if num_chosen is None or num_groups is None:
+            return
+        if num_groups < 1 or self.number % num_groups or num_chosen > num_groups:
+            raise ConfigurationError(
+                f"model: groups share the experts evenly but there are {self.number} experts and "
+                f"{num_groups} groups, {num_chosen} of them for a token; correct them"
+            )
+        if self.per_token != 2 * num_chosen:
             raise ConfigurationError(
                 f"model: DeepSeek-V3 scores groups by their best 2 experts but Megatron by as many "
                 f"as a token has in each group, and {self.per_token} experts in {num_chosen} "
