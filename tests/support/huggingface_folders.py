@@ -200,3 +200,10 @@ def transformers_loss(folder: Path, batch: Sequence[np.ndarray]) -> float:
 def changed_file(path: Path, change: Callable[[bytes], bytes]) -> None:
     """Rewrite a file."""
     path.write_bytes(change(path.read_bytes()))
+
+
+def flip_a_byte(path: Path) -> None:
+    """Change one bit in the middle of a file."""
+    data = path.read_bytes()
+    at = len(data) // 2
+    path.write_bytes(data[:at] + bytes([data[at] ^ 1]) + data[at + 1 :])

@@ -23,7 +23,6 @@ from megatron.hydraulis.runtime.catalogue import CataloguedParameter, catalogue,
 from megatron.hydraulis.runtime.executor import ForwardStep, run_micro_batches
 from megatron.hydraulis.runtime.experts import RouterState, balances
 from megatron.hydraulis.runtime.memory import (
-    CountedForwardStep,
     OutOfMemory,
     SharedOutOfMemoryError,
     is_out_of_memory,
@@ -259,7 +258,13 @@ class Engine:
             scatter = self._scatter_pass(runtime)
             if self._balances:
                 self._scale_balancing(runtime, batches)
-            counted = CountedForwardStep(forward_step)
+            num_begun = 0
+
+            def counted(data_iterator: Iterator[PackedBatch], model: torch.nn.Module) -> Any:
+                nonlocal num_begun
+                num_begun += 1
+                return forward_step(data_iterator, model)
+
             try:
                 reports = self._run(runtime, batches, counted, scatter)
             except Exception as error:
@@ -267,7 +272,7 @@ class Engine:
                     raise
                 reports = []
                 out_of_memory = recover_from_oom(
-                    error, self.rank, runtime.strategy, batches, counted.num_begun
+                    error, self.rank, runtime.strategy, batches, num_begun
                 )
             if out_of_memory is not None:
                 release_cached_memory()  # now that the error, which held activations, is gone

@@ -13,17 +13,16 @@ import gc
 import re
 import resource
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
 
 from megatron.hydraulis.data.packed_batch import PackedBatch
 from megatron.hydraulis.errors import OutOfMemoryError
-from megatron.hydraulis.runtime.executor import ForwardStep
 from megatron.hydraulis.strategy import Scheme, Strategy
 
 HEADROOM_SHARE = 0.03
@@ -202,20 +201,6 @@ class LoneOutOfMemoryError(OutOfMemoryError):
             "--max-tokens-per-micro-batch, or give the replica more ranks"
         )
         self.own = own
-
-
-class CountedForwardStep:
-    """A forward step that counts the micro-batches it was called for."""
-
-    def __init__(self, forward_step: ForwardStep) -> None:
-        self._forward_step = forward_step
-        self.num_begun = 0
-
-    def __call__(
-        self, data_iterator: Iterator[PackedBatch], model: torch.nn.Module
-    ) -> tuple[torch.Tensor, Any]:
-        self.num_begun += 1
-        return self._forward_step(data_iterator, model)
 
 
 def is_out_of_memory(error: BaseException) -> bool:

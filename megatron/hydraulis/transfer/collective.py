@@ -82,10 +82,6 @@ class EqualShares:
         """Elements of the flat buffer, including padding."""
         return self.num_ranks * self.share_elements
 
-    @property
-    def num_elements(self) -> int:
-        return sum(stop - start for start, stop in self.shards)
-
     @cached_property
     def segments(self) -> tuple[Segment, ...]:
         """``transfer_start`` is in the flat buffer, ``canonical_start`` in the bucket; by ascending

@@ -17,7 +17,7 @@ from megatron.hydraulis.checkpoint.folder import LATEST_FILE_NAME, CheckpointFol
 from megatron.hydraulis.checkpoint.hugging_face.import_hf import import_folder
 from megatron.hydraulis.checkpoint.manifest import Manifest, records_of
 from tests.support.checkpoints import write_tensors
-from tests.support.huggingface_folders import changed_file, make_folder
+from tests.support.huggingface_folders import changed_file, flip_a_byte, make_folder
 
 NUM_PARAMETERS = 5 * 8
 STATE = {
@@ -101,34 +101,18 @@ def test_json_has_everything(root: Path, capsys: pytest.CaptureFixture[str]) -> 
     assert first["checksums_compared"]
 
 
-def flip(data: bytes) -> bytes:
-    at = len(data) // 2
-    return data[:at] + bytes([data[at] ^ 1]) + data[at + 1 :]
-
-
-def leave_manifest(path: Path) -> None:
-    for file in path.iterdir():
-        if file.name != "hydraulis.json":
-            file.unlink()
-
-
 DAMAGE: dict[str, tuple[Callable[[Path], Any], str]] = {
     "flipped byte": (
-        lambda path: changed_file(path / "__0_0.distcp", flip),
+        lambda path: flip_a_byte(path / "__0_0.distcp"),
         "__0_0.distcp is damaged: its SHA-256",
-    ),
-    "missing shard": (lambda path: (path / "__0_0.distcp").unlink(), "__0_0.distcp is missing"),
-    "cut shard": (
-        lambda path: changed_file(path / "__0_0.distcp", lambda data: data[:-9]),
-        "__0_0.distcp has",
     ),
     "damaged manifest": (
         lambda path: changed_file(path / "hydraulis.json", lambda d: d.replace(b"1234", b"1235")),
         "hydraulis.json: its own SHA-256",
     ),
-    "damaged metadata": (lambda path: changed_file(path / ".metadata", flip), ".metadata"),
-    "manifest alone": (leave_manifest, "__0_0.distcp is missing"),
+    "damaged metadata": (lambda path: flip_a_byte(path / ".metadata"), ".metadata"),
 }
+"""Others are inspected in tests/distributed/test_checkpoint_damage.py."""
 
 
 @pytest.mark.parametrize("case", DAMAGE)
@@ -145,7 +129,7 @@ def test_damage_is_reported_with_file_and_status(case: str, root: Path, inspect:
 
 
 def test_quick_compares_only_sizes(root: Path, inspect: Tell) -> None:
-    changed_file(root / "iter_0000006" / "__0_0.distcp", flip)
+    flip_a_byte(root / "iter_0000006" / "__0_0.distcp")
     assert inspect(root, "--quick")[0] == 0
 
 
