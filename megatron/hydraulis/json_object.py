@@ -219,12 +219,12 @@ def replace_text(path: Path, text: str) -> None:
         raise
 
 
-def write_output(path: str | Path, content: Any) -> None:
-    """`write_json` for the file of a command's ``--out``; raises ConfigurationError."""
+def write_output(path: str | Path, content: Any, option: str = "--out") -> None:
+    """`write_json` for a file in what an option names; raises ConfigurationError."""
     try:
         write_json(path, content)
     except OSError as error:
         raise ConfigurationError(
-            f"--out {path}: must be a path that can be written but: "
-            f"{why_not_written(error, path)}; give another path"
+            f"{option} must be a path that can be written but writing {path} fails: "
+            f"{why_not_written(error, path)}; make room or give another path"
         ) from error

@@ -479,6 +479,8 @@ def _in_our_words(given: Given, message: str) -> str:
     if message.startswith(given.option):  # of a converter of ours
         return message
     reason = message.removeprefix(f"argument {given.option}").partition(": ")[2] or message
+    if "_type value: " in reason:  # argparse names upstream's converter
+        return f"{given}: this is no value of the option; write it as hydraulis train --help shows"
     return f"{given}: {reason}; correct the value"
 
 

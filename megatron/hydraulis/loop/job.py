@@ -5,12 +5,11 @@ from __future__ import annotations
 import dataclasses
 import os
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -40,7 +39,7 @@ from megatron.hydraulis.flags.describe import (
     option_lines,
 )
 from megatron.hydraulis.flags.samples import sample_tokens
-from megatron.hydraulis.json_object import write_json
+from megatron.hydraulis.json_object import write_output
 from megatron.hydraulis.library.building import (
     build_engine,
     choose_core_attention,
@@ -320,18 +319,9 @@ class Job:
             | dataclasses.asdict(part.report)
             for part in corpora.parts
         }
-        self._write_configuration(
-            self._planning.description_of(self._resolved)
-            | {"corpus": corpus, "notes": list(self._hooks.notes), HAS_ENDED: False}
-        )
-
-    def _write_configuration(self, configuration: Mapping[str, Any]) -> None:
-        path = self._run_dir / CONFIG_FILE_NAME
-        try:
-            write_json(path, configuration)
-        except OSError as error:
-            reason = why_not_written(error, path)
-            raise _cannot_write("--run-dir", self._run_dir, reason) from error
+        content = self._planning.description_of(self._resolved)
+        content |= {"corpus": corpus, "notes": list(self._hooks.notes), HAS_ENDED: False}
+        write_output(self._run_dir / CONFIG_FILE_NAME, content, "--run-dir")
 
     def _print_notices(self, corpora: Corpora) -> None:
         assert self._core_attention is not None
@@ -571,7 +561,7 @@ class Job:
                 run = read_run(self._run_dir, only_last_start=True)
                 if run.config:  # by this rank, which reads it now, although rank 0 made the file
                     run = dataclasses.replace(run, config={**run.config, HAS_ENDED: True})
-                    self._write_configuration(run.config)
+                    write_output(self._run_dir / CONFIG_FILE_NAME, run.config, "--run-dir")
                 write_summary(run)
                 print(closing_table(run), flush=True)
         parts.guard.close()
