@@ -8,7 +8,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from megatron.hydraulis.command_line import CommandParser, closest, quiet_without_reader
+from megatron.hydraulis.command_line import (
+    PLACEHOLDER,
+    CommandParser,
+    closest,
+    quiet_without_reader,
+)
 from megatron.hydraulis.errors import HydraulisError, Problems
 from megatron.hydraulis.quiet_imports import silence_warnings_of_imports
 
@@ -18,8 +23,6 @@ _MEANT_OTHERWISE = (
 )
 """Options of training with another meaning in other commands, which the printed command of training
 leaves out."""
-_PLACEHOLDER = "FLAGS"
-"""In a printed command, of options that are not known."""
 _EXIT_BAD_INPUT = 2
 _EXIT_INTERRUPTED = 130
 """128 + SIGINT, as shells report it."""
@@ -193,7 +196,7 @@ def _run_command(program: str, command: Command, arguments: Sequence[str]) -> in
         description=f"{command.help[0].upper()}{command.help[1:]}.",
         accept=_without_launch_options if command.takes_launch_options else None,
     )
-    parser.set_defaults(training_words=(_PLACEHOLDER,), training_seq_length=None)
+    parser.set_defaults(training_words=(PLACEHOLDER,), training_seq_length=None)
     module.add_arguments(parser)
     status: int = module.run(parser.parse_args(arguments))
     return status
@@ -233,7 +236,7 @@ def _without_launch_options(
     if ignored:
         print(f"options without effect here: {', '.join(ignored)}", file=sys.stderr, flush=True)
     return others, {
-        "training_words": found if is_complete else [*found, _PLACEHOLDER],
+        "training_words": found if is_complete else [*found, PLACEHOLDER],
         "training_seq_length": training.args.seq_length,
         "launch_options": not unread <= OF_MODEL_AND_LAYERS,
     }

@@ -13,6 +13,8 @@ from typing import Any, NoReturn
 
 _EXIT_WITHOUT_READER = 141
 """128 + SIGPIPE, as shells report a program whose output nobody reads."""
+PLACEHOLDER = "FLAGS"
+"""In a printed command, of options that are not known."""
 NEVER_ABBREVIATIONS = ("--strategy", "--trace")
 """Options of training that are never read as abbreviations of longer ones in other commands."""
 _MIN_SIMILARITY = 0.8

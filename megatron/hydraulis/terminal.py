@@ -178,7 +178,7 @@ def print_json(content: Any) -> None:
     print()
 
 
-def print_next(command: str, *words: str | Path) -> None:
+def print_next(command: str, *words: str | Path | int) -> None:
     """Prints the command that usually follows, in one line that a shell reads as it is.
 
     command: printed as it is; words: quoted where a shell needs it.
@@ -195,18 +195,38 @@ def print_next_proposal(
     """
     print_next(
         "hydraulis propose --lengths CORPUS.idx --global-batch-size N --num-ranks",
-        *(str(num_ranks), "--ranks-per-node", str(ranks_per_node)),
-        *([] if seq_length is None else ["--seq-length", str(seq_length)]),
+        *(num_ranks, "--ranks-per-node", ranks_per_node),
+        *([] if seq_length is None else ["--seq-length", seq_length]),
         *("--cost-profile", cost_profile, "--out", "pool.json"),
     )
 
 
 def launch_command(num_ranks: int, ranks_per_node: int) -> str:
-    """The words that start training on the ranks of a job."""
+    """The words that start training on the ranks of a job: as a job of Slurm if they are on several
+    nodes."""
     if num_ranks > ranks_per_node:
-        num_nodes = num_ranks // ranks_per_node
-        where = f"--nnodes {num_nodes} --rdzv-backend c10d --rdzv-endpoint HOST:29500"
-        num_ranks = ranks_per_node
+        return (
+            f"sbatch --nodes {num_ranks // ranks_per_node} --gpus-per-node {ranks_per_node} "
+            f"scripts/slurm/pretrain_gpt.sbatch"
+        )
+    return f"torchrun --standalone --nproc-per-node {num_ranks} --no-python hydraulis train"
+
+
+def profile_command(num_ranks: int, ranks_per_node: int, largest: int) -> str:
+    """The words that measure schemes: on one node if it holds them and the job has several.
+
+    largest: ranks of a replica of the largest scheme.
+    """
+    if num_ranks <= ranks_per_node:
+        where, launcher = f"--standalone --nproc-per-node {num_ranks}", "torchrun"
+    elif largest <= ranks_per_node:
+        where = f"--standalone --nproc-per-node {ranks_per_node}"
+        launcher = (
+            f"srun --nodes 1 --ntasks 1 --gpus-per-node {ranks_per_node} --exclusive --mem 0 "
+            f"--cpu-bind none torchrun"
+        )
     else:
-        where = "--standalone"
-    return f"torchrun {where} --nproc-per-node {num_ranks} --no-python hydraulis train"
+        num_nodes = -(-largest // ranks_per_node)
+        launcher = f"torchrun --nnodes {num_nodes} --rdzv-backend c10d --rdzv-endpoint HOST:29500"
+        where = f"--nproc-per-node {ranks_per_node}"
+    return f"{launcher} {where} --no-python hydraulis profile"

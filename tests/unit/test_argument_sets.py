@@ -20,7 +20,6 @@ from megatron.hydraulis.errors import ConfigurationError
 from megatron.hydraulis.flags.arguments import Resolved, parse_arguments
 from megatron.hydraulis.flags.config import HydraulisConfig
 from megatron.hydraulis.flags.defaults import chosen_layers
-from megatron.hydraulis.flags.describe import batch_text
 from megatron.hydraulis.flags.options import HONOURED
 from megatron.hydraulis.flags.ranges import RANGES
 from megatron.hydraulis.library.planning import analytic_cost_model
@@ -376,12 +375,12 @@ def test_dropout_that_is_not_given_is_among_the_differences(tmp_path: Path) -> N
 
 
 def test_the_global_batch_is_compared_with_upstreams(tmp_path: Path) -> None:
-    assert batch_text(parse(tmp_path), 50.0) == (
+    assert parse(tmp_path).sizes.text(50.0, 128) == (
         "8 sequences, about 400 tokens; Megatron takes 8 rows of 128 tokens, which is "
         "--global-batch-tokens 1024 here"
     )
     by_tokens = parse(tmp_path, "--global-batch-tokens", "1024", without=("--global-batch-size",))
-    assert batch_text(by_tokens, 50.0) == (
+    assert by_tokens.sizes.text(50.0, 128) == (
         "1,024 tokens, about 20 sequences; Megatron takes as many with --global-batch-size 8"
     )
 

@@ -11,7 +11,12 @@ from rich.progress import MofNCompleteColumn
 from megatron.hydraulis.__main__ import COMMANDS, TRAIN, main
 from megatron.hydraulis.command_line import NEVER_ABBREVIATIONS, CommandParser, add_pool_argument
 from megatron.hydraulis.errors import ConfigurationError
-from megatron.hydraulis.terminal import ProgressBars, TimeLeftColumn, launch_command
+from megatron.hydraulis.terminal import (
+    ProgressBars,
+    TimeLeftColumn,
+    launch_command,
+    profile_command,
+)
 from tests.unit.argument_command import flag_parser
 
 OTHERS = [command for command in COMMANDS if command is not TRAIN]
@@ -160,8 +165,18 @@ def test_output_without_a_reader_ends_quietly(words: list[str]) -> None:
 def test_the_launch_of_a_job_names_its_nodes() -> None:
     tail = "--no-python hydraulis train"
     assert launch_command(4, 8) == f"torchrun --standalone --nproc-per-node 4 {tail}"
-    nodes = "--nnodes 3 --rdzv-backend c10d --rdzv-endpoint HOST:29500"
-    assert launch_command(24, 8) == f"torchrun {nodes} --nproc-per-node 8 {tail}"
+    script = "scripts/slurm/pretrain_gpt.sbatch"
+    assert launch_command(24, 8) == f"sbatch --nodes 3 --gpus-per-node 8 {script}"
+
+
+def test_schemes_are_measured_on_as_few_nodes_as_hold_them() -> None:
+    tail = "--no-python hydraulis profile"
+    on_node = f"torchrun --standalone --nproc-per-node 8 {tail}"
+    assert profile_command(8, 8, largest=4) == on_node
+    assert profile_command(24, 8, largest=8).startswith("srun --nodes 1 --ntasks 1 ")
+    assert profile_command(24, 8, largest=8).endswith(f" {on_node}")
+    nodes = "--nnodes 2 --rdzv-backend c10d --rdzv-endpoint HOST:29500"
+    assert profile_command(24, 8, largest=16) == f"torchrun {nodes} --nproc-per-node 8 {tail}"
 
 
 def test_another_broken_pipe_is_an_error() -> None:

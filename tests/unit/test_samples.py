@@ -15,7 +15,7 @@ from megatron.training.global_vars import set_args, unset_global_variables
 from megatron.hydraulis.data.sampler import BatchSizes, LengthSampler, SequenceGroup
 from megatron.hydraulis.errors import ConfigurationError
 from megatron.hydraulis.flags.arguments import Resolved
-from megatron.hydraulis.flags.describe import batch_text, length_text
+from megatron.hydraulis.flags.describe import length_text
 from megatron.hydraulis.flags.samples import counts_iterations, num_iterations
 from tests.unit.argument_command import parse
 
@@ -260,7 +260,7 @@ def test_log_and_dry_run_say_how_long_training_is_here_and_in_megatron(tmp_path:
     assert length_text(by_tokens, 50.0) == (
         "12,800 tokens, the 100 samples of Megatron, in at least 22 iterations"
     )
-    assert batch_text(by_tokens, 50.0).endswith(
+    assert by_tokens.sizes.text(50.0, 128).endswith(
         "; it begins with 256 and grows 2 times, last after 4,992 tokens"
     )
     assert length_text(parse(tmp_path), 50.0) == ""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import math
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -13,11 +13,12 @@ from typing import Any
 import numpy as np
 from rich.table import Table
 
-from megatron.hydraulis.command_line import add_profile_argument
+from megatron.hydraulis.command_line import PLACEHOLDER, add_profile_argument
 from megatron.hydraulis.cost_model.analytic import AnalyticCostModel
 from megatron.hydraulis.cost_model.estimate_command import estimated_profile, possible_schemes
 from megatron.hydraulis.cost_model.job_costs import JobCosts
 from megatron.hydraulis.cost_model.layer_arguments import parameter_bytes
+from megatron.hydraulis.cost_model.layouts import EVERY_LAYER
 from megatron.hydraulis.cost_model.limits import add_row_quantum
 from megatron.hydraulis.cost_model.profile import NOTHING_HIDDEN, ProfileCostModel
 from megatron.hydraulis.cost_model.shape_arguments import (
@@ -35,6 +36,7 @@ from megatron.hydraulis.lengths.command import (
     add_lengths_arguments,
     batch_sizes,
     check_seed,
+    print_batch,
 )
 from megatron.hydraulis.lengths.counts import read_length_counts
 from megatron.hydraulis.model_shape import ModelShape
@@ -53,6 +55,7 @@ from megatron.hydraulis.terminal import (
     phase_progress,
     print_json,
     print_next,
+    profile_command,
     results_console,
 )
 
@@ -285,6 +288,10 @@ _WORTH_A_POOL = 1.03
 """Gain over the best static strategy below which the verdict is to train with that one."""
 _NEAR_CEILING = 0.9
 POOL_FILE_NAME, PROFILE_FILE_NAME = "pool.json", "cost_profile.json"
+_MEASURED_FILE_NAME = "profile.json"
+_WORTH_RECOMPUTING = 1.03
+"""Bound on the time of plans over that with every layer recomputed, from which that is worth a try.
+"""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -325,10 +332,11 @@ def run(namespace: argparse.Namespace) -> int:
     counts = read_length_counts(namespace.lengths)
     counts = counts.cut(namespace.seq_length, namespace.long_sequences)
     costs = _costs(namespace, num_ranks, ranks_per_node)
+    batches = draw_batches(counts, sizes, namespace.num_batches, namespace.seed)
     with phase_progress(is_shown=not namespace.json) as on_progress, native_prints_to_stderr():
         advice = advise(
             costs,
-            draw_batches(counts, sizes, namespace.num_batches, namespace.seed),
+            batches,
             num_ranks=num_ranks,
             ranks_per_node=ranks_per_node,
             longest=counts.longest,
@@ -350,10 +358,11 @@ def run(namespace: argparse.Namespace) -> int:
     of_replicas = {strategy.replicas: strategy for strategy in (static, *pool.strategies)}
     kept = profile.only_for(Pool.of(*of_replicas.values()))
     write_output(namespace.out / PROFILE_FILE_NAME, kept.to_json())
-    peak = num_ranks * device.peak_flops_per_s
+    peak = num_ranks * costs.model.peak_flops_per_s
     if namespace.json:
         print_json(to_json(advice, profile, peak))
         return 0
+    print_batch(sizes, counts, namespace.seq_length)
     console = results_console()
     console.print(verdict(advice), highlight=False)
     console.print()
@@ -363,12 +372,9 @@ def run(namespace: argparse.Namespace) -> int:
     assumed = profile.assumed_schemes(pool)
     if namespace.cost_profile is None:
         console.print(f"Times are estimates for {device.name}, not measured.", highlight=False)
-        if namespace.recompute_granularity is None:
-            console.print(
-                "Activations are kept; with --recompute-granularity full other layouts may be "
-                "faster.",
-                highlight=False,
-            )
+        more = _recompute_text(costs.model, advice, batches)
+        if more is not None:
+            console.print(more, highlight=False)
     elif assumed:
         console.print(f"not measured but assumed: {', '.join(map(str, assumed))}", highlight=False)
     _print_commands(namespace, advice)
@@ -491,20 +497,60 @@ def to_json(advice: Advice, profile: ProfileCostModel, peak_flops_per_s: float) 
     }
 
 
-def _print_commands(namespace: argparse.Namespace, advice: Advice) -> None:
-    """From here to a run: measure, propose again with that, train."""
-    pool = advice.proposal.pool
-    launch = launch_command(pool.num_ranks, pool.ranks_per_node)
-    strategies = (
-        ("--strategy-pool", namespace.out / POOL_FILE_NAME)
-        if is_worth_a_pool(advice)
-        else ("--strategy", advice.static.strategy)
+def _recompute_text(
+    model: AnalyticCostModel, advice: Advice, batches: Sequence[Sequence[int]]
+) -> str | None:
+    """A line if recomputing every layer might pay: by how much at most, and how to try it."""
+    if model.recompute.granularity == "full":
+        return None
+    cluster = model.cluster
+    schemes = possible_schemes(model.shape, cluster.num_ranks, cluster.ranks_per_node)
+    profile = estimated_profile(replace(model, recompute=EVERY_LAYER), schemes)
+    num_ranks = cluster.num_ranks
+    bound_s = fmean(least_makespan_ms(profile, each, num_ranks) for each in batches)
+    bound_s /= _MS_PER_S
+    if advice.bound_s < _WORTH_RECOMPUTING * bound_s:
+        return None
+    return (
+        f"If every layer were recomputed, plans could be up to "
+        f"{advice.pool.time_s(advice.kind) / bound_s:.2f} × as fast as this pool; try it: "
+        f"--recompute-granularity full --recompute-method uniform --recompute-num-layers 1"
     )
+
+
+def _words_of_batches(namespace: argparse.Namespace) -> list[str]:
+    """What `propose` reads of these flags, those of training included if all are known."""
+    if namespace.training_words[-1] != PLACEHOLDER:
+        return namespace.training_words
+    flags = "--seq-length", "--long-sequences", "--global-batch-size", "--global-batch-tokens"
+    values = {flag: vars(namespace)[flag.strip("-").replace("-", "_")] for flag in flags}
+    return [str(word) for pair in values.items() if pair[1] is not None for word in pair]
+
+
+def _print_commands(namespace: argparse.Namespace, advice: Advice) -> None:
+    """From here to a run: measure unless that was done, propose with that, train."""
+    pool, words = advice.proposal.pool, namespace.training_words
+    num_ranks, ranks_per_node = pool.num_ranks, pool.ranks_per_node
+    pool_path, profile_path = namespace.out / POOL_FILE_NAME, namespace.out / PROFILE_FILE_NAME
+    is_worth_it, static_text = is_worth_a_pool(advice), advice.static.strategy
     if namespace.cost_profile is None:
+        pool_path, profile_path = Path(POOL_FILE_NAME), Path(_MEASURED_FILE_NAME)
+        static = Strategy.parse(static_text, num_ranks, ranks_per_node=ranks_per_node)
+        used = (scheme for each in (static, *pool.strategies) for scheme in each.schemes)
+        schemes = {str(scheme): scheme.num_ranks for scheme in used}
         print_next(
-            launch.replace("hydraulis train", "hydraulis profile"),
-            *("--out", "profile.json", "--", *strategies, *namespace.training_words),
+            profile_command(num_ranks, ranks_per_node, max(schemes.values())),
+            *("--out", profile_path, "--schemes", *schemes, "--", *words),
         )
-    profile_path = namespace.out / PROFILE_FILE_NAME
-    words = "--cost-profile", profile_path, *namespace.training_words
-    print_next(launch, *strategies, *words)
+        if is_worth_it:
+            print_next(
+                "hydraulis propose --lengths",
+                *(namespace.lengths, "--num-ranks", num_ranks, "--ranks-per-node", ranks_per_node),
+                *(*_words_of_batches(namespace), "--schemes", "+".join(schemes)),
+                *("--cost-profile", profile_path, "--out", pool_path),
+            )
+    print_next(
+        launch_command(num_ranks, ranks_per_node),
+        *(("--strategy-pool", pool_path) if is_worth_it else ("--strategy", static_text)),
+        *("--cost-profile", profile_path, *words),
+    )

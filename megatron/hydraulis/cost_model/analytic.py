@@ -130,6 +130,11 @@ class AnalyticCostModel(TrainedModel):
         if self.shape.num_experts:
             object.__setattr__(self, "recompute", self.recompute.with_experts)
 
+    @property
+    def peak_flops_per_s(self) -> float:
+        """Of the device in the training precision."""
+        return self.device.peak(self.parameter_bytes)
+
     def max_tokens(self, scheme: Scheme) -> int:
         """Most tokens of a micro-batch that fit in memory; see MemoryModel.
 
@@ -372,7 +377,7 @@ class AnalyticCostModel(TrainedModel):
 
     def _matmul(self, num_entries: float, scheme: Scheme) -> Term:
         """One product with matrices of num_entries entries."""
-        rate = self.device.peak_flops_per_s * self.device.matmul_fraction
+        rate = self.peak_flops_per_s * self.device.matmul_fraction
         num_ranks = scheme.tp * scheme.cp
         return Term(per_token_s=_FLOPS_PER_ENTRY * num_entries / num_ranks / rate)
 
@@ -402,10 +407,10 @@ class AnalyticCostModel(TrainedModel):
         causal_flops = _FLOPS_PER_ENTRY * shape.score_size / num_ranks
         if software.stores_scores:
             moved = software.score_passes * self.parameter_bytes * shape.num_attention_heads
-            compute_s = 2 * causal_flops / (device.peak_flops_per_s * device.matmul_fraction)
+            compute_s = 2 * causal_flops / (self.peak_flops_per_s * device.matmul_fraction)
             return Term(compute_s + moved / num_ranks / device.memory_bytes_per_s)
         fraction = device.attention_fraction * software.attention_share
-        per_token2_s = causal_flops / (device.peak_flops_per_s * fraction)
+        per_token2_s = causal_flops / (self.peak_flops_per_s * fraction)
         return Term(per_token2_s, per_token2_s * software.half_rate_tokens)
 
     def _logits(self, scheme: Scheme) -> Term:

@@ -21,7 +21,10 @@ class DeviceConstants:
 
     name: str
     peak_flops_per_s: float
-    """Dense matrix products in the training precision, from the data sheet."""
+    """Dense matrix products in bf16, from the data sheet."""
+    fp32_flops_per_s: float | None = None
+    """In fp32, from the data sheet; None: as many. Without tensor cores, as torch multiplies fp32
+    unless TF32 is allowed (``torch.backends.cuda.matmul.allow_tf32``), which training does not."""
     matmul_fraction: float
     """Share of the peak that matrix products reach."""
     attention_fraction: float
@@ -49,7 +52,7 @@ class DeviceConstants:
     """Where the figures come from, with the date."""
 
     def __post_init__(self) -> None:
-        rates = (self.peak_flops_per_s, self.memory_bytes, self.memory_bytes_per_s)
+        rates = (self.peak_flops_per_s, self.peak(4), self.memory_bytes, self.memory_bytes_per_s)
         fractions = (
             self.matmul_fraction,
             self.attention_fraction,
@@ -68,6 +71,12 @@ class DeviceConstants:
                 f"{fractions}, {costs}; "
                 f"correct them"
             )
+
+    def peak(self, parameter_bytes: int) -> float:
+        """FLOP/s of dense matrix products of bf16 (2 bytes) or fp32 (4)."""
+        if parameter_bytes == 4 and self.fp32_flops_per_s is not None:
+            return self.fp32_flops_per_s
+        return self.peak_flops_per_s
 
     def reserve_with(self, num_communicators: int) -> float:
         """Bytes kept free if a rank creates this many communicators."""
@@ -167,6 +176,7 @@ _HOPPER_SOURCE = "NVIDIA data sheet (2023); fractions as named in device.py (202
 _A100_80 = DeviceConstants(
     name="a100-80g",
     peak_flops_per_s=312e12,
+    fp32_flops_per_s=19.5e12,
     matmul_fraction=_AMPERE_MATMUL_FRACTION,
     attention_fraction=_AMPERE_ATTENTION_FRACTION,
     layer_overhead_s=_LAYER_OVERHEAD_S,
@@ -185,6 +195,7 @@ _H100 = replace(
     _A100_80,
     name="h100",
     peak_flops_per_s=989.4e12,
+    fp32_flops_per_s=67e12,
     matmul_fraction=_HOPPER_MATMUL_FRACTION,
     attention_fraction=_HOPPER_ATTENTION_FRACTION,
     memory_bytes_per_s=3.35e12,
@@ -254,6 +265,9 @@ none of these."""
 
 def described_device(text: str) -> DeviceConstants | None:
     """The constants of a device by CUDA's name or a cost profile's; None for an unknown one."""
+    for device in DEVICES:
+        if device.name == text:
+            return device
     words = re.findall(r"[a-z0-9]+", text.lower())
     known = [_NAME_BY_WORD[word] for word in words if word in _NAME_BY_WORD]
     return device_constants(known[0]) if known else None

@@ -9,16 +9,13 @@ from rich.table import Table
 
 from megatron.hydraulis.command_line import add_pool_argument
 from megatron.hydraulis.cost_model.analytic import AnalyticCostModel
-from megatron.hydraulis.cost_model.device import (
-    DeviceConstants,
-    communicators_text,
-    device_constants,
-)
+from megatron.hydraulis.cost_model.device import communicators_text, device_constants
 from megatron.hydraulis.cost_model.layer_arguments import parameter_bytes
 from megatron.hydraulis.cost_model.profile import (
     ProfileCostModel,
     ProfiledModel,
     ProfiledScheme,
+    experts_setting,
 )
 from megatron.hydraulis.cost_model.regrouping import FP32_BYTES, wire_bytes
 from megatron.hydraulis.cost_model.shape_arguments import (
@@ -117,7 +114,7 @@ def run(namespace: argparse.Namespace) -> int:
         model.memory.footprint(scheme).num_communicators
         for scheme in (row.scheme for row in profile.schemes)
     )
-    for line in (*_sources(device), communicators_text(num_communicators)):
+    for line in (*_sources(model), communicators_text(num_communicators)):
         console.print(line, highlight=False)
     print_next_proposal(
         num_ranks, ranks_per_node, namespace.out or "PROFILE", namespace.training_seq_length
@@ -156,6 +153,7 @@ def estimated_profile(
             shape=model.shape,
             dtype="fp32" if model.parameter_bytes == FP32_BYTES else "bf16",
             recompute=str(model.recompute),
+            experts=experts_setting(model.shape, groups_experts=model.groups_experts),
         ),
         schemes=tuple(rows),
     )
@@ -281,13 +279,15 @@ def _table(profile: ProfileCostModel, rows: Sequence[ProfiledScheme]) -> Table:
     return table
 
 
-def _sources(device: DeviceConstants) -> list[str]:
+def _sources(model: AnalyticCostModel) -> list[str]:
     """The device's figures with their sources."""
+    device, precision = model.device, "fp32" if model.parameter_bytes == FP32_BYTES else "bf16"
     return [
-        f"peak {device.peak_flops_per_s / 1e12:g} TFLOP/s, memory {device.memory_bytes / 1e9:g} GB "
-        f"of which {device.reserve_bytes / 1e9:g} GB stay free; matrix products reach "
-        f"{device.matmul_fraction:g} of the peak, causal attention {device.attention_fraction:g}; "
-        f"a layer costs {device.layer_overhead_s * 1e3:g} ms a micro-batch: {device.source}",
+        f"peak {model.peak_flops_per_s / 1e12:g} TFLOP/s in {precision}, memory "
+        f"{device.memory_bytes / 1e9:g} GB of which {device.reserve_bytes / 1e9:g} GB stay free; "
+        f"matrix products reach {device.matmul_fraction:g} of the peak, causal attention "
+        f"{device.attention_fraction:g}; a layer costs {device.layer_overhead_s * 1e3:g} ms a "
+        f"micro-batch: {device.source}",
         f"inside a node {device.intra_node.bytes_per_s / 1e9:g} GB/s, of which collectives reach "
         f"{device.link_fraction:g}: {device.intra_node.source}",
         f"across nodes {device.inter_node.bytes_per_s / 1e9:g} GB/s a rank: "

@@ -228,10 +228,15 @@ def layer_settings(
         "router_bytes": _ROUTER_BYTES.get(args.moe_router_dtype, 0),
         "num_score_tensors": _num_score_tensors(args),
         "has_te_layers": has_te_layers,
-        "groups_experts": has_te_layers and args.moe_grouped_gemm,
+        "groups_experts": groups_experts(args),
         "fuses_rope": has_te_layers and args.apply_rope_fusion and not shape.v_head_dim,
         "has_te_attention": core_attention == "te" or (core_attention == "auto" and takes_te),
     }
+
+
+def groups_experts(args: argparse.Namespace) -> bool:
+    """Whether products of experts are one call; args: completed arguments, as above."""
+    return args.transformer_impl == TE_LAYERS and bool(args.moe_grouped_gemm)
 
 
 def given_layers(namespace: argparse.Namespace, shape: ModelShape) -> dict[str, Any]:

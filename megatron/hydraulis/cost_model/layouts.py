@@ -32,7 +32,7 @@ from megatron.hydraulis.strategy.strategy import RANKS_PER_NODE, replica_scheme
 _MS_PER_S = 1e3
 # Gradients in bf16 twice (reduce-scatter, all-gather), parameters once.
 _DATA_PARALLEL_BYTES = 6
-_EVERY_LAYER = Recompute(granularity="full", method="uniform", num_layers=1)
+EVERY_LAYER = Recompute(granularity="full", method="uniform", num_layers=1)
 
 
 def _check_sizes(what: str, sizes: dict[str, int]) -> None:
@@ -243,7 +243,7 @@ def predict_layout(
     return LayoutPrediction(
         layout=layout,
         time=time,
-        mfu=job.model_flops / (time.total_s * device.peak_flops_per_s * job.num_ranks),
+        mfu=job.model_flops / (time.total_s * device.peak(model.parameter_bytes) * job.num_ranks),
         memory=memory,
         usable_bytes=model.usable_bytes + model.reserve_bytes,
     )
@@ -322,7 +322,7 @@ def cost_model_of(
         device=device,
         cluster=device.cluster(job.num_ranks, min(job.num_ranks, job.ranks_per_node)),
         sequence_parallel=layout.sequence_parallel,
-        recompute=_EVERY_LAYER if layout.recomputes_layers else NO_RECOMPUTE,
+        recompute=EVERY_LAYER if layout.recomputes_layers else NO_RECOMPUTE,
         software=software,
         **(job.layers if software.other is None else {}),
     )

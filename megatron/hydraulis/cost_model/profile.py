@@ -33,6 +33,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from megatron.hydraulis.cost_model.device import described_device
 from megatron.hydraulis.cost_model.interface import (
     FORWARD_SHARE,
     MOST_MS,
@@ -141,6 +142,8 @@ class ProfiledModel:
     """As `Recompute` is written."""
     core_attention: str | None = None
     """``te``, ``torch`` or ``sdpa``."""
+    experts: str | None = None
+    """Of a model with experts: ``grouped`` in one product, or ``single``."""
 
     def to_json(self) -> dict[str, Any]:
         """The sizes and the known settings; from_json is its inverse."""
@@ -159,6 +162,13 @@ class ProfiledModel:
         profiled = cls(shape=ModelShape.from_json(model), **settings)
         model.check_all_read()
         return profiled
+
+
+def experts_setting(shape: ModelShape, *, groups_experts: bool) -> str | None:
+    """The value of `ProfiledModel.experts`."""
+    if not shape.num_experts:
+        return None
+    return "grouped" if groups_experts else "single"
 
 
 _LATER = tuple(each.name for each in fields(ModelShape) if each.default is not MISSING)
@@ -381,10 +391,12 @@ class ProfileCostModel:
             if name in needed and made_for[name] != needed[name]
         ]
         if different:
+            is_of_experts = any(each.startswith("experts ") for each in different)
+            elsewhere = "; a dry run without its GPUs needs --device" if is_of_experts else ""
             raise ConfigurationError(
                 f"cost profile {path}: its times and limits are for one model but it was made for "
                 f"another one, with {', '.join(different)}; measure or estimate a profile of this "
-                "model (hydraulis profile, hydraulis estimate)"
+                f"model (hydraulis profile, hydraulis estimate){elsewhere}"
             )
 
     def check_num_ranks(
@@ -400,10 +412,12 @@ class ProfileCostModel:
         """
         if self.num_ranks is None or self.num_ranks <= num_ranks:
             return
+        device = described_device(self.device)
         text = (
             f"cost profile {path}: its limits hold on as many ranks or more, because fewer ranks "
             f"hold larger shards of the optimizer's state, but it was made for {self.num_ranks} "
             f"ranks and this job has {num_ranks}; make one for this job (hydraulis estimate "
+            f"--model FILE --device {'NAME' if device is None else device.name} "
             f"--num-ranks {num_ranks} --ranks-per-node {ranks_per_node}, or hydraulis profile on "
             "its ranks)"
         )

@@ -82,7 +82,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=int,
         required=True,
         metavar="N",
-        help="sequences of a global batch",
+        help="rows of --seq-length tokens of a global batch, as in Megatron",
     )
     job.add_argument(
         "--kernel",
@@ -125,6 +125,11 @@ def run(namespace: argparse.Namespace) -> int:
         print_json(_to_json(search))
         return 0
     console = results_console()
+    num_tokens = job.num_sequences * job.sequence_tokens
+    print(
+        f"global batch: {job.num_sequences:,} rows of {job.sequence_tokens:,} tokens, as in "
+        f"Megatron; here --global-batch-tokens {num_tokens}"
+    )
     best = search.ranked[0].prediction
     has_ep = job.shape.num_experts > 0
     title = f"fastest of {len(search.ranked)} that fit"
@@ -148,7 +153,7 @@ def run(namespace: argparse.Namespace) -> int:
     is_assumed_fp32 = num_parameter_bytes == FP32_BYTES and not namespace.fp32
     print_next(
         "hydraulis advise --lengths CORPUS.idx --seq-length",
-        *(str(namespace.seq_length), "--global-batch-size", str(namespace.global_batch_size)),
+        *(str(job.sequence_tokens), "--global-batch-tokens", str(num_tokens)),
         *("--num-ranks", str(num_ranks), "--ranks-per-node", str(ranks_per_node)),
         *(*model_words(namespace), *(["--fp32"] if is_assumed_fp32 else [])),
         *("--device", namespace.device),

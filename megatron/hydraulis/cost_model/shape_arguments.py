@@ -67,27 +67,47 @@ _NEEDS: dict[tuple[str, ...], tuple[str, ...]] = {
     ("--swiglu", "--quick-geglu"): ("--glu-linear-offset", "--activation-func-clamp-value"),
 }
 """Flags of which one has to be given -> those without effect otherwise, as in training."""
-_OTHERS = (
-    "--num-experts",
-    *_EXPERTS,
-    "--multi-latent-attention",
-    *_LATENTS,
-    "--ffn-hidden-size",
-    "--group-query-attention",
-    "--num-query-groups",
-    "--kv-channels",
-    "--swiglu",
-    "--quick-geglu",
-    "--glu-linear-offset",
-    "--activation-func-clamp-value",
-    "--attention-output-gate",
-    "--window-size",
-    "--window-attn-skip-freq",
-    "--untie-embeddings-and-output-weights",
-    "--padded-vocab-size",
-    "--vocab-size",
-    "--make-vocab-size-divisible-by",
-)
+_PADDING = "--make-vocab-size-divisible-by"
+_SIZES = {
+    "--num-layers": "layers of the whole model",
+    "--hidden-size": "size of a hidden state",
+    "--num-attention-heads": "attention heads of a layer",
+    "--ffn-hidden-size": "width of the MLP (default: 4 × hidden)",
+    "--num-query-groups": "groups of heads, with --group-query-attention",
+    "--kv-channels": "size of a head (default: hidden / heads)",
+    **{
+        flag: f"with --multi-latent-attention (default: {default or 'one matrix for queries'})"
+        for flag, default in _LATENTS.items()
+    },
+    "--num-experts": "experts of a layer",
+    "--moe-ffn-hidden-size": "width of an expert (default: --ffn-hidden-size)",
+    "--moe-router-topk": f"experts that a token passes (default: {_EXPERTS_PER_TOKEN})",
+    "--moe-shared-expert-intermediate-size": "width of the experts that every token passes, "
+    "together",
+    "--padded-vocab-size": "tokens of the vocabulary, padded",
+    "--vocab-size": "tokens of the vocabulary before padding, without --padded-vocab-size",
+    _PADDING: f"pad --vocab-size to a multiple of N (default: {VOCABULARY_MULTIPLE})",
+}
+_SWITCHES = {
+    "--group-query-attention": "let heads share keys and values",
+    "--multi-latent-attention": "keys and values come from latents",
+    "--swiglu": "gated MLP",
+    "--quick-geglu": "gated MLP, without fused kernel",
+    "--attention-output-gate": "gate of attention's output",
+    "--untie-embeddings-and-output-weights": "the output layer has its own weights",
+}
+_NUMBERS = {
+    "--glu-linear-offset": "of a gated MLP",
+    "--activation-func-clamp-value": "limit in a gated MLP",
+}
+_PATTERNS = {
+    "--moe-layer-freq": "every N-th layer has experts; or a list as in [0]*3+[1]*58 (default: all "
+    "have)",
+    "--window-attn-skip-freq": "every N-th layer has no window; or a list as in [1,0]*12 (default: "
+    "all have)",
+}
+_FLAGS = (*_SIZES, *_SWITCHES, *_NUMBERS, *_PATTERNS, "--window-size")
+"""All that describe the shape."""
 
 
 def add_model_arguments(parser: argparse.ArgumentParser, *, has_activations: bool = True) -> None:
@@ -114,99 +134,16 @@ def add_shape_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="FILE",
         help="shape of the model, JSON, for example examples/model_llama32b.json",
     )
-    group.add_argument("--num-layers", type=int, metavar="N", help="layers of the whole model")
-    group.add_argument("--hidden-size", type=int, metavar="N", help="size of a hidden state")
-    group.add_argument(
-        "--num-attention-heads", type=int, metavar="N", help="attention heads of a layer"
-    )
-    group.add_argument(
-        "--ffn-hidden-size", type=int, metavar="N", help="width of the MLP (default: 4 × hidden)"
-    )
-    group.add_argument(
-        "--group-query-attention", action="store_true", help="let heads share keys and values"
-    )
-    group.add_argument(
-        "--num-query-groups",
-        type=int,
-        metavar="N",
-        help="groups of heads, with --group-query-attention",
-    )
-    group.add_argument(
-        "--kv-channels", type=int, metavar="N", help="size of a head (default: hidden / heads)"
-    )
-    group.add_argument(
-        "--multi-latent-attention", action="store_true", help="keys and values come from latents"
-    )
-    for flag, default in _LATENTS.items():
-        usual = "one matrix makes the queries" if default is None else default
-        group.add_argument(
-            flag,
-            type=int,
-            metavar="N",
-            help=f"with --multi-latent-attention (default: {usual})",
-        )
-    group.add_argument("--swiglu", action="store_true", help="gated MLP")
-    group.add_argument("--quick-geglu", action="store_true", help="gated MLP, without fused kernel")
-    group.add_argument(
-        "--attention-output-gate", action="store_true", help="gate of attention's output"
-    )
+    for flag, text in _SIZES.items():
+        group.add_argument(flag, type=int, metavar="N", help=text)
+    for flag, text in _SWITCHES.items():
+        group.add_argument(flag, action="store_true", help=text)
+    for flag, text in _NUMBERS.items():
+        group.add_argument(flag, type=float, metavar="X", help=text)
+    for flag, text in _PATTERNS.items():
+        group.add_argument(flag, type=_pattern, metavar="N", help=text)
     group.add_argument(
         "--window-size", metavar="N,0", help="tokens before its own that a token attends to"
-    )
-    group.add_argument(
-        "--window-attn-skip-freq",
-        type=_pattern,
-        metavar="N",
-        help="every N-th layer has no window; or a list as in [1,0]*12 (default: all have)",
-    )
-    group.add_argument("--num-experts", type=int, metavar="N", help="experts of a layer")
-    group.add_argument(
-        "--moe-layer-freq",
-        type=_pattern,
-        metavar="N",
-        help="every N-th layer has experts; or a list as in [0]*3+[1]*58 (default: all have)",
-    )
-    group.add_argument(
-        "--moe-ffn-hidden-size",
-        type=int,
-        metavar="N",
-        help="width of an expert (default: --ffn-hidden-size)",
-    )
-    group.add_argument(
-        "--moe-router-topk",
-        type=int,
-        metavar="N",
-        help=f"experts that a token passes (default: {_EXPERTS_PER_TOKEN})",
-    )
-    group.add_argument(
-        "--moe-shared-expert-intermediate-size",
-        type=int,
-        metavar="N",
-        help="width of the experts that every token passes, together",
-    )
-    group.add_argument("--glu-linear-offset", type=float, metavar="X", help="of a gated MLP")
-    group.add_argument(
-        "--activation-func-clamp-value", type=float, metavar="X", help="limit in a gated MLP"
-    )
-    group.add_argument(
-        "--untie-embeddings-and-output-weights",
-        action="store_true",
-        help="the output layer has its own weights",
-    )
-    group.add_argument(
-        "--padded-vocab-size", type=int, metavar="N", help="tokens of the vocabulary, padded"
-    )
-    group.add_argument(
-        "--vocab-size",
-        type=int,
-        metavar="N",
-        help="tokens of the vocabulary before padding, without --padded-vocab-size",
-    )
-    group.add_argument(
-        "--make-vocab-size-divisible-by",
-        type=int,
-        metavar="N",
-        help=f"pad --vocab-size to a multiple of N (default: {VOCABULARY_MULTIPLE})",
     )
 
 
@@ -527,7 +464,7 @@ def _pattern(text: str) -> int | list[int]:
 
 
 def _given_flags(namespace: argparse.Namespace) -> list[str]:
-    return [flag for flag in (*_NEEDED, *_OTHERS) if _is_given(namespace, flag)]
+    return [flag for flag in _FLAGS if _is_given(namespace, flag)]
 
 
 def _is_given(namespace: argparse.Namespace, flag: str) -> bool:

@@ -121,6 +121,31 @@ class BatchSizes:
         """Whether batches may differ in their number of sequences."""
         return self.in_tokens or len(self.steps) > 1
 
+    def text(self, mean_length: float, seq_length: int | None) -> str:
+        """The size of a global batch here and in Megatron, which counts rows of seq_length tokens.
+
+        mean_length: of the corpus's sequences, in tokens.
+        """
+        size = self.largest
+        if self.in_tokens:
+            text = f"{size:,} tokens, about {size / mean_length:,.0f} sequences"
+        else:
+            text = f"{size:,} sequences, about {size * mean_length:,.0f} tokens"
+        if seq_length is not None and self.in_tokens:
+            rows = max(size // seq_length, 1)
+            text += f"; Megatron takes as many with --global-batch-size {rows}"
+        elif seq_length is not None:
+            text += (
+                f"; Megatron takes {size:,} rows of {seq_length:,} tokens, which is "
+                f"--global-batch-tokens {size * seq_length} here"
+            )
+        if len(self.steps) == 1:
+            return text
+        return (
+            f"{text}; it begins with {self.smallest:,} and grows {len(self.steps) - 1} times, last "
+            f"after {self.steps[-1][0]:,} {self.unit}"
+        )
+
     def num_consumed(self, batch: GlobalBatch) -> int:
         """What a batch consumes, in the unit of the sizes."""
         return batch.num_tokens if self.in_tokens else batch.num_sequences

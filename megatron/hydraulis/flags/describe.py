@@ -157,32 +157,6 @@ def option_texts(
     }
 
 
-def batch_text(resolved: Resolved, mean_length: float) -> str:
-    """The size of a global batch here and in Megatron, which counts rows of --seq-length tokens.
-
-    mean_length: of the corpus's sequences (tokens).
-    """
-    seq_length, sizes = resolved.args.seq_length, resolved.sizes
-    size = sizes.largest
-    if sizes.in_tokens:
-        text = (
-            f"{size:,} tokens, about {size / mean_length:,.0f} sequences; Megatron takes as many "
-            f"with --global-batch-size {max(size // seq_length, 1)}"
-        )
-    else:
-        text = (
-            f"{size:,} sequences, about {size * mean_length:,.0f} tokens; Megatron takes {size:,} "
-            f"rows of {seq_length:,} tokens, which is --global-batch-tokens {size * seq_length} "
-            "here"
-        )
-    if len(sizes.steps) == 1:
-        return text
-    return (
-        f"{text}; it begins with {sizes.smallest:,} and grows {len(sizes.steps) - 1} times, last "
-        f"after {sizes.steps[-1][0]:,} {sizes.unit}"
-    )
-
-
 def length_text(resolved: Resolved, mean_length: float) -> str:
     """How long training by samples, or in batches that grow, is here and in Megatron; else empty.
 

@@ -251,6 +251,16 @@ def batch_sizes(namespace: argparse.Namespace) -> BatchSizes:
     return sizes
 
 
+def print_batch(sizes: BatchSizes, counts: LengthCounts, seq_length: int | None) -> None:
+    """Prints what a global batch is, in the words of training.
+
+    counts: of the sequences that training sees; seq_length: their most tokens, None for no limit.
+    """
+    mean_length = counts.num_tokens / counts.num_sequences
+    text = sizes.text(mean_length, seq_length)
+    results_console().print(f"global batch: {text}", highlight=False)
+
+
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_lengths_arguments(parser)
     parser.add_argument(

@@ -11,9 +11,17 @@ from typing import Any
 from megatron.hydraulis.cost_model.analytic import AnalyticCostModel
 from megatron.hydraulis.cost_model.device import DeviceConstants
 from megatron.hydraulis.cost_model.interface import CostModel, usual_times_ms
-from megatron.hydraulis.cost_model.layer_arguments import gradient_bytes, layer_settings
+from megatron.hydraulis.cost_model.layer_arguments import (
+    gradient_bytes,
+    groups_experts,
+    layer_settings,
+)
 from megatron.hydraulis.cost_model.limits import CUDA_ROW_QUANTUM, Limits
-from megatron.hydraulis.cost_model.profile import ProfileCostModel, ProfiledModel
+from megatron.hydraulis.cost_model.profile import (
+    ProfileCostModel,
+    ProfiledModel,
+    experts_setting,
+)
 from megatron.hydraulis.cost_model.recompute import recompute_of
 from megatron.hydraulis.cost_model.regrouping import FP32_BYTES
 from megatron.hydraulis.cost_model.staging import PoolFootprint
@@ -42,6 +50,7 @@ def profiled_model(resolved: Resolved, core_attention: str | None = None) -> Pro
         dtype="bf16" if args.bf16 else "fp32",
         recompute=str(recompute_of(args)),
         core_attention=core_attention,
+        experts=experts_setting(resolved.shape, groups_experts=groups_experts(args)),
     )
 
 

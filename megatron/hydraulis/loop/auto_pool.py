@@ -101,7 +101,10 @@ def _made_for(
         *("cp_comm_type", "glu_linear_offset", "activation_func_clamp_value"),
     )
     return {
-        "model": profiled_model(resolved, hydraulis.core_attention).to_json(),
+        # How experts are computed is among the settings.
+        "model": replace(
+            profiled_model(resolved, hydraulis.core_attention), experts=None
+        ).to_json(),
         "device": {"name": device.name, "memory_bytes": device.memory_bytes},
         "settings": {name: getattr(args, name, None) for name in settings}
         | ({"moe_grouped_gemm": True} if args.moe_grouped_gemm else {})
@@ -165,6 +168,8 @@ def _proposed(resolved: Resolved, device: DeviceConstants, counts: LengthCounts)
     else:
         profile = ProfileCostModel.read(hydraulis.cost_profile)
         profile.check_model(profiled_model(resolved), hydraulis.cost_profile, speaks=False)
+        if hydraulis.max_tokens_per_micro_batch is None and not hydraulis.elastic:
+            profile.check_num_ranks(num_ranks, ranks_per_node, hydraulis.cost_profile)
         profile = _allowed(resolved, profile)
     costs = JobCosts.of(profile, model, **regroup_settings(resolved))
     if hydraulis.cost_profile is not None and (left_out := _not_measured(resolved, costs, counts)):

@@ -32,7 +32,6 @@ from megatron.hydraulis.flags.arguments import Resolved, install_globals
 from megatron.hydraulis.flags.checks import check_data_files
 from megatron.hydraulis.flags.defaults import has_fused_weight_gradients
 from megatron.hydraulis.flags.describe import (
-    batch_text,
     format_description,
     length_text,
     num_parameters_of,
@@ -156,7 +155,7 @@ class Job:
             print(f"{corpus.name + ' data':<12} {corpus.report}")
             print(f"  longest sequence {int(corpus.lengths.max()):,} tokens")
         mean_length = corpora.train.mean_length
-        print(f"global batch {batch_text(self._resolved, mean_length)}")
+        print(f"global batch {self._batch_text(mean_length)}")
         sizes = self._resolved.sizes
         mean_tokens = 1.0 if sizes.in_tokens else mean_length
         advice = self._planning.bf16_advice(sizes.largest * mean_tokens)
@@ -168,6 +167,9 @@ class Job:
         # Otherwise limits need not be the job's.
         if self._profile is not None or self._device.name != "cpu":
             self.check_longest(corpora)
+
+    def _batch_text(self, mean_length: float) -> str:
+        return self._resolved.sizes.text(mean_length, self._resolved.args.seq_length)
 
     def choose_core_attention(self) -> None:
         """Choose it for this rank's device, which has to be the current one.
@@ -343,7 +345,7 @@ class Job:
         for line in option_lines(self._planning.description_of(self._resolved)):
             print(line, flush=True)
         mean_length = corpora.train.mean_length
-        print(f"global batch: {batch_text(self._resolved, mean_length)}", flush=True)
+        print(f"global batch: {self._batch_text(mean_length)}", flush=True)
         length = length_text(self._resolved, mean_length)
         if length:
             print(f"training: {length}", flush=True)

@@ -19,6 +19,7 @@ from megatron.hydraulis.lengths.command import (
     add_lengths_arguments,
     add_seed,
     batch_sizes,
+    print_batch,
 )
 from megatron.hydraulis.lengths.counts import read_length_counts
 from megatron.hydraulis.planner.solver import native_prints_to_stderr
@@ -98,6 +99,7 @@ def run(namespace: argparse.Namespace) -> int:
         allowed = [term.scheme for term in terms if term.scheme is not None]
     counts = read_length_counts(namespace.lengths)
     counts = counts.cut(namespace.seq_length, namespace.long_sequences)
+    sizes = batch_sizes(namespace)
     profile_path = namespace.cost_profile
     costs = job_options(namespace).costs(
         ProfileCostModel.read(profile_path),
@@ -108,7 +110,7 @@ def run(namespace: argparse.Namespace) -> int:
     with phase_progress(is_shown=not namespace.json) as on_progress, native_prints_to_stderr():
         proposal = propose_for_corpus(
             counts,
-            batch_sizes(namespace),
+            sizes,
             costs.with_widths().profile,
             num_ranks=num_ranks,
             ranks_per_node=ranks_per_node,
@@ -130,6 +132,7 @@ def run(namespace: argparse.Namespace) -> int:
         print_json(proposal.to_json() | {"assumed": list(map(str, assumed))})
         return 0
     warn_of_unknown_overheads(cost_model)
+    print_batch(sizes, counts, namespace.seq_length)
     console = results_console()
     for table in proposal.tables():
         console.print(table)

@@ -26,6 +26,7 @@ from megatron.hydraulis.lengths.command import (
     add_long_sequences,
     add_seed,
     batch_sizes,
+    print_batch,
 )
 from megatron.hydraulis.lengths.counts import read_length_counts
 from megatron.hydraulis.observability.pictures import save_picture
@@ -157,14 +158,14 @@ def run(namespace: argparse.Namespace) -> int:
     window = _window(namespace)
     options = job_options(namespace)
     costs = options.costs_of_pool(profile, pool, path=namespace.cost_profile)
-    sizes = batch_sizes(namespace)
+    sizes, counts = batch_sizes(namespace), read_length_counts(namespace.lengths)
     with (
         phase_progress() as on_progress,
         native_prints_to_stderr(),
         BatchPlanning(namespace.processes) as planning,
     ):
         comparison = compare_ways(
-            read_length_counts(namespace.lengths),
+            counts,
             sizes,
             pool,
             costs,
@@ -190,6 +191,8 @@ def run(namespace: argparse.Namespace) -> int:
         print_json(content)
         return 0
     warn_of_unknown_overheads(costs.profile, pool.strategies)
+    seen = counts.cut(namespace.seq_length, namespace.long_sequences)
+    print_batch(sizes, seen, namespace.seq_length)
     console = results_console()
     for table in comparison.tables():
         console.print(table)

@@ -8,6 +8,7 @@ Two are part of Megatron Core (https://github.com/NVIDIA/Megatron-LM): `packed_r
 
 from __future__ import annotations
 
+import heapq
 import itertools
 import math
 from collections.abc import Sequence
@@ -70,14 +71,17 @@ def deal_padded(
 
 
 def fixed_length_shares(
-    lengths: Sequence[int], window_tokens: int, num_replicas: int
+    lengths: Sequence[int],
+    window_tokens: int,
+    num_replicas: int,
+    first_fit: list[list[int]] | None = None,
 ) -> list[list[list[int]]]:
     """Indices of the sequences of each row of each replica; a row may be empty.
 
     The rows of `equal_rows` are assigned in alternating order, so that replicas get about the same
     number of tokens. Raises ValueError if a sequence is longer than the window.
     """
-    rows = equal_rows(lengths, window_tokens, num_replicas)
+    rows = equal_rows(lengths, window_tokens, num_replicas, first_fit)
     shares: list[list[list[int]]] = [[] for _ in range(num_replicas)]
     for turn, start in enumerate(range(0, len(rows), num_replicas)):
         order = range(num_replicas) if turn % 2 == 0 else reversed(range(num_replicas))
@@ -86,24 +90,31 @@ def fixed_length_shares(
     return shares
 
 
-def equal_rows(lengths: Sequence[int], window_tokens: int, num_replicas: int) -> list[list[int]]:
+def equal_rows(
+    lengths: Sequence[int],
+    window_tokens: int,
+    num_replicas: int,
+    first_fit: list[list[int]] | None = None,
+) -> list[list[int]]:
     """Indices of the sequences of each row: a multiple of num_replicas rows of about equal tokens.
 
     As many rows as first-fit decreasing needs, rounded up. Sequences, longest first, go to the row
     with the fewest tokens; if one has no room there, the rows are those of first-fit decreasing.
     The fullest rows come first, and some may be empty. Raises ValueError if a sequence is longer
     than the window.
+
+    first_fit: the result of `first_fit_decreasing` if it is known.
     """
-    rows = first_fit_decreasing(lengths, window_tokens)
+    rows = first_fit_decreasing(lengths, window_tokens) if first_fit is None else first_fit
     num_rows = num_replicas * math.ceil(len(rows) / num_replicas)
-    rows += [[] for _ in range(num_rows - len(rows))]
+    rows = rows + [[] for _ in range(num_rows - len(rows))]
     balanced: list[list[int]] = [[] for _ in range(num_rows)]
-    tokens = [0] * num_rows
+    least = [(0, place) for place in range(num_rows)]  # a heap: tokens of each row
     for index in longest_first(lengths):
-        place = tokens.index(min(tokens))
+        tokens, place = least[0]
         balanced[place].append(index)
-        tokens[place] += lengths[index]
-    if max(tokens) <= window_tokens:
+        heapq.heapreplace(least, (tokens + lengths[index], place))
+    if max(least)[0] <= window_tokens:
         rows = balanced
     return sorted(rows, key=lambda row: -sum(lengths[i] for i in row))
 
@@ -117,13 +128,21 @@ def first_fit_decreasing(lengths: Sequence[int], row_tokens: int) -> list[list[i
         raise ValueError(f"a row of {row_tokens} tokens cannot hold one of {max(lengths)}")
     rows: list[list[int]] = []
     room: list[int] = []
+    shortest, first, place, last = min(lengths, default=0), 0, 0, 0
     for index in longest_first(lengths):
-        place = next((i for i, free in enumerate(room) if free >= lengths[index]), len(rows))
+        length = lengths[index]
+        while first < len(rows) and room[first] < shortest:
+            first += 1
+        # A row without room for one of these tokens has none for the next.
+        place = max(first, place) if length == last else first
+        while place < len(rows) and room[place] < length:
+            place += 1
         if place == len(rows):
             rows.append([])
             room.append(row_tokens)
         rows[place].append(index)
-        room[place] -= lengths[index]
+        room[place] -= length
+        last = length
     return rows
 
 

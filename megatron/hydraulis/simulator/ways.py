@@ -46,9 +46,12 @@ import math
 from bisect import insort
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from functools import cached_property, partial
 from typing import TypeVar
+
+import numpy as np
+import numpy.typing as npt
 
 from megatron.hydraulis.cost_model.interface import CostModel
 from megatron.hydraulis.cost_model.job_costs import JobCosts
@@ -67,6 +70,7 @@ from megatron.hydraulis.simulator.schedulers import (
     Wave,
     context_waves,
     deal_padded,
+    first_fit_decreasing,
     fixed_length_shares,
     packed_rows,
 )
@@ -97,6 +101,7 @@ greedy plans took at most 10 % longer."""
 _NUM_GREEDY_BATCHES = 16
 
 _Step = TypeVar("_Step")
+FloatArray = npt.NDArray[np.float64]
 Batches = Sequence[Sequence[int]]
 Works = list[IterationWork]
 Shares = tuple[tuple[MicroBatchWork, ...], ...]
@@ -140,6 +145,22 @@ class Layout:
 
 
 @dataclass(frozen=True, slots=True)
+class _Amounts:
+    """What lanes compute in rows of fixed length: shape (num_batches, num_lanes) each, zeros for a
+    lane without rows."""
+
+    tokens: FloatArray
+    squares: FloatArray
+    """Σs² of the sequences, in tokens²."""
+    num_rows: FloatArray
+    num_micro_batches: FloatArray
+    least_tokens: FloatArray
+    """Of a micro-batch."""
+    least_squares: FloatArray
+    """Of a micro-batch."""
+
+
+@dataclass(frozen=True, slots=True)
 class Candidate:
     """What a way could do."""
 
@@ -172,10 +193,14 @@ class Ways:
     planning: BatchPlanning = field(default_factory=BatchPlanning)
     on_progress: OnProgress = lambda what, done, total: None
     """The name of a phase begins with its way."""
-    _rows: dict[tuple[int, tuple[int, ...]], list[list[list[int]]]] = field(
+    _rows: dict[tuple[int, int], list[list[list[int]]]] = field(
         default_factory=dict, init=False, repr=False, compare=False
     )
-    """Known `fixed_length_shares`."""
+    """Known `fixed_length_shares` without empty rows, by number of lanes and batch."""
+    _amounts: dict[tuple[int, int], _Amounts] = field(
+        default_factory=dict, init=False, repr=False, compare=False
+    )
+    """Known `_amounts_of_rows`."""
 
     def __post_init__(self) -> None:
         if not self.batches:
@@ -235,12 +260,14 @@ class Ways:
             pools = self._fastest(way, pools, self.profile, _NUM_BALANCED)
             yield from self._planned(way, pools, self.profile)
         else:
-            limited = [
-                (self._least_ms(way, layout), layout, shares_of)
-                for layout in self.layouts()
-                for shares_of in self._variants(way, layout)
-            ]
-            limited.sort(key=lambda each: each[0])
+            limited = sorted(
+                (
+                    (least_ms, layout, shares_of)
+                    for layout in self.layouts()
+                    for least_ms, shares_of in self._variants(way, layout)
+                ),
+                key=lambda each: each[0],
+            )
             for least_ms, layout, shares_of in self._tracked(way, limited, len(limited)):
                 yield Candidate(self.simulated, partial(self._works, layout, shares_of), least_ms)
 
@@ -251,59 +278,106 @@ class Ways:
             yield step
             self.on_progress(what, done, num)
 
-    def _works(self, layout: Layout, shares_of: Callable[[Layout, Sequence[int]], Shares]) -> Works:
-        return [layout.work(shares_of(layout, batch)) for batch in self.batches]
+    def _works(self, layout: Layout, shares_of: Callable[[Layout, int], Shares]) -> Works:
+        return [layout.work(shares_of(layout, index)) for index in range(len(self.batches))]
+
+    def _variants(
+        self, way: str, layout: Layout
+    ) -> Iterator[tuple[float, Callable[[Layout, int], Shares]]]:
+        """How a way without planner could distribute a batch, by its index, each with a time in ms
+        that all batches take at least."""
+        if way in (FIXED_ROWS, PACKING):
+            most_rows = layout.cost.max_tokens // self.limit
+            for num_rows in _powers_of_two(most_rows):
+                shares_of = partial(self._fixed_rows, num_rows=num_rows, pads=way == FIXED_ROWS)
+                yield self._least_ms_of_rows(way, layout, num_rows), shares_of
+            return
+        least_ms = self._least_ms(way, layout)
+        makes = {
+            PADDING: [_padded],
+            MEGATRON_PACKING: [_packed, partial(_packed, limit=self.limit)],
+            DISPATCH: [_dispatched],
+        }
+        for shares_of_lengths in makes[way]:
+            yield least_ms, partial(self._of_lengths, shares_of_lengths)
+
+    def _of_lengths(
+        self, shares_of: Callable[[Layout, Sequence[int]], Shares], layout: Layout, index: int
+    ) -> Shares:
+        return shares_of(layout, self.batches[index])
 
     def _least_ms(self, way: str, layout: Layout) -> float:
         """No works of a layout take less.
 
         The slowest lane takes at least the mean of all: tokens and attention shared evenly, in as
-        few micro-batches as memory allows, without pipelines to fill. With fixed rows one lane has
-        at least the mean number of rows, rounded up; it may have little attention.
+        few micro-batches as memory allows, without pipelines to fill.
         """
-        total_ms = 0.0
-        for tokens, squared in self._amounts(way):
-            shares = [(tokens, squared, layout.num_lanes)]
-            if way == FIXED_ROWS:
-                most_rows = math.ceil(tokens // self.limit / layout.num_lanes)
-                shares.append((most_rows * self.limit, 0.0, 1))
-            total_ms += max(
-                (
-                    stage.a_ms_per_token2 * num_squared
-                    + stage.b_ms_per_token * num_tokens
-                    + stage.c_ms * math.ceil(num_tokens / layout.cost.max_tokens)
-                )
-                / num_lanes
-                for num_tokens, num_squared, num_lanes in shares
-                for stage in self._stages.coefficients(layout.scheme)
-            )
-        return total_ms
-
-    def _amounts(self, way: str) -> Iterator[tuple[int, float]]:
-        """Of each batch tokens, of fixed rows with the least padding, and squared tokens."""
-        squared = self.profile.schemes[0].coefficients.squared  # the window is the model's
-        for batch in self.batches:
-            lengths = [max(batch)] * len(batch) if way == PADDING else batch
-            num_tokens = sum(lengths)
-            if way == FIXED_ROWS:
-                num_tokens = math.ceil(num_tokens / self.limit) * self.limit
-            yield num_tokens, math.fsum(map(squared, lengths))
-
-    def _variants(
-        self, way: str, layout: Layout
-    ) -> Sequence[Callable[[Layout, Sequence[int]], Shares]]:
-        """How a way without planner could distribute a batch."""
-        if way == PADDING:
-            return [_padded]
-        if way == MEGATRON_PACKING:
-            return [_packed, partial(_packed, limit=self.limit)]
-        if way == DISPATCH:
-            return [_dispatched]
-        most_rows = layout.cost.max_tokens // self.limit
-        return [
-            partial(self._fixed_rows, num_rows=1 << power, pads=way == FIXED_ROWS)
-            for power in range(most_rows.bit_length())
+        tokens, squares = self._sums[way == PADDING]
+        num_micro_batches = np.ceil(tokens / layout.cost.max_tokens)
+        each_ms = [
+            stage.a_ms_per_token2 * squares
+            + stage.b_ms_per_token * tokens
+            + stage.c_ms * num_micro_batches
+            for stage in self._stages.coefficients(layout.scheme)
         ]
+        return float(np.max(each_ms, axis=0).sum()) / layout.num_lanes
+
+    @cached_property
+    def _sums(self) -> list[tuple[FloatArray, FloatArray]]:
+        """Tokens and squared tokens of each batch, and of its sequences if all are padded to the
+        longest: shape (num_batches,) each."""
+        padded = [np.full(len(batch), max(batch)) for batch in self.batches]
+        squared = self.profile.schemes[0].coefficients.squared  # the window is the model's
+        return [
+            (
+                np.array([lengths.sum() for lengths in each], np.float64),
+                np.array([squared(lengths).sum() for lengths in each], np.float64),
+            )
+            for each in (list(map(np.asarray, self.batches)), padded)
+        ]
+
+    def _least_ms_of_rows(self, way: str, layout: Layout, num_rows: int) -> float:
+        """No works with num_rows rows a micro-batch take less.
+
+        A stage runs the lane's micro-batches, after the stages before it have run the forward of
+        one, and before they run the backward of one.
+        """
+        rows = self._amounts_of_rows(layout.num_lanes, num_rows)
+        num_computed, least_computed = rows.tokens, rows.least_tokens
+        if way == FIXED_ROWS:
+            num_computed = self.limit * rows.num_rows
+            least_computed = self.limit * (rows.num_micro_batches > 0)
+        before_ms: FloatArray | float = 0.0
+        least_ms = np.zeros(len(self.batches))
+        for stage in self._stages.coefficients(layout.scheme):
+            a_ms, b_ms, c_ms = stage.a_ms_per_token2, stage.b_ms_per_token, stage.c_ms
+            own_ms = a_ms * rows.squares + b_ms * num_computed + c_ms * rows.num_micro_batches
+            least_ms = np.maximum(least_ms, (own_ms + before_ms).max(axis=1))
+            before_ms += a_ms * rows.least_squares + b_ms * least_computed
+            before_ms += c_ms * (rows.num_micro_batches > 0)
+        return float(least_ms.sum())
+
+    def _amounts_of_rows(self, num_lanes: int, num_rows: int) -> _Amounts:
+        """Of micro-batches of num_rows rows."""
+        key = num_lanes, num_rows
+        if key not in self._amounts:
+            squared = self.profile.schemes[0].coefficients.squared
+            found = np.zeros((len(fields(_Amounts)), len(self.batches), num_lanes))
+            for index, batch in enumerate(self.batches):
+                lengths = np.asarray(batch)
+                squares = squared(lengths)
+                for lane, rows in enumerate(self._shares(num_lanes, index)):
+                    if rows:
+                        starts = np.cumsum([0, *map(len, rows[:-1])])[::num_rows]
+                        order = list(itertools.chain.from_iterable(rows))
+                        tokens = np.add.reduceat(lengths[order], starts)
+                        of_each = np.add.reduceat(squares[order], starts)
+                        found[:, index, lane] = (
+                            *(tokens.sum(), of_each.sum(), len(rows), len(starts)),
+                            *(tokens.min(), of_each.min()),
+                        )
+            self._amounts[key] = _Amounts(*found)
+        return self._amounts[key]
 
     def homogeneous(self) -> list[Strategy]:
         """Strategies of one scheme that fill the job, each once.
@@ -375,21 +449,32 @@ class Ways:
         cost_model = cost_model or self.profile
         return Layout(strategy, lane, scheme_cost(lane, strategy, cost_model, Limits(cost_model)))
 
-    def _fixed_rows(
-        self, layout: Layout, batch: Sequence[int], *, num_rows: int, pads: bool
-    ) -> Shares:
+    def _fixed_rows(self, layout: Layout, index: int, *, num_rows: int, pads: bool) -> Shares:
+        batch = self.batches[index]
+
         def work(rows: Sequence[Sequence[int]]) -> MicroBatchWork:
             lengths = [batch[i] for row in rows for i in row]
             num_padding = len(rows) * self.limit - sum(lengths) if pads else 0
             return MicroBatchWork.packed(lengths, num_padding=num_padding)
 
-        key = layout.num_lanes, tuple(batch)
-        if key not in self._rows:
-            self._rows[key] = fixed_length_shares(batch, self.limit, layout.num_lanes)
         return tuple(
-            tuple(map(work, itertools.batched((row for row in share if row), num_rows)))
-            for share in self._rows[key]
+            tuple(map(work, itertools.batched(rows, num_rows)))
+            for rows in self._shares(layout.num_lanes, index)
         )
+
+    def _shares(self, num_lanes: int, index: int) -> list[list[list[int]]]:
+        """The `fixed_length_shares` of a batch, without empty rows."""
+        key = num_lanes, index
+        if key not in self._rows:
+            batch, first_fit = self.batches[index], self._first_fit[index]
+            shares = fixed_length_shares(batch, self.limit, num_lanes, first_fit)
+            self._rows[key] = [[row for row in share if row] for share in shares]
+        return self._rows[key]
+
+    @cached_property
+    def _first_fit(self) -> list[list[list[int]]]:
+        """Rows of each batch, which do not depend on the layout."""
+        return [first_fit_decreasing(batch, self.limit) for batch in self.batches]
 
     def _context_parallel(self, way: str) -> Iterator[Candidate]:
         if way == CP_ONLY:

@@ -2,6 +2,7 @@
 
 import json
 import shlex
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -96,7 +97,7 @@ def test_gradients_in_bf16_are_advised_and_count(
     assert main(argv) == 0
     text = capsys.readouterr().out
     assert "--grad-reduce-in-bf16 would save " in text
-    assert "Activations are kept" in text
+    assert "--recompute-granularity" not in text  # everything fits
     assert main([*argv, "--grad-reduce-in-bf16"]) == 0
     assert "--grad-reduce-in-bf16" not in capsys.readouterr().out
     in_fp32, in_bf16 = (
@@ -107,7 +108,10 @@ def test_gradients_in_bf16_are_advised_and_count(
 
 
 def test_an_estimate_and_the_next_commands(
-    job: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    job: list[str],
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     layers = ["--device", "h100-80g", "--qk-layernorm", "--recompute-activations"]
     at = job.index("--padded-vocab-size")
@@ -121,21 +125,23 @@ def test_an_estimate_and_the_next_commands(
     text, err = capsys.readouterr()
     assert "options without effect here: --train-iters 9, --lr 1, " in err
     assert "precision" not in err
-    assert text.startswith("Train with ")
+    assert text.startswith("global batch: 60 sequences, about 35,122 tokens; ")
     assert "Times are estimates for h100, not measured." in text
     following = [line for line in text.splitlines() if line.startswith("next: ")]
-    takes_pool = text.startswith("Train with the pool")
-    flag = "--strategy-pool" if takes_pool else "--strategy"
-    assert f"hydraulis profile --out profile.json -- {flag} " in following[0]
-    assert f"hydraulis train {flag} " in following[1]
-    for line, start in zip(following, ("--", "train"), strict=True):
+    takes_pool = text.partition("\n")[2].startswith("Train with the pool")
+    starts = ["hydraulis profile ", *["hydraulis propose "] * takes_pool, "hydraulis train "]
+    assert all(start in line for line, start in zip(following, starts, strict=True))
+    shutil.copy(folder / "pool.json", tmp_path / "pool.json")
+    monkeypatch.chdir(tmp_path)
+    for line, start in ((following[0], "--"), (following[-1], "train")):
         words = shlex.split(line)
         words = words[words.index(start) + 1 :]
         resolved = parse_arguments(words, num_ranks=8, rank=0, needs_data=False)
         assert resolved.args.data_path == ["my data"]
         assert resolved.args.qk_layernorm
-        assert takes_pool or str(resolved.pool.strategies[0]) == text.split("'")[1]
-    assert resolved.hydraulis.cost_profile == folder / "cost_profile.json"
+        assert str(resolved.hydraulis.cost_profile) == ("None" if start == "--" else "profile.json")
+    static = text.split("static strategy with balanced plans, " if takes_pool else "'")[1]
+    assert f" {static.split("'")[0].split(',')[0].split('*')[-1]} " in following[0]
     assert max(len(line) for line in text.splitlines() if line not in following) <= 100
     pool = Pool.read(folder / "pool.json")
     profile = ProfileCostModel.read(folder / "cost_profile.json")

@@ -110,6 +110,10 @@ def test_the_model_goes_both_ways_and_is_checked() -> None:
         before = (SIZES | SETTINGS)[key]
         assert "p.json: its times and limits are for one model" in str(caught.value)
         assert f"with {key} {before} instead of {value};" in str(caught.value)
+    with_experts = model(model=SIZES | SETTINGS | {"experts": "grouped"})
+    with_experts.check_model(used(), "p.json", speaks=True)  # one side does not know
+    with pytest.raises(ConfigurationError, match=r"experts grouped instead of single;.*--device$"):
+        with_experts.check_model(used(experts="single"), "p.json", speaks=True)
     with pytest.raises(ConfigurationError, match="hidden_size 64 instead of 32, kv_channels 16"):
         made.check_model(used(hidden_size=32, kv_channels=8), "p.json", speaks=True)
 
@@ -119,7 +123,7 @@ def test_limits_hold_on_as_many_ranks_or_more() -> None:
     assert made.to_json() == content(num_ranks=64, model=SIZES)
     made.check_num_ranks(64, 8, "p.json")
     model().check_num_ranks(1, 1, "p.json")  # older profiles do not say
-    fix = "--num-ranks 12 --ranks-per-node 6, or"
+    fix = "--model FILE --device a800-80g --num-ranks 12 --ranks-per-node 6, or"
     with pytest.raises(ConfigurationError, match=f"made for 64 ranks and this job has 12;.*{fix}"):
         JobOptions().costs(made, num_ranks=12, ranks_per_node=6)
 
@@ -197,7 +201,7 @@ def test_overhead_is_regroup_and_optimizer() -> None:
         (content(row(max_tokens=-8)), "max_tokens must not be negative but is -8 for tp2"),
         (content(row(max_tokens=1e4)), "max_tokens must be a whole number but is 10000.0"),
         (content(strategies=[{"name": "S"}] * 2), "every strategy is listed once but S 2 times"),
-        (content(model=SIZES | {"experts": 8}), "model of profile: has the unknown keys 'experts'"),
+        (content(model=SIZES | {"norms": 8}), "model of profile: has the unknown keys 'norms'"),
         (content(model={"num_layers": 2}), "model of profile: needs 'num_attention_heads'"),
         (content(strategies=[{"regroup_ms": 1}]), "strategy 0 of profile: needs 'name'"),
         (

@@ -289,9 +289,8 @@ def test_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert "proposed pool" in text
     *lines, following = text.splitlines()
     assert max(map(len, lines)) <= 100
-    assert following.startswith(
-        "next: torchrun --nnodes 2 --rdzv-backend c10d --rdzv-endpoint HOST:29500 "
-    )
+    assert following.startswith("next: sbatch --nodes 2 --gpus-per-node 4 scripts/slurm/")
+    assert "global batch: 12 sequences, about " in text
     assert f"--strategy-pool {out} --cost-profile " in following
     pool = Pool.read(out)
     assert (pool.num_ranks, pool.ranks_per_node) == (8, 4)
