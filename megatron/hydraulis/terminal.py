@@ -196,7 +196,7 @@ def print_next_proposal(
     print_next(
         "hydraulis propose --lengths CORPUS.idx --global-batch-size N --num-ranks",
         *(num_ranks, "--ranks-per-node", ranks_per_node),
-        *([] if seq_length is None else ["--seq-length", seq_length]),
+        *([] if seq_length is None else ["--seq-length", str(seq_length)]),
         *("--cost-profile", cost_profile, "--out", "pool.json"),
     )
 

@@ -293,7 +293,7 @@ class Ways:
                 yield self._least_ms_of_rows(way, layout, num_rows), shares_of
             return
         least_ms = self._least_ms(way, layout)
-        makes = {
+        makes: dict[str, list[Callable[[Layout, Sequence[int]], Shares]]] = {
             PADDING: [_padded],
             MEGATRON_PACKING: [_packed, partial(_packed, limit=self.limit)],
             DISPATCH: [_dispatched],
@@ -346,7 +346,7 @@ class Ways:
         num_computed, least_computed = rows.tokens, rows.least_tokens
         if way == FIXED_ROWS:
             num_computed = self.limit * rows.num_rows
-            least_computed = self.limit * (rows.num_micro_batches > 0)
+            least_computed = np.where(rows.num_rows > 0, float(self.limit), 0.0)
         before_ms: FloatArray | float = 0.0
         least_ms = np.zeros(len(self.batches))
         for stage in self._stages.coefficients(layout.scheme):
@@ -354,7 +354,7 @@ class Ways:
             own_ms = a_ms * rows.squares + b_ms * num_computed + c_ms * rows.num_micro_batches
             least_ms = np.maximum(least_ms, (own_ms + before_ms).max(axis=1))
             before_ms += a_ms * rows.least_squares + b_ms * least_computed
-            before_ms += c_ms * (rows.num_micro_batches > 0)
+            before_ms += c_ms * (rows.num_rows > 0)
         return float(least_ms.sum())
 
     def _amounts_of_rows(self, num_lanes: int, num_rows: int) -> _Amounts:

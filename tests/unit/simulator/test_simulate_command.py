@@ -132,7 +132,7 @@ def test_a_table_shows_all_ways_and_what_is_skipped(
     simulate: Callable[..., int], capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert simulate() == 0
-    text, mark, _ = capsys.readouterr().out.partition("next: torchrun ")
+    text, mark, _ = capsys.readouterr().out.partition("next: ")
     assert mark
     for way in ("static, padding", "static, packing", "best per batch", "pool"):
         assert f"\n {way} " in text or f"\n{way} " in text
@@ -158,7 +158,7 @@ def test_the_next_command_trains_with_what_is_faster(
     flags = ("--pool", str(path), "--lengths", str(lengths), "--ways", "static, balanced", "pool")
     assert simulate(*flags) == 0
     text = capsys.readouterr().out
-    assert printed in text.replace("'", "").partition("hydraulis train ")[2]
+    assert printed in text.replace("'", "").partition("next: ")[2]
 
 
 def test_rows_of_the_limit_have_room_for_padding(
