@@ -372,7 +372,7 @@ def run(namespace: argparse.Namespace) -> int:
     assumed = profile.assumed_schemes(pool)
     if namespace.cost_profile is None:
         console.print(f"Times are estimates for {device.name}, not measured.", highlight=False)
-        more = _recompute_text(costs.model, advice, batches)
+        more = recompute_text(costs.model, advice, batches)
         if more is not None:
             console.print(more, highlight=False)
     elif assumed:
@@ -497,7 +497,7 @@ def to_json(advice: Advice, profile: ProfileCostModel, peak_flops_per_s: float) 
     }
 
 
-def _recompute_text(
+def recompute_text(
     model: AnalyticCostModel, advice: Advice, batches: Sequence[Sequence[int]]
 ) -> str | None:
     """A line if recomputing every layer might pay: by how much at most, and how to try it."""

@@ -1,27 +1,4 @@
-"""Ways to train the same batches: the pool, and alternatives without it.
-
-==================  ============================================  =================================
-way                 strategy                                      sequences
-==================  ============================================  =================================
-static, padding     the best homogeneous one that holds the       padded to the batch's longest,
-                    limit, for this way                           distributed round-robin
-static, fixed rows  the best such one for this way                rows of about equal tokens, at
-                                                                  most the limit, padded to it, of
-                                                                  which 1, 2, 4, … fill a
-                                                                  micro-batch: the best number
-static, packing     the best such one for this way                the same rows without padding
-megatron, packing   the best such one for this way                `schedulers.packed_rows`
-static, dispatch    the best such one for this way                to the replica that would finish
-                                                                  first; rows filled up to the limit
-static, balanced    the best such one for this way                certified planner
-best per batch      the best homogeneous one for each batch       certified planner
-equal groups        groups of one cp at one tp, per batch         as static, dispatch
-megatron, cp        groups of cp widths at one tp, per            `schedulers.context_waves`
-                    micro-batch
-cp only             groups of cp widths at one tp, per batch      certified planner
-ceiling             none: no plan can be faster                   spread over all ranks perfectly
-pool                any of the pool, per batch                    certified planner
-==================  ============================================  =================================
+"""Ways to train the same batches: the pool, and alternatives without it (docs/metrics.md).
 
 The best static strategy is the fastest simulated one over all batches; per batch the planner
 chooses. Homogeneous strategies are those of the cost profile's schemes whose replicas fill the job,
@@ -106,6 +83,8 @@ Batches = Sequence[Sequence[int]]
 Works = list[IterationWork]
 Shares = tuple[tuple[MicroBatchWork, ...], ...]
 """Micro-batches of each replica."""
+SharesOf = Callable[["Layout", Sequence[int]], Shares]
+"""Of a batch's lengths."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -193,7 +172,7 @@ class Ways:
     planning: BatchPlanning = field(default_factory=BatchPlanning)
     on_progress: OnProgress = lambda what, done, total: None
     """The name of a phase begins with its way."""
-    _rows: dict[tuple[int, int], list[list[list[int]]]] = field(
+    _rows: dict[tuple[int, tuple[int, ...]], list[list[list[int]]]] = field(
         default_factory=dict, init=False, repr=False, compare=False
     )
     """Known `fixed_length_shares` without empty rows, by number of lanes and batch."""
@@ -278,33 +257,26 @@ class Ways:
             yield step
             self.on_progress(what, done, num)
 
-    def _works(self, layout: Layout, shares_of: Callable[[Layout, int], Shares]) -> Works:
-        return [layout.work(shares_of(layout, index)) for index in range(len(self.batches))]
+    def _works(self, layout: Layout, shares_of: SharesOf) -> Works:
+        return [layout.work(shares_of(layout, batch)) for batch in self.batches]
 
-    def _variants(
-        self, way: str, layout: Layout
-    ) -> Iterator[tuple[float, Callable[[Layout, int], Shares]]]:
-        """How a way without planner could distribute a batch, by its index, each with a time in ms
-        that all batches take at least."""
+    def _variants(self, way: str, layout: Layout) -> Iterator[tuple[float, SharesOf]]:
+        """How a way without planner could distribute a batch, each with a time in ms that all
+        batches take at least."""
         if way in (FIXED_ROWS, PACKING):
             most_rows = layout.cost.max_tokens // self.limit
             for num_rows in _powers_of_two(most_rows):
-                shares_of = partial(self._fixed_rows, num_rows=num_rows, pads=way == FIXED_ROWS)
-                yield self._least_ms_of_rows(way, layout, num_rows), shares_of
+                fixed_rows = partial(self._fixed_rows, num_rows=num_rows, pads=way == FIXED_ROWS)
+                yield self._least_ms_of_rows(way, layout, num_rows), fixed_rows
             return
         least_ms = self._least_ms(way, layout)
-        makes: dict[str, list[Callable[[Layout, Sequence[int]], Shares]]] = {
+        makes: dict[str, list[SharesOf]] = {
             PADDING: [_padded],
             MEGATRON_PACKING: [_packed, partial(_packed, limit=self.limit)],
             DISPATCH: [_dispatched],
         }
-        for shares_of_lengths in makes[way]:
-            yield least_ms, partial(self._of_lengths, shares_of_lengths)
-
-    def _of_lengths(
-        self, shares_of: Callable[[Layout, Sequence[int]], Shares], layout: Layout, index: int
-    ) -> Shares:
-        return shares_of(layout, self.batches[index])
+        for shares_of in makes[way]:
+            yield least_ms, shares_of
 
     def _least_ms(self, way: str, layout: Layout) -> float:
         """No works of a layout take less.
@@ -366,7 +338,7 @@ class Ways:
             for index, batch in enumerate(self.batches):
                 lengths = np.asarray(batch)
                 squares = squared(lengths)
-                for lane, rows in enumerate(self._shares(num_lanes, index)):
+                for lane, rows in enumerate(self._shares(num_lanes, batch)):
                     if rows:
                         starts = np.cumsum([0, *map(len, rows[:-1])])[::num_rows]
                         order = list(itertools.chain.from_iterable(rows))
@@ -449,9 +421,9 @@ class Ways:
         cost_model = cost_model or self.profile
         return Layout(strategy, lane, scheme_cost(lane, strategy, cost_model, Limits(cost_model)))
 
-    def _fixed_rows(self, layout: Layout, index: int, *, num_rows: int, pads: bool) -> Shares:
-        batch = self.batches[index]
-
+    def _fixed_rows(
+        self, layout: Layout, batch: Sequence[int], *, num_rows: int, pads: bool
+    ) -> Shares:
         def work(rows: Sequence[Sequence[int]]) -> MicroBatchWork:
             lengths = [batch[i] for row in rows for i in row]
             num_padding = len(rows) * self.limit - sum(lengths) if pads else 0
@@ -459,22 +431,21 @@ class Ways:
 
         return tuple(
             tuple(map(work, itertools.batched(rows, num_rows)))
-            for rows in self._shares(layout.num_lanes, index)
+            for rows in self._shares(layout.num_lanes, batch)
         )
 
-    def _shares(self, num_lanes: int, index: int) -> list[list[list[int]]]:
+    def _shares(self, num_lanes: int, batch: Sequence[int]) -> list[list[list[int]]]:
         """The `fixed_length_shares` of a batch, without empty rows."""
-        key = num_lanes, index
-        if key not in self._rows:
-            batch, first_fit = self.batches[index], self._first_fit[index]
-            shares = fixed_length_shares(batch, self.limit, num_lanes, first_fit)
-            self._rows[key] = [[row for row in share if row] for share in shares]
-        return self._rows[key]
+        batch = tuple(batch)
+        if (num_lanes, batch) not in self._rows:
+            shares = fixed_length_shares(batch, self.limit, num_lanes, self._first_fit[batch])
+            self._rows[num_lanes, batch] = [[row for row in share if row] for share in shares]
+        return self._rows[num_lanes, batch]
 
     @cached_property
-    def _first_fit(self) -> list[list[list[int]]]:
+    def _first_fit(self) -> dict[tuple[int, ...], list[list[int]]]:
         """Rows of each batch, which do not depend on the layout."""
-        return [first_fit_decreasing(batch, self.limit) for batch in self.batches]
+        return {tuple(each): first_fit_decreasing(each, self.limit) for each in self.batches}
 
     def _context_parallel(self, way: str) -> Iterator[Candidate]:
         if way == CP_ONLY:

@@ -3,15 +3,18 @@
 import json
 import shlex
 import shutil
+from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from benchmarks.inputs import llama_shape
 from megatron.hydraulis.__main__ import main
-from megatron.hydraulis.advise.command import causal_flops, least_makespan_ms
-from megatron.hydraulis.cost_model import ProfileCostModel
+from megatron.hydraulis.advise.command import causal_flops, least_makespan_ms, recompute_text
+from megatron.hydraulis.cost_model import AnalyticCostModel, ProfileCostModel, device_constants
+from megatron.hydraulis.cost_model.layouts import EVERY_LAYER
 from megatron.hydraulis.flags.arguments import parse_arguments
 from megatron.hydraulis.strategy import Pool
 
@@ -161,6 +164,25 @@ def test_the_bound_takes_the_cheapest_scheme_that_holds_a_sequence() -> None:
     on_tp2_ms = 2 * (1e-6 * 8000**2 + (0.06 + 5.0 / 9000) * 8000)
     expected = pytest.approx((2 * on_tp1_ms + on_tp2_ms) / 8)
     assert least_makespan_ms(profile, [1000, 8000, 1000], 8) == expected
+
+
+def test_recomputation_is_advised_where_its_bound_is_lower() -> None:
+    device = device_constants("a100-40g")
+    model = AnalyticCostModel(shape=SHAPE, device=device, cluster=device.cluster(2, 2))
+    batches = [[1000] * 8]
+
+    def text(bound_s: float, model: AnalyticCostModel = model) -> str | None:
+        pool = SimpleNamespace(time_s=lambda kind: 2.0)
+        advice: Any = SimpleNamespace(bound_s=bound_s, kind="by the rule", pool=pool)
+        return recompute_text(model, advice, batches)
+
+    shown = text(1.0)
+    assert shown is not None
+    assert shown.endswith("--recompute-method uniform --recompute-num-layers 1")
+    bound_s = 2.0 / float(shown.partition("up to ")[2].split()[0])
+    assert text(0.9 * bound_s) is None
+    assert text(1.1 * bound_s) == shown
+    assert text(1.0, replace(model, recompute=EVERY_LAYER)) is None
 
 
 def test_flops_of_causal_attention() -> None:

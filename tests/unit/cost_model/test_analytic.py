@@ -257,3 +257,20 @@ def test_kernels_differ_in_attention_norms_and_messages() -> None:
     assert flash["elementwise"] > 2 * ours["elementwise"]
     assert flash["tensor_parallel"] > ours["tensor_parallel"]
     assert flash["logits"] == 0.0 < flash["boundary"]
+
+
+def test_fp32_has_the_rate_without_tensor_cores() -> None:
+    """19.5 of 312 TFLOP/s: NVIDIA's data sheet, where torch does not allow TF32."""
+    in_bf16, in_fp32 = (
+        AnalyticCostModel(
+            shape=LLAMA_7B, device=A800, cluster=A800.cluster(8, 8), parameter_bytes=num_bytes
+        )
+        for num_bytes in (2, 4)
+    )
+    ratios = [
+        in_fp32.forward_terms(Scheme())[cause].per_token_s
+        / in_bf16.forward_terms(Scheme())[cause].per_token_s
+        for cause in ("matmul", "attention")
+    ]
+    assert ratios == pytest.approx([16.0, 16.0])
+    assert in_fp32.peak_flops_per_s == 19.5e12
