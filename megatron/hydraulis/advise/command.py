@@ -283,7 +283,9 @@ def _fastest(
     return best, mean_ms / _MS_PER_S
 
 
-_NUM_BATCHES = 16
+_NUM_BATCHES, _FEWEST_BATCHES = 16, 4
+_MOST_SEQUENCES = 1 << 16
+"""Of all batches that are drawn, unless these are the fewest."""
 _WORTH_A_POOL = 1.03
 """Gain over the best static strategy below which the verdict is to train with that one."""
 _NEAR_CEILING = 0.9
@@ -303,7 +305,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     corpus = parser.add_argument_group("corpus and batches")
     add_lengths_arguments(corpus)
     add_batch_arguments(corpus)
-    add_search_arguments(corpus, num_batches=_NUM_BATCHES)
+    note = f"{_NUM_BATCHES}, or fewer of many sequences, which differ less"
+    add_search_arguments(corpus, num_batches=None, note=note)
     job = parser.add_argument_group("job")
     add_job_arguments(job)
     add_profile_argument(job, " (default: estimated for all schemes that fit)", required=False)
@@ -332,7 +335,12 @@ def run(namespace: argparse.Namespace) -> int:
     counts = read_length_counts(namespace.lengths)
     counts = counts.cut(namespace.seq_length, namespace.long_sequences)
     costs = _costs(namespace, num_ranks, ranks_per_node)
-    batches = draw_batches(counts, sizes, namespace.num_batches, namespace.seed)
+    num_batches = namespace.num_batches
+    if num_batches is None:
+        mean_length = counts.num_tokens / counts.num_sequences if sizes.in_tokens else 1.0
+        num_batches = int(_MOST_SEQUENCES * mean_length / sizes.largest)
+        num_batches = max(_FEWEST_BATCHES, min(num_batches, _NUM_BATCHES))
+    batches = draw_batches(counts, sizes, num_batches, namespace.seed)
     with phase_progress(is_shown=not namespace.json) as on_progress, native_prints_to_stderr():
         advice = advise(
             costs,

@@ -67,14 +67,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     output.add_argument("--json", action="store_true", help="print all results as JSON")
 
 
-def add_search_arguments(parser: argparse._ActionsContainer, *, num_batches: int) -> None:
-    """Declares the flags of a search for a pool; num_batches is the default."""
+def add_search_arguments(
+    parser: argparse._ActionsContainer, *, num_batches: int | None, note: str = "%(default)s"
+) -> None:
+    """Declares the flags of a search for a pool; num_batches is the default, as note says."""
     parser.add_argument(
         "--num-batches",
         type=int,
         default=num_batches,
         metavar="N",
-        help="number of batches to sample (default: %(default)s)",
+        help=f"number of batches to sample (default: {note})",
     )
     add_seed(parser)
     parser.add_argument(
