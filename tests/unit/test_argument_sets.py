@@ -361,7 +361,12 @@ def test_no_mlp_is_recomputed_in_a_model_with_experts(tmp_path: Path) -> None:
 def test_latent_attention_rotates_whatever_the_position_embedding(tmp_path: Path) -> None:
     typed = ("--rotary-base", "5000", "--rotary-percent", "0.5")
     assert len(parse(tmp_path, *typed).taken) == 2
-    assert not parse(tmp_path, *typed, "--multi-latent-attention").taken
+    latent = ("--multi-latent-attention", *typed)
+    assert not parse(tmp_path, *latent).taken
+    resolved = parse(tmp_path, *latent, "--position-embedding-type", "rope", "--no-rope-freq", "2")
+    ((option, why),) = resolved.taken
+    assert option == "--no-rope-freq 2"
+    assert "without effect" in why
 
 
 def test_dropout_that_is_not_given_is_among_the_differences(tmp_path: Path) -> None:

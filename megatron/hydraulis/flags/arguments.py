@@ -247,6 +247,13 @@ def _layout_taken(
                 yield from ((str(given), wins) for given in flags.given if given.dest == dest)
 
 
+_NOT_OF_LATENTS = (
+    *("no_rope_freq", "rotary_interleaved", "rotary_seq_len_interpolation_factor"),
+    "use_rope_scaling",
+)
+"""Options of rotary positions that Megatron's latent attention ignores."""
+
+
 def run_as_others(flags: ParsedFlags) -> Iterator[tuple[str, str]]:
     """Set what runs in place of given options; yields (as typed, what happens instead)."""
     args = flags.args
@@ -268,8 +275,13 @@ def run_as_others(flags: ParsedFlags) -> Iterator[tuple[str, str]]:
     if args.num_experts is not None and args.moe_token_dispatcher_type == "flex":
         args.moe_token_dispatcher_type = "alltoall"
         yield "--moe-token-dispatcher-type flex", "run as alltoall, with the same result"
-    if args.multi_latent_attention and flags.was_given("kv_channels"):
-        yield "--kv-channels", LATENT_SIZES_TEXT
+    if args.multi_latent_attention:
+        if flags.was_given("kv_channels"):
+            yield "--kv-channels", LATENT_SIZES_TEXT
+        if args.position_embedding_type == "rope":
+            for given in flags.given:
+                if given.dest in _NOT_OF_LATENTS:
+                    yield str(given), "without effect: latent attention rotates by --rope-type"
 
 
 def _missing_here(flags: ParsedFlags, *, has_cuda: bool) -> Iterator[tuple[str, str]]:
