@@ -102,6 +102,22 @@ def test_widths_of_cp_that_the_cost_profile_lacks_are_named(
     assert {(s.tp, s.cp) for strategy in pool.strategies for s in strategy.schemes} <= measured
 
 
+def test_a_cost_profile_of_more_ranks_is_refused_before_anything_is_proposed(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "profile.json"
+    about = {"device": "h100", "source": "tests", "date": "2026-01-01", "num_ranks": 8}
+    row = {"tp": 1, "cp": 1, "pp": 1, "a_ms_per_token2": 0.0, "b_ms_per_token": 0.1, "c_ms": 1.0}
+    path.write_text(json.dumps(about | {"schemes": [row | {"max_tokens": 400}]}))
+    argv = tiny_command(write_corpus(tmp_path / "corpus"), tmp_path / "run")
+    place = argv.index("--max-tokens-per-micro-batch")  # takes the place of the profile's limits
+    words = [*argv[:place], *argv[place + 2 :], "--strategy-pool", "auto"]
+    resolved = parse_without_pool([*words, "--cost-profile", str(path)], num_ranks=2, rank=0)
+    with pytest.raises(ConfigurationError, match=r"for 8 ranks .* --device h100 --num-ranks 2"):
+        pool_of_job(resolved, has_cuda=False, store=None)
+    assert "strategy pool" not in "".join(capsys.readouterr())
+
+
 def test_experts_may_be_shared_by_columns(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
