@@ -306,6 +306,7 @@ def test_packers_pack_every_sequence_within_the_limit(
         np.array([math.fsum(packer.works_ms)]),
         np.array([sum(lengths)]),
         np.array([max(packer.works_ms)]),
+        len(plain.micro_batches),
     )
     assert float(estimate_ms[0]) <= thorough.time_ms * (1 + ROUNDING)
 

@@ -118,16 +118,18 @@ def _last_backward_end_ms(
     for round_ in range(num_micro_batches + num_stages):
         forward_end_ms = 0.0
         for stage, (forward_ms, backward_ms) in enumerate(halves_ms):
+            # Comparisons instead of max(): plans are searched by this function.
             done_ms = free_ms[stage]
             finished = round_ - num_stages + stage
             if 0 <= finished < num_micro_batches:
-                start_ms = max(done_ms, backward_end_ms[stage + 1])
+                input_ms = backward_end_ms[stage + 1]
+                start_ms = done_ms if done_ms > input_ms else input_ms
                 done_ms = start_ms + backward_ms[finished]
                 backward_end_ms[stage] = done_ms
                 if operations is not None:
                     operations.append(Operation(False, stage, finished, start_ms, done_ms))
             if round_ < num_micro_batches:
-                start_ms = max(done_ms, forward_end_ms)
+                start_ms = done_ms if done_ms > forward_end_ms else forward_end_ms
                 done_ms = start_ms + forward_ms[round_]
                 forward_end_ms = done_ms
                 if operations is not None:

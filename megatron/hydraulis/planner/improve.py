@@ -148,12 +148,12 @@ class Assignment:
                 share.packed = packer.exchanged(before.packed, gone, come)
                 if not share.packed.micro_batches:
                     continue
-            for num_steps in (0, _NUM_PIPELINE_STEPS):
+            if share.packed.time_ms >= limit_ms:
                 share.packed = packer.improve(
-                    share.packed, num_steps, self.effort, target_ms=limit_ms
+                    share.packed, _NUM_PIPELINE_STEPS, self.effort, target_ms=limit_ms
                 )
-                if share.packed.time_ms < limit_ms:
-                    return share
+            if share.packed.time_ms < limit_ms:
+                return share
         return None
 
     def repack_slowest(self) -> bool:
@@ -203,25 +203,25 @@ class Assignment:
             mine.work_ms - giver_ms[given][:, None] + giver_ms[taken],
             mine.num_tokens - given_tokens + taken_tokens,
             np.maximum(_longest_of_others(mine, given, giver_ms)[:, None], giver_ms[taken]),
+            len(mine.packed.micro_batches),
         )
         theirs_ms = taker.estimates_ms(
             theirs.work_ms + taker_ms[given][:, None] - taker_ms[taken],
             theirs.num_tokens + given_tokens - taken_tokens,
             np.maximum(taker_ms[given][:, None], _longest_of_others(theirs, taken, taker_ms)),
+            len(theirs.packed.micro_batches),
         )
         slower_ms = np.maximum(mine_ms, theirs_ms)
         fits = (given_tokens <= taker.cost.longest) & (taken_tokens <= giver.cost.longest)
-        slower_ms = np.where(fits, slower_ms, np.inf)
-        flat = slower_ms.ravel()
+        rows, columns = np.nonzero(fits & (slower_ms < limit_ms))
+        slower_ms = slower_ms[rows, columns]
         found = []
         # Unlike argpartition, this defines the order of ties.
-        for place in np.argsort(flat, kind="stable")[:_NUM_TRIED_PER_PARTNER]:
-            if flat[place] >= limit_ms:
-                break
-            row, column = divmod(int(place), slower_ms.shape[1])
+        for place in np.argsort(slower_ms, kind="stable")[:_NUM_TRIED_PER_PARTNER]:
+            row, column = rows[place], columns[place]
             both_ms = float(mine_ms[row, column] + theirs_ms[row, column])
             found.append(
-                (float(flat[place]), both_ms, partner, int(given[row]), int(taken[column]))
+                (float(slower_ms[place]), both_ms, partner, int(given[row]), int(taken[column]))
             )
         return found
 

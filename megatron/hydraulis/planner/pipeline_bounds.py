@@ -93,8 +93,9 @@ _MAX_LONG_THAT_FIT = 5
 # With so many small micro-batches at an end, fill or drain are counted as nothing.
 _MAX_BEFORE = 5
 _MAX_AFTER = 10
-# Batches differ, so an entry serves only the plan that made it: at most 19, of up to 0.5 MB.
-_MAX_CACHED_ORDERS = 32
+_NUM_ENDS = (_MAX_BEFORE + 1) * (_MAX_AFTER + 1)
+# Batches differ, so an entry serves only the plan that made it. Few are above 10 KB.
+_MAX_CACHED_ORDERS = 40
 
 
 @dataclass(frozen=True, slots=True)
@@ -327,6 +328,10 @@ class LongOrder:
     num_after: int
 
 
+_Sides = tuple[tuple[int, ...], tuple[int, ...]]
+"""`before` and `after` of a LongOrder."""
+
+
 class _Lines(NamedTuple):
     """Bounds of several orders: ``X + ends + cost of the work that is missing``."""
 
@@ -344,19 +349,29 @@ class LongOrders:
     """All orders of a set of long micro-batches, and their bound."""
 
     def __init__(
-        self, apart: Sequence[LongOrder], lines: Sequence[_Lines], pipeline: Pipeline
+        self, sides: Sequence[_Sides], lines: Sequence[_Lines], pipeline: Pipeline
     ) -> None:
-        """lines: of apart, then of all other cases."""
-        self.apart = tuple(apart)
-        """The orders in which no two long sequences share a micro-batch."""
+        """sides: of the orders in which no two long sequences share a micro-batch; lines: of all
+        numbers of others for each of these, then of all other cases."""
+        self._sides = sides
         self._least, self._most = _alongside(pipeline)
         self._num, self._ends, self._wanted, self._cheap = map(
             np.concatenate, zip(*lines, strict=True)
         )
 
+    @property
+    def nums_apart(self) -> IntArray:
+        """Number of micro-batches of each order apart: in which no two long sequences share one."""
+        return self._num[: len(self._sides) * _NUM_ENDS]
+
     def times_apart_ms(self, total_ms: float) -> FloatArray:
-        """The bound of each order of apart, shape (num_orders,)."""
-        return self._times_ms(total_ms)[: len(self.apart)]
+        """The bound of each order apart, shape (num_orders,)."""
+        return self._times_ms(total_ms)[: len(self._sides) * _NUM_ENDS]
+
+    def apart(self, place: int) -> LongOrder:
+        """One order apart."""
+        sides, ends = divmod(place, _NUM_ENDS)
+        return LongOrder(*self._sides[sides], *divmod(ends, _MAX_AFTER + 1))
 
     def least_time_ms(self, num_micro_batches: int, total_ms: float) -> float:
         """Lower bound for a total work; infinite if the micro-batches are too few."""
@@ -434,24 +449,23 @@ def long_micro_batch_orders(lengths: tuple[int, ...], cost: SchemeCost) -> LongO
     works_ms = [cost.sequence_time_ms(length) for length in lengths]
     num_fewest = -(-sum(lengths) // cost.max_tokens)
     with_constant_ms = [work_ms + c_ms for work_ms in works_ms]
-    apart: list[LongOrder] = []
+    sides: list[_Sides] = []
     lines: list[_Lines] = []
-    for before, after, of_sides in _orders(with_constant_ms, pipeline, len(lengths)):
-        ends = itertools.product(range(_MAX_BEFORE + 1), range(_MAX_AFTER + 1))
-        apart += [LongOrder(before, after, *nums) for nums in ends]
-        lines.append(of_sides)
+    for of_sides, of_lines in _orders(with_constant_ms, pipeline, len(lengths)):
+        sides.append(of_sides)
+        lines.append(of_lines)
     for one, other in itertools.combinations(range(len(lengths)), 2):
         if lengths[one] + lengths[other] <= cost.max_tokens:
             rest = [works_ms[i] for i in range(len(lengths)) if i not in (one, other)]
             together_ms = works_ms[one] + works_ms[other] + c_ms
             merged = sorted([together_ms, *rest], reverse=True)
-            lines += [of_sides for *_, of_sides in _orders(merged, pipeline, num_fewest)]
-    return LongOrders(apart, lines, pipeline)
+            lines += [of_lines for _, of_lines in _orders(merged, pipeline, num_fewest)]
+    return LongOrders(sides, lines, pipeline)
 
 
 def _orders(
     long: Sequence[float], pipeline: Pipeline, num_fewest: int
-) -> Iterator[tuple[tuple[int, ...], tuple[int, ...], _Lines]]:
+) -> Iterator[tuple[_Sides, _Lines]]:
     """Long micro-batches before and after the largest, and the lines of all numbers of others.
 
     long: works by falling size; num_fewest: micro-batches that they need in all.
@@ -485,8 +499,7 @@ def _orders(
         ends_ms = first_end_ms + last_end_ms
         wanted_ms = long[0] + wanted_before_ms + wanted_after_ms
         yield (
-            before,
-            after,
+            (before, after),
             _Lines(
                 nums,
                 ends_ms.ravel(),

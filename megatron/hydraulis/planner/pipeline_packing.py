@@ -93,6 +93,7 @@ class ReplicaPacker:
         self.works_array_ms: FloatArray = np.append(works_ms, 0.0)
         """Likewise."""
         self._solver = solver
+        self._packed: dict[tuple[int, ...], Packing] = {}
         self._tokens_array = np.array(self.tokens, dtype=np.int64)
         self._long_lines = long_micro_batch_lines(cost.pipeline)
         self._largest_ms = cost.largest_time_ms(max(lengths))
@@ -107,6 +108,16 @@ class ReplicaPacker:
         if self.cost.num_stages == 1:
             return self.packed(best_fit(sequences, self.tokens, self.cost.max_tokens))
         effort.spend(len(sequences) * _DEALING_EFFORT)
+        key = tuple(sequences)
+        packed = self._packed.get(key)
+        if packed is None:
+            packed, is_best = self._packed_in_shapes(sequences, target_ms)
+            if is_best:
+                self._packed[key] = packed
+        return packed
+
+    def _packed_in_shapes(self, sequences: Sequence[int], target_ms: float) -> tuple[Packing, bool]:
+        """As pack, with whether target_ms changed nothing."""
         work_ms = math.fsum(self.works_ms[sequence] for sequence in sequences)
         num_tokens = sum(self.lengths[sequence] for sequence in sequences)
         center = self._best_num(work_ms, num_tokens, len(sequences), sequences[0])
@@ -118,13 +129,13 @@ class ReplicaPacker:
         for nums in itertools.chain([nearest], more):
             found = []
             for dealt, time_ms in self._in_shapes(sequences, work_ms, nums):
-                found.append((dealt, time_ms))
                 if time_ms <= target_ms:
-                    break
+                    return _packing(dealt, time_ms), False
+                found.append((dealt, time_ms))
             if found:
-                return _packing(*min(found, key=lambda timed: timed[1]))
+                return _packing(*min(found, key=lambda timed: timed[1])), True
         # It never needs more micro-batches than there are sequences.
-        return self.packed(best_fit(sequences, self.tokens, self.cost.max_tokens))
+        return self.packed(best_fit(sequences, self.tokens, self.cost.max_tokens)), True
 
     def exchanged(self, packed: Packing, gone: int | None, come: int | None) -> Packing:
         """A pipeline's packing without one of its sequences and with another one.
@@ -172,14 +183,14 @@ class ReplicaPacker:
         orders = long_micro_batch_orders(long, self.cost)
         rated: list[tuple[float, int]] = []
         fewest = -(-num_tokens // self.cost.max_tokens)
-        nums = np.array([len(long) + each.num_before + each.num_after for each in orders.apart])
+        nums = orders.nums_apart
         for num in range(max(fewest, nums.min()), min(len(sequences), nums.max()) + 1):
             total_ms = work_ms + num * self.cost.coefficients.c_ms
             fill_ms = fill_bound_ms(self.cost.pipeline, num, total_ms, self._largest_ms)
             times_ms = np.maximum(orders.times_apart_ms(total_ms), fill_ms)
             rated += [(float(times_ms[place]), int(place)) for place in np.nonzero(nums == num)[0]]
         rated.sort()
-        return [(orders.apart[place], len(long)) for _, place in rated[:_NUM_ORDERS]]
+        return [(orders.apart(place), len(long)) for _, place in rated[:_NUM_ORDERS]]
 
     def _deal_around_long(
         self, sequences: Sequence[int], order: LongOrder, num_long: int
@@ -224,11 +235,13 @@ class ReplicaPacker:
         work_ms: NDArray[np.float64],
         num_tokens: NDArray[np.int64],
         longest_ms: NDArray[np.float64],
+        num_near: int,
     ) -> NDArray[np.float64]:
         """Lower bounds for the times of many shares, close to the times of good packings.
 
-        All arrays have one shape. longest_ms: work of the longest sequence of each share. Exact
-        for one stage if no room is left. A share without tokens takes no time.
+        All arrays have one shape. longest_ms: work of the longest sequence of each share; num_near:
+        number of micro-batches, from which the best one is sought. Exact for one stage if no room
+        is left. A share without tokens takes no time.
         """
         cost = self.cost
         c_ms, num_stages = cost.coefficients.c_ms, cost.num_stages
@@ -236,22 +249,23 @@ class ReplicaPacker:
         if num_stages == 1:
             return work_ms + fewest * c_ms
         best_ms = np.full(work_ms.shape, np.inf)
-        num, last = max(1, int(fewest.min())), int(fewest.max())
+        first, last = max(1, int(fewest.min())), int(fewest.max())
+        start = max(first, min(num_near, MAX_EXACT))
         # The first line is the total work itself.
         long_lines = [(by, by_long * (longest_ms + c_ms)) for by, by_long in self._long_lines[1:]]
-        while True:
-            total_ms = work_ms + num * c_ms
-            time_ms = total_ms.copy()
-            for by_total, long_ms in long_lines:
-                np.maximum(time_ms, by_total * total_ms + long_ms, out=time_ms)
-            for shape in self._shapes(num):
-                if shape.slope > 1.0:
-                    np.maximum(time_ms, shape.bound_ms(total_ms, self._largest_ms), out=time_ms)
-            is_better = (time_ms < best_ms) & (num >= fewest)
-            best_ms = np.where(is_better, time_ms, best_ms)
-            if num >= last and (num > MAX_EXACT or not is_better.any()):
-                break
-            num += 1
+        for nums in (range(start, max(last, MAX_EXACT + 1) + 1), range(start - 1, first - 1, -1)):
+            for num in nums:
+                total_ms = work_ms + num * c_ms
+                time_ms = total_ms.copy()
+                for by_total, long_ms in long_lines:
+                    np.maximum(time_ms, by_total * total_ms + long_ms, out=time_ms)
+                for shape in self._shapes(num):
+                    if shape.slope > 1.0:
+                        np.maximum(time_ms, shape.bound_ms(total_ms, self._largest_ms), out=time_ms)
+                is_better = (time_ms < best_ms) & (num >= fewest)
+                best_ms = np.where(is_better, time_ms, best_ms)
+                if not is_better.any() and not start <= num < last:
+                    break
         return np.where(num_tokens == 0, 0.0, best_ms)
 
     def packed(self, micro_batches: Sequence[Sequence[int]]) -> Packing:
@@ -353,25 +367,26 @@ def pipeline_times_ms(times_ms: FloatArray, pipeline: Pipeline) -> FloatArray:
     """pipeline_time_ms of many replicas at once: (num_replicas, num_micro_batches) to
     (num_replicas,)."""
     num_stages, forward_share = pipeline
-    num_micro_batches = times_ms.shape[1]
+    num_replicas, num_micro_batches = times_ms.shape
     # Micro-batches first: a row is then contiguous.
     forward_ms = np.ascontiguousarray((times_ms * forward_share).T)
     backward_ms = np.ascontiguousarray(times_ms.T) - forward_ms
-    zero = np.zeros(times_ms.shape[0])
-    free_ms = [zero] * num_stages
-    backward_end_ms = [zero] * (num_stages + 1)
+    free_ms = np.zeros((num_stages, num_replicas))
+    backward_end_ms = np.zeros((num_stages + 1, num_replicas))
     for round_ in range(num_micro_batches + num_stages):
-        forward_end_ms = zero
-        for stage in range(num_stages):
-            done_ms = free_ms[stage]
+        before_ms: FloatArray | None = None  # end of the forward on the stage before
+        for stage, done_ms in enumerate(free_ms):
             finished = round_ - num_stages + stage
             if 0 <= finished < num_micro_batches:
-                done_ms = np.maximum(done_ms, backward_end_ms[stage + 1]) + backward_ms[finished]
+                if stage < num_stages - 1:
+                    np.maximum(done_ms, backward_end_ms[stage + 1], out=done_ms)
+                done_ms += backward_ms[finished]
                 backward_end_ms[stage] = done_ms
             if round_ < num_micro_batches:
-                done_ms = np.maximum(done_ms, forward_end_ms) + forward_ms[round_]
-                forward_end_ms = done_ms
-            free_ms[stage] = done_ms
+                if before_ms is not None:
+                    np.maximum(done_ms, before_ms, out=done_ms)
+                done_ms += forward_ms[round_]
+                before_ms = done_ms
     return backward_end_ms[0]
 
 

@@ -17,6 +17,7 @@ takes no longer, so a bound remains a bound.
 
 from __future__ import annotations
 
+import functools
 import math
 from bisect import bisect_left, bisect_right
 from collections import Counter
@@ -65,6 +66,8 @@ _NUM_COUNTED = 2
 # Above this number, lengths that agree in their leading bits (at most 1/32 apart) are one group.
 _MAX_GROUPS = 256
 _KEPT_BITS = 6
+# Strategies of a pool share the buckets of a batch if the same limits divide it.
+_MAX_CACHED = 16
 
 FloatArray = NDArray[np.float64]
 
@@ -407,7 +410,15 @@ def make_buckets(
     lengths: shape (num_sequences,), in tokens; borders: lengths (limits of schemes) that no bucket
     may straddle. Returns at most num_buckets buckets, and one more per border, by rising length.
     """
-    fixed = sorted(set(borders))
+    longest = max(lengths)
+    fixed = sorted({border for border in borders if border < longest})
+    return _buckets(tuple(lengths), num_buckets, tuple(fixed))
+
+
+@functools.lru_cache(maxsize=_MAX_CACHED)
+def _buckets(
+    lengths: tuple[int, ...], num_buckets: int, fixed: tuple[int, ...]
+) -> tuple[Bucket, ...]:
     groups = _groups(lengths, fixed)
     num_groups = len(groups)
     values = np.array([group.low for group in groups], dtype=np.int64)
@@ -457,21 +468,21 @@ def _best_edges(
     num_groups = len(values)
     if num_buckets >= num_groups:
         return list(range(num_groups + 1))
-    # rounding[i, j]: of a bucket of the groups i to j - 1; infinite across a cut.
-    num_inside = num_before[None, :] - num_before[:num_groups, None]
-    tokens_inside = tokens_before[None, :] - tokens_before[:num_groups, None]
-    rounding = (tokens_inside - values[:, None] * num_inside).astype(np.float64)
-    rounding[np.tril_indices(num_groups, 0, num_groups + 1)] = np.inf
+    # rounding[j, i]: of a bucket of the groups i to j - 1; infinite across a cut.
+    num_inside = num_before[:, None] - num_before[:num_groups]
+    tokens_inside = tokens_before[:, None] - tokens_before[:num_groups]
+    rounding = (tokens_inside - values * num_inside).astype(np.float64)
+    rounding[np.triu_indices(num_groups + 1, 0, num_groups)] = np.inf
     for cut in cuts:
-        rounding[:cut, cut + 1 :] = np.inf
+        rounding[cut + 1 :, :cut] = np.inf
     # best[j]: least rounding of the first j groups, with one more bucket in each round.
-    best = rounding[0]
-    columns = np.arange(num_groups + 1)
+    best = rounding[:, 0]
+    rows = np.arange(num_groups + 1)
     choices = []
     for _ in range(num_buckets - 1):
-        totals = best[:num_groups, None] + rounding
-        choice = np.argmin(totals, axis=0)
-        best = totals[choice, columns]
+        totals = best[:num_groups] + rounding
+        choice = np.argmin(totals, axis=1)
+        best = totals[rows, choice]
         choices.append(choice)
     edges = [num_groups]
     for choice in reversed(choices):
