@@ -93,7 +93,7 @@ class ReplicaPacker:
         self.works_array_ms: FloatArray = np.append(works_ms, 0.0)
         """Likewise."""
         self._solver = solver
-        self._packed: dict[tuple[int, ...], Packing] = {}
+        self._best_packings: dict[tuple[int, ...], Packing] = {}
         self._tokens_array = np.array(self.tokens, dtype=np.int64)
         self._long_lines = long_micro_batch_lines(cost.pipeline)
         self._largest_ms = cost.largest_time_ms(max(lengths))
@@ -109,11 +109,11 @@ class ReplicaPacker:
             return self.packed(best_fit(sequences, self.tokens, self.cost.max_tokens))
         effort.spend(len(sequences) * _DEALING_EFFORT)
         key = tuple(sequences)
-        packed = self._packed.get(key)
+        packed = self._best_packings.get(key)
         if packed is None:
             packed, is_best = self._packed_in_shapes(sequences, target_ms)
             if is_best:
-                self._packed[key] = packed
+                self._best_packings[key] = packed
         return packed
 
     def _packed_in_shapes(self, sequences: Sequence[int], target_ms: float) -> tuple[Packing, bool]:
@@ -184,7 +184,7 @@ class ReplicaPacker:
         rated: list[tuple[float, int]] = []
         fewest = -(-num_tokens // self.cost.max_tokens)
         nums = orders.nums_apart
-        for num in range(max(fewest, nums.min()), min(len(sequences), nums.max()) + 1):
+        for num in range(max(fewest, int(nums.min())), min(len(sequences), int(nums.max())) + 1):
             total_ms = work_ms + num * self.cost.coefficients.c_ms
             fill_ms = fill_bound_ms(self.cost.pipeline, num, total_ms, self._largest_ms)
             times_ms = np.maximum(orders.times_apart_ms(total_ms), fill_ms)
@@ -372,7 +372,7 @@ def pipeline_times_ms(times_ms: FloatArray, pipeline: Pipeline) -> FloatArray:
     forward_ms = np.ascontiguousarray((times_ms * forward_share).T)
     backward_ms = np.ascontiguousarray(times_ms.T) - forward_ms
     free_ms = np.zeros((num_stages, num_replicas))
-    backward_end_ms = np.zeros((num_stages + 1, num_replicas))
+    backward_end_ms: FloatArray = np.zeros((num_stages, num_replicas))
     for round_ in range(num_micro_batches + num_stages):
         before_ms: FloatArray | None = None  # end of the forward on the stage before
         for stage, done_ms in enumerate(free_ms):
@@ -387,7 +387,8 @@ def pipeline_times_ms(times_ms: FloatArray, pipeline: Pipeline) -> FloatArray:
                     np.maximum(done_ms, before_ms, out=done_ms)
                 done_ms += forward_ms[round_]
                 before_ms = done_ms
-    return backward_end_ms[0]
+    end_ms: FloatArray = backward_end_ms[0]
+    return end_ms
 
 
 def improve_pipeline(
