@@ -115,10 +115,13 @@ class Assignment:
         limit_ms = self._shares[slowest].packed.time_ms * (1.0 - _LEAST_IMPROVEMENT)
         if limit_ms == 0.0:
             return False
-        candidates: list[tuple[float, float, int, int, int]] = []
-        for partner in self._partners(slowest):
-            candidates += self._candidates(slowest, partner, limit_ms)
-        candidates.sort()
+        given = self._offered(self._shares[slowest])
+        candidates = sorted(
+            itertools.chain.from_iterable(
+                self._candidates(slowest, given, partner, limit_ms)
+                for partner in self._partners(slowest)
+            )
+        )
         return any(
             self._try(slowest, partner, moved, taken, limit_ms)
             for _, _, partner, moved, taken in candidates[:_NUM_TRIED]
@@ -184,9 +187,9 @@ class Assignment:
         return partners
 
     def _candidates(
-        self, slowest: int, partner: int, limit_ms: float
+        self, slowest: int, given: NDArray[np.int64], partner: int, limit_ms: float
     ) -> list[tuple[float, float, int, int, int]]:
-        """The best moves and swaps by estimate.
+        """The best moves and swaps of the given sequences by estimate.
 
         As (time of the slower, sum of both, partner, sequence given, sequence taken); -1 takes
         nothing.
@@ -194,7 +197,6 @@ class Assignment:
         giver, taker = self._packers[slowest], self._packers[partner]
         mine, theirs = self._shares[slowest], self._shares[partner]
         self.effort.spend(_PARTNER_EFFORT)
-        given = self._offered(mine)
         # The last column is a move: nothing is taken.
         taken = np.append(self._offered(theirs), -1)
         given_tokens, taken_tokens = self._lengths[given][:, None], self._lengths[taken]
