@@ -28,7 +28,6 @@ from megatron.hydraulis.planner.solver import (
     LinearModel,
     Outcome,
     Solver,
-    SolverLimits,
     solve,
 )
 from megatron.hydraulis.strategy import Pool, Strategy
@@ -116,7 +115,7 @@ def coverings(draw: st.DrawFn) -> LinearModel:
 
 @given(coverings())
 def test_optima_are_scipys(model: LinearModel) -> None:
-    solution = solve(model, SolverLimits())
+    solution = solve(model)
     assert solution.outcome is Outcome.OPTIMAL
     entries = model.matrix
     matrix = csr_array((entries.values, (entries.rows, entries.columns)), entries.shape)

@@ -30,7 +30,6 @@ from megatron.hydraulis.planner.solver import (
     Deadline,
     ProgramBuilder,
     Solver,
-    SolverLimits,
     solve,
 )
 
@@ -146,7 +145,7 @@ def test_the_program_of_a_pipeline_is_its_recurrence(works: list[int], pipeline:
     stages = range(pipeline.num_stages)
     columns = PipelineColumns(pipeline, len(works), stages=stages)
     columns.add_to(program, [(work, work) for work in works])
-    solution = solve(program.model(), SolverLimits())
+    solution = solve(program.model())
     assert solution.objective == pytest.approx(pipeline.time_ms(works), rel=1e-6)
 
 

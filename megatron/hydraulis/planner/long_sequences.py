@@ -44,7 +44,6 @@ from megatron.hydraulis.planner.solver import (
     Outcome,
     ProgramBuilder,
     Solver,
-    SolverLimits,
 )
 
 FloatArray = NDArray[np.float64]
@@ -115,7 +114,7 @@ class LongSequences:
     def is_impossible(self, time_ms: float) -> bool:
         """Whether it is proved that every plan takes longer than time_ms."""
         model, _ = self._program(time_ms)
-        solution = self._solver.solve(model, SolverLimits())
+        solution = self._solver.solve(model)
         return solution.outcome is Outcome.OPTIMAL and self._leaves_tokens(solution.bound)
 
     def owed(self, time_ms: float) -> FloatArray | None:
@@ -124,7 +123,7 @@ class LongSequences:
         None if the time is impossible or the solver fails.
         """
         model, places = self._program(time_ms)
-        solution = self._solver.solve(model, SolverLimits())
+        solution = self._solver.solve(model)
         if solution.values is None:
             return None
         if self._leaves_tokens(solution.objective):

@@ -62,7 +62,6 @@ from megatron.hydraulis.planner.solver import (
     Solution,
     Solver,
     SolverError,
-    SolverLimits,
     solve_series,
 )
 
@@ -190,7 +189,7 @@ def _best_shapes(pipeline: Pipeline, num: int, num_idle: int) -> tuple[Shape, ..
     model = _model(columns, [0.0] * num, 1.0)
     limits = [min(1.0, ratio / num) for ratio in _LARGEST_OVER_MEAN[::-1]]
     uppers = [np.concatenate((np.full(num, limit), model.upper[num:])) for limit in limits]
-    solutions = solve_series(model, uppers, SolverLimits())
+    solutions = solve_series(model, uppers)
     if any(solution.outcome is not Outcome.OPTIMAL for solution in solutions):
         raise SolverError(f"no shape of {num} micro-batches on {pipeline.num_stages} stages")
     found = [_shape(*each, num) for each in zip(solutions, limits, strict=True)]
@@ -227,7 +226,7 @@ def best_works_ms(
     # Without a stage the works of 4 took up to 10 % longer, as they vary more than in a shape.
     columns = PipelineColumns(pipeline, len(least_ms), stages=range(pipeline.num_stages))
     model = _model(columns, [each_ms * scale for each_ms in least_ms], largest_ms * scale)
-    solution = solver.solve(model, SolverLimits())
+    solution = solver.solve(model)
     if solution.values is None:
         return None
     return [float(share) * total_ms for share in solution.values[: len(least_ms)]]

@@ -42,7 +42,6 @@ from megatron.hydraulis.planner.solver import (
     Outcome,
     ProgramBuilder,
     Solver,
-    SolverLimits,
 )
 
 _NUM_BUCKETS = 32
@@ -99,7 +98,7 @@ class Relaxation:
         program = self._program(time_ms)
         if program is None:
             return True
-        solution = self.solver.solve(program[0], SolverLimits())
+        solution = self.solver.solve(program[0])
         is_left_over = solution.bound > _LEFT_OVER_FRACTION * self._num_tokens
         return solution.outcome is Outcome.OPTIMAL and is_left_over
 
@@ -116,7 +115,7 @@ class Relaxation:
         if program is None:
             return None
         model, modes = program
-        solution = self.solver.solve(model, SolverLimits())
+        solution = self.solver.solve(model)
         if solution.values is None:
             return None
         num_buckets, num_modes = len(self.buckets), len(modes)

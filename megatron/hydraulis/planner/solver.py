@@ -68,6 +68,9 @@ class SolverLimits:
     seed: int = 0
 
 
+_DEFAULT_LIMITS = SolverLimits()
+
+
 @dataclass(frozen=True, slots=True)
 class SparseMatrix:
     """The numbers of a matrix that are not 0, row by row: most are 0 in these programs."""
@@ -163,7 +166,10 @@ class Solution:
 
 
 def solve(
-    model: LinearModel, limits: SolverLimits, *, clock: Callable[[], float] = time.perf_counter
+    model: LinearModel,
+    limits: SolverLimits = _DEFAULT_LIMITS,
+    *,
+    clock: Callable[[], float] = time.perf_counter,
 ) -> Solution:
     """Solve a linear program. Never raises."""
     if limits.guard_s <= 0.0:
@@ -181,9 +187,7 @@ def solve(
     return solution
 
 
-def solve_series(
-    model: LinearModel, uppers: Iterable[FloatArray], limits: SolverLimits
-) -> list[Solution]:
+def solve_series(model: LinearModel, uppers: Iterable[FloatArray]) -> list[Solution]:
     """Solve a linear program for several upper limits of its columns. Never raises.
 
     Each starts from the optimum before it, which takes a fraction of the iterations. The last
@@ -195,7 +199,7 @@ def solve_series(
         for upper in uppers:
             limited = dataclasses.replace(model, upper=upper)
             if highs is None:
-                highs = _new_highs(limited, limits)
+                highs = _new_highs(limited, _DEFAULT_LIMITS)
             else:
                 num = len(upper)
                 highs.changeColsBounds(num, np.arange(num, dtype=np.int32), model.lower, upper)
@@ -234,11 +238,10 @@ class Solver:
         """The first FAILED or OVERRUN of a run."""
         self._seed = seed
 
-    def solve(self, model: LinearModel, limits: SolverLimits) -> Solution:
+    def solve(self, model: LinearModel) -> Solution:
         """Like the function solve, but not beyond the deadline."""
-        guard_s = min(limits.guard_s, self.deadline.remaining_s)
-        limits = dataclasses.replace(limits, guard_s=guard_s, seed=self._seed)
-        solution = solve(model, limits)
+        guard_s = min(_DEFAULT_LIMITS.guard_s, self.deadline.remaining_s)
+        solution = solve(model, SolverLimits(guard_s=guard_s, seed=self._seed))
         if solution.outcome in (Outcome.FAILED, Outcome.OVERRUN) and self.trouble is None:
             self.trouble = solution.outcome
         return solution

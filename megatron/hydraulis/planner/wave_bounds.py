@@ -43,7 +43,6 @@ from megatron.hydraulis.planner.solver import (
     LinearModel,
     ProgramBuilder,
     Solver,
-    SolverLimits,
 )
 
 FloatArray = NDArray[np.float64]
@@ -104,14 +103,14 @@ def wave_bound_ms(
 def _bounds_of_sum_ms(program: "_Program", solver: Solver) -> Iterator[float]:
     """Bounds on the sum over waves; the later ones are tighter as a rule."""
     borders_ms = program.even_borders_ms()
-    answer = solver.solve(program.model(borders_ms), SolverLimits())
+    answer = solver.solve(program.model(borders_ms))
     yield answer.bound
     if answer.values is None:
         return
     num_waves = math.floor(answer.values[: len(borders_ms) - 1].sum() + _FEW_WAVES)
     borders_ms = program.divided(borders_ms, answer.values)
-    fewer = solver.solve(program.model(borders_ms, most=num_waves), SolverLimits())
-    more = solver.solve(program.model(borders_ms, fewest=num_waves + 1), SolverLimits())
+    fewer = solver.solve(program.model(borders_ms, most=num_waves))
+    more = solver.solve(program.model(borders_ms, fewest=num_waves + 1))
     yield min(fewer.bound, more.bound)
 
 

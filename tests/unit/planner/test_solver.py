@@ -7,7 +7,6 @@ import pytest
 
 from megatron.hydraulis.planner.solver import (
     LinearModel,
-    SolverLimits,
     _proved_bound,
     solve,
     solve_series,
@@ -46,7 +45,7 @@ def test_a_series_gives_the_optima_of_its_programs() -> None:
         row_upper=np.array([9.0]),
     )
     uppers = [np.array(upper) for upper in ([1.0, 1.0], [1.0, 9.0], [9.0, 9.0], [2.0, 0.0])]
-    series = solve_series(model, uppers, SolverLimits())
-    alone = [solve(dataclasses.replace(model, upper=upper), SolverLimits()) for upper in uppers]
+    series = solve_series(model, uppers)
+    alone = [solve(dataclasses.replace(model, upper=upper)) for upper in uppers]
     assert [each.objective for each in series] == pytest.approx([-3.0, -19.0 / 3.0, -9.0, -2.0])
     assert [each.bound for each in series] == pytest.approx([each.bound for each in alone])
