@@ -19,7 +19,7 @@ from megatron.hydraulis.planner import pipeline_bounds
 from megatron.hydraulis.planner import search as search_module
 from megatron.hydraulis.planner.plan import IterationPlan
 from megatron.hydraulis.planner.planners import CertifiedPlanner, GreedyPlanner
-from megatron.hydraulis.planner.solver import LinearModel, Outcome, SolverLimits, solve
+from megatron.hydraulis.planner.solver import LinearModel, Outcome, solve
 from megatron.hydraulis.strategy import Pool, Strategy
 from tests.support.planning import TableCostModel, sparse
 
@@ -323,14 +323,13 @@ def test_without_time_the_greedy_plan_is_marked(case: Case, limit_s: float) -> N
 def test_a_late_answer_is_not_used() -> None:
     """But an optimum is one on any machine."""
     clock = iter([0.0, 7.0, 0.0, 7.0]).__next__
-    late = solve(half_of_all(), SolverLimits(guard_s=5.0, num_iterations=0), clock=clock)
+    late = solve(half_of_all(), guard_s=5.0, num_iterations=0, clock=clock)
     assert (late.outcome, late.values) == (Outcome.OVERRUN, None)
-    whole = SolverLimits(guard_s=5.0)
-    assert solve(half_of_all(), whole, clock=clock).outcome is Outcome.OPTIMAL
+    assert solve(half_of_all(), guard_s=5.0, clock=clock).outcome is Outcome.OPTIMAL
 
 
 def test_a_zero_time_limit_is_an_overrun() -> None:
-    assert solve(half_of_all(), SolverLimits(guard_s=0.0)).outcome is Outcome.OVERRUN
+    assert solve(half_of_all(), guard_s=0.0).outcome is Outcome.OVERRUN
 
 
 def half_of_all() -> LinearModel:

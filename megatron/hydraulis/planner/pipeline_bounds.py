@@ -92,7 +92,6 @@ _MAX_LONG_THAT_FIT = 5
 # With so many small micro-batches at an end, fill or drain are counted as nothing.
 _MAX_BEFORE = 5
 _MAX_AFTER = 10
-_NUM_ENDS = (_MAX_BEFORE + 1) * (_MAX_AFTER + 1)
 # Batches differ, so an entry serves only the plan that made it. Few are above 10 KB.
 _MAX_CACHED_ORDERS = 40
 
@@ -350,27 +349,23 @@ class LongOrders:
     def __init__(
         self, sides: Sequence[_Sides], lines: Sequence[_Lines], pipeline: Pipeline
     ) -> None:
-        """sides: of the orders in which no two long sequences share a micro-batch; lines: of all
-        numbers of others for each of these, then of all other cases."""
+        """sides: of apart; lines: of apart, then of all other cases."""
         self._sides = sides
         self._least, self._most = _alongside(pipeline)
         self._num, self._ends, self._wanted, self._cheap = map(
             np.concatenate, zip(*lines, strict=True)
         )
 
-    @property
-    def nums_apart(self) -> IntArray:
-        """Number of micro-batches of each order apart: in which no two long sequences share one."""
-        return self._num[: len(self._sides) * _NUM_ENDS]
+    @functools.cached_property
+    def apart(self) -> tuple[LongOrder, ...]:
+        """The orders in which no two long sequences share a micro-batch."""
+        ends = itertools.product(range(_MAX_BEFORE + 1), range(_MAX_AFTER + 1))
+        every = itertools.product(self._sides, ends)
+        return tuple(LongOrder(*sides, *nums) for sides, nums in every)
 
     def times_apart_ms(self, total_ms: float) -> FloatArray:
-        """The bound of each order apart, shape (num_orders,)."""
-        return self._times_ms(total_ms)[: len(self._sides) * _NUM_ENDS]
-
-    def apart(self, place: int) -> LongOrder:
-        """One order apart."""
-        sides, ends = divmod(place, _NUM_ENDS)
-        return LongOrder(*self._sides[sides], *divmod(ends, _MAX_AFTER + 1))
+        """The bound of each order of apart, shape (num_orders,)."""
+        return self._times_ms(total_ms)[: len(self.apart)]
 
     def least_time_ms(self, num_micro_batches: int, total_ms: float) -> float:
         """Lower bound for a total work; infinite if the micro-batches are too few."""
@@ -448,18 +443,15 @@ def long_micro_batch_orders(lengths: tuple[int, ...], cost: SchemeCost) -> LongO
     works_ms = [cost.sequence_time_ms(length) for length in lengths]
     num_fewest = -(-sum(lengths) // cost.max_tokens)
     with_constant_ms = [work_ms + c_ms for work_ms in works_ms]
-    sides: list[_Sides] = []
-    lines: list[_Lines] = []
-    for of_sides, of_lines in _orders(with_constant_ms, pipeline, len(lengths)):
-        sides.append(of_sides)
-        lines.append(of_lines)
+    apart = list(_orders(with_constant_ms, pipeline, len(lengths)))
+    lines = [of_sides for _, of_sides in apart]
     for one, other in itertools.combinations(range(len(lengths)), 2):
         if lengths[one] + lengths[other] <= cost.max_tokens:
             rest = [works_ms[i] for i in range(len(lengths)) if i not in (one, other)]
             together_ms = works_ms[one] + works_ms[other] + c_ms
             merged = sorted([together_ms, *rest], reverse=True)
-            lines += [of_lines for _, of_lines in _orders(merged, pipeline, num_fewest)]
-    return LongOrders(sides, lines, pipeline)
+            lines += [of_sides for _, of_sides in _orders(merged, pipeline, num_fewest)]
+    return LongOrders([sides for sides, _ in apart], lines, pipeline)
 
 
 def _orders(

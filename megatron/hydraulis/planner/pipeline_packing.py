@@ -109,15 +109,8 @@ class ReplicaPacker:
             return self.packed(best_fit(sequences, self.tokens, self.cost.max_tokens))
         effort.spend(len(sequences) * _DEALING_EFFORT)
         key = tuple(sequences)
-        packed = self._best_packings.get(key)
-        if packed is None:
-            packed, is_best = self._packed_in_shapes(sequences, target_ms)
-            if is_best:
-                self._best_packings[key] = packed
-        return packed
-
-    def _packed_in_shapes(self, sequences: Sequence[int], target_ms: float) -> tuple[Packing, bool]:
-        """As pack, with whether target_ms changed nothing."""
+        if key in self._best_packings:
+            return self._best_packings[key]
         work_ms = math.fsum(self.works_ms[sequence] for sequence in sequences)
         num_tokens = sum(self.lengths[sequence] for sequence in sequences)
         center = self._best_num(work_ms, num_tokens, len(sequences), sequences[0])
@@ -130,12 +123,14 @@ class ReplicaPacker:
             found = []
             for dealt, time_ms in self._in_shapes(sequences, work_ms, nums):
                 if time_ms <= target_ms:
-                    return _packing(dealt, time_ms), False
+                    return _packing(dealt, time_ms)
                 found.append((dealt, time_ms))
             if found:
-                return _packing(*min(found, key=lambda timed: timed[1])), True
+                best = _packing(*min(found, key=lambda timed: timed[1]))
+                self._best_packings[key] = best
+                return best
         # It never needs more micro-batches than there are sequences.
-        return self.packed(best_fit(sequences, self.tokens, self.cost.max_tokens)), True
+        return self.packed(best_fit(sequences, self.tokens, self.cost.max_tokens))
 
     def exchanged(self, packed: Packing, gone: int | None, come: int | None) -> Packing:
         """A pipeline's packing without one of its sequences and with another one.
@@ -183,14 +178,14 @@ class ReplicaPacker:
         orders = long_micro_batch_orders(long, self.cost)
         rated: list[tuple[float, int]] = []
         fewest = -(-num_tokens // self.cost.max_tokens)
-        nums = orders.nums_apart
-        for num in range(max(fewest, int(nums.min())), min(len(sequences), int(nums.max())) + 1):
+        nums = np.array([len(long) + each.num_before + each.num_after for each in orders.apart])
+        for num in range(max(fewest, nums.min()), min(len(sequences), nums.max()) + 1):
             total_ms = work_ms + num * self.cost.coefficients.c_ms
             fill_ms = fill_bound_ms(self.cost.pipeline, num, total_ms, self._largest_ms)
             times_ms = np.maximum(orders.times_apart_ms(total_ms), fill_ms)
             rated += [(float(times_ms[place]), int(place)) for place in np.nonzero(nums == num)[0]]
         rated.sort()
-        return [(orders.apart(place), len(long)) for _, place in rated[:_NUM_ORDERS]]
+        return [(orders.apart[place], len(long)) for _, place in rated[:_NUM_ORDERS]]
 
     def _deal_around_long(
         self, sequences: Sequence[int], order: LongOrder, num_long: int
@@ -367,28 +362,26 @@ def pipeline_times_ms(times_ms: FloatArray, pipeline: Pipeline) -> FloatArray:
     """pipeline_time_ms of many replicas at once: (num_replicas, num_micro_batches) to
     (num_replicas,)."""
     num_stages, forward_share = pipeline
-    num_replicas, num_micro_batches = times_ms.shape
+    num_micro_batches = times_ms.shape[1]
     # Micro-batches first: a row is then contiguous.
     forward_ms = np.ascontiguousarray((times_ms * forward_share).T)
     backward_ms = np.ascontiguousarray(times_ms.T) - forward_ms
-    free_ms = np.zeros((num_stages, num_replicas))
-    backward_end_ms: FloatArray = np.zeros((num_stages, num_replicas))
+    zero = np.zeros(times_ms.shape[0])
+    free_ms = [zero] * num_stages
+    backward_end_ms = [zero] * (num_stages + 1)
     for round_ in range(num_micro_batches + num_stages):
-        before_ms: FloatArray | None = None  # end of the forward on the stage before
-        for stage, done_ms in enumerate(free_ms):
+        forward_end_ms = zero
+        for stage in range(num_stages):
+            done_ms = free_ms[stage]
             finished = round_ - num_stages + stage
             if 0 <= finished < num_micro_batches:
-                if stage < num_stages - 1:
-                    np.maximum(done_ms, backward_end_ms[stage + 1], out=done_ms)
-                done_ms += backward_ms[finished]
+                done_ms = np.maximum(done_ms, backward_end_ms[stage + 1]) + backward_ms[finished]
                 backward_end_ms[stage] = done_ms
             if round_ < num_micro_batches:
-                if before_ms is not None:
-                    np.maximum(done_ms, before_ms, out=done_ms)
-                done_ms += forward_ms[round_]
-                before_ms = done_ms
-    end_ms: FloatArray = backward_end_ms[0]
-    return end_ms
+                done_ms = np.maximum(done_ms, forward_end_ms) + forward_ms[round_]
+                forward_end_ms = done_ms
+            free_ms[stage] = done_ms
+    return backward_end_ms[0]
 
 
 def improve_pipeline(

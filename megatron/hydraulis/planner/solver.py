@@ -38,6 +38,11 @@ _OBJECTIVE_TOLERANCE = 1e-6
 _DUAL_TOLERANCE = 1e-6
 # Between a linear program's optimum and what its duals prove, as a share of their sum.
 _PROOF_TOLERANCE = 1e-6
+# Simplex iterations after which a run stops.
+_NUM_ITERATIONS = 20_000
+# Wall clock. Programs here take milliseconds, so load alone does not reach it. It is less than
+# ahead.GRACE_S, so a single program does not make a planner process count as hung.
+_GUARD_S = 30.0
 
 
 class SolverError(RuntimeError):
@@ -54,21 +59,6 @@ class Outcome(enum.Enum):
     """The time limit was reached; the answer is dropped, as another machine may give another."""
     FAILED = "failed"
     """An exception, a status that these models cannot have, or an answer that is proved wrong."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class SolverLimits:
-    """When to stop. Iterations decide; guard_s is a safety net."""
-
-    num_iterations: int = 20_000
-    """Simplex iterations."""
-    guard_s: float = 30.0
-    """Wall clock. Programs here take milliseconds, so load alone does not reach it. It is less than
-    ahead.GRACE_S, so a single program does not make a planner process count as hung."""
-    seed: int = 0
-
-
-_DEFAULT_LIMITS = SolverLimits()
 
 
 @dataclass(frozen=True, slots=True)
@@ -167,22 +157,24 @@ class Solution:
 
 def solve(
     model: LinearModel,
-    limits: SolverLimits = _DEFAULT_LIMITS,
     *,
+    num_iterations: int = _NUM_ITERATIONS,
+    guard_s: float = _GUARD_S,
+    seed: int = 0,
     clock: Callable[[], float] = time.perf_counter,
 ) -> Solution:
-    """Solve a linear program. Never raises."""
-    if limits.guard_s <= 0.0:
+    """Solve a linear program. Never raises. Iterations end a run; guard_s is a safety net."""
+    if guard_s <= 0.0:
         return Solution(outcome=Outcome.OVERRUN)
     start_s = clock()
     try:
-        highs = _new_highs(model, limits)
+        highs = _new_highs(model, num_iterations, guard_s, seed)
         highs.run()
         solution = _solution(highs, model)
     except Exception as error:  # Planning continues with the plan so far.
         logger.warning("the solver failed and its answer is not used: %r", error)
         return Solution(outcome=Outcome.FAILED)
-    if solution.outcome is not Outcome.OPTIMAL and clock() - start_s > limits.guard_s:
+    if solution.outcome is not Outcome.OPTIMAL and clock() - start_s > guard_s:
         return Solution(outcome=Outcome.OVERRUN)
     return solution
 
@@ -199,7 +191,7 @@ def solve_series(model: LinearModel, uppers: Iterable[FloatArray]) -> list[Solut
         for upper in uppers:
             limited = dataclasses.replace(model, upper=upper)
             if highs is None:
-                highs = _new_highs(limited, _DEFAULT_LIMITS)
+                highs = _new_highs(limited)
             else:
                 num = len(upper)
                 highs.changeColsBounds(num, np.arange(num, dtype=np.int32), model.lower, upper)
@@ -240,21 +232,26 @@ class Solver:
 
     def solve(self, model: LinearModel) -> Solution:
         """Like the function solve, but not beyond the deadline."""
-        guard_s = min(_DEFAULT_LIMITS.guard_s, self.deadline.remaining_s)
-        solution = solve(model, SolverLimits(guard_s=guard_s, seed=self._seed))
+        guard_s = min(_GUARD_S, self.deadline.remaining_s)
+        solution = solve(model, guard_s=guard_s, seed=self._seed)
         if solution.outcome in (Outcome.FAILED, Outcome.OVERRUN) and self.trouble is None:
             self.trouble = solution.outcome
         return solution
 
 
-def _new_highs(model: LinearModel, limits: SolverLimits) -> highspy.Highs:
+def _new_highs(
+    model: LinearModel,
+    num_iterations: int = _NUM_ITERATIONS,
+    guard_s: float = _GUARD_S,
+    seed: int = 0,
+) -> highspy.Highs:
     options: dict[str, bool | int | float | str] = {
         "output_flag": False,
         "threads": _NUM_THREADS,
-        "random_seed": limits.seed,
-        "time_limit": limits.guard_s,
+        "random_seed": seed,
+        "time_limit": guard_s,
         "presolve": "off",  # it costs more than it saves, as the programs are small
-        "simplex_iteration_limit": limits.num_iterations,
+        "simplex_iteration_limit": num_iterations,
     }
     highs = highspy.Highs()  # type: ignore[no-untyped-call]
     for name, value in options.items():
