@@ -3,12 +3,13 @@
 import json
 from dataclasses import replace
 
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron.hydraulis.cost_model import Coefficients
+from megatron.hydraulis.cost_model.limits import Limits
 from megatron.hydraulis.planner.plan import IterationPlan
-from megatron.hydraulis.planner.planners import GreedyPlanner
+from megatron.hydraulis.planner.planners import CertifiedPlanner, GreedyPlanner
 from megatron.hydraulis.strategy import Pool, Strategy
 from tests.support.planning import TableCostModel
 
@@ -113,3 +114,21 @@ def test_the_order_of_the_batch_does_not_change_the_time(
     planner = GreedyPlanner(make_pool(("pp2+tp2",)), model)
     shuffled = planner.plan([lengths[index] for index in order])
     assert shuffled.predicted_time_s == planner.plan(lengths).predicted_time_s
+
+
+@settings(max_examples=10, deadline=None)
+@given(
+    st.sampled_from(["pp8", "2*pp4", "pp4+tp2+2*tp1"]),
+    st.sampled_from([1, 64, 256]),
+    st.lists(st.integers(1, 200), min_size=15, max_size=25),
+)
+def test_a_certified_plan_is_never_slower_than_the_greedy_one(
+    text: str, row_quantum: int, lengths: list[int]
+) -> None:
+    pool = Pool.of(Strategy.parse(text, 8))
+    model = TableCostModel(default_limit=400, times=lambda _: Coefficients(1e-4, 0.03, 3.0))
+    limits = Limits(model, row_quantum=row_quantum)
+    certified, greedy = (
+        planner(pool, model, limits).plan(lengths) for planner in (CertifiedPlanner, GreedyPlanner)
+    )
+    assert certified.predicted_time_s <= greedy.predicted_time_s * (1 + 1e-9)

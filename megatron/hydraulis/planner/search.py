@@ -121,6 +121,12 @@ class StrategySearch:
         first = Assignment(self._packers, shares, self._effort, is_quick=True)
         for replica, packed in enumerate(packings):
             first.take_packing(replica, packed)
+        while not packings:
+            # No slower than the greedy plan: each replica that is slowest takes its packing.
+            slowest, before_ms = first.slowest, first.makespan_ms
+            first.take_packing(slowest, pack(shares[slowest], self._batch, costs[slowest]))
+            if first.times_ms[slowest] >= before_ms:
+                break
         self._take(first)
         self._dispatch_s += middle_s - begin_s
         self._packing_s += time.perf_counter() - middle_s
