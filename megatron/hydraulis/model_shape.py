@@ -106,6 +106,8 @@ class ModelShape:
     """Experts of a layer that has them; 0 in a model whose layers all have an MLP."""
     num_expert_layers: int = 0
     """Layers with experts; the others have an MLP."""
+    num_first_mlp_layers: int = 0
+    """Layers with an MLP before the first layer with experts."""
     experts_per_token: int = 0
     """Experts that a token passes."""
     expert_ffn_hidden_size: int = 0
@@ -178,14 +180,16 @@ class ModelShape:
             self.expert_ffn_hidden_size,
         )
         most = (self.num_experts, self.num_layers, self.num_experts, math.inf)
+        optional = self.shared_expert_ffn_hidden_size, self.num_first_mlp_layers
         is_right = all(1 <= each <= limit for each, limit in zip(needed, most, strict=True))
-        if not (is_right and self.shared_expert_ffn_hidden_size >= 0) and any(
-            (*needed, self.shared_expert_ffn_hidden_size)
-        ):
+        is_right &= min(optional) >= 0
+        is_right &= self.num_first_mlp_layers + self.num_expert_layers <= self.num_layers
+        if not is_right and any((*needed, *optional)):
             raise ConfigurationError(
                 f"model: a model with experts has at least 1 of them in 1 to {self.num_layers} "
                 f"layers, and a token passes 1 to all of them, but num_experts is "
-                f"{self.num_experts}, num_expert_layers {self.num_expert_layers}, "
+                f"{self.num_experts}, num_expert_layers {self.num_expert_layers} after "
+                f"num_first_mlp_layers {self.num_first_mlp_layers}, "
                 f"experts_per_token {self.experts_per_token}, expert_ffn_hidden_size "
                 f"{self.expert_ffn_hidden_size} and shared_expert_ffn_hidden_size "
                 f"{self.shared_expert_ffn_hidden_size}; correct them"
@@ -293,34 +297,36 @@ class ModelShape:
         """The matrices and the two norm weights of the largest layer, without biases."""
         return self.num_parameters_of_layers(1)
 
-    def num_parameters_of_layers(self, num_layers: int) -> int:
-        """Likewise of so many layers, as many of the larger kind among them as the model has."""
-        num_dense = self.num_layers - self.num_expert_layers
-        kinds = [
-            (self.num_expert_entries, self.num_expert_layers),
-            (self.num_mlp_entries, num_dense),
-        ]
-        total = num_layers * (self.num_attention_entries + 2 * self.hidden_size)
-        for num_entries, number in sorted(kinds, reverse=True):
-            total += min(num_layers, number) * num_entries
-            num_layers -= min(num_layers, number)
-        return total
+    def num_parameters_of_layers(self, num_layers: int, *, are_first: bool = False) -> int:
+        """Likewise of so many layers, with the kinds of `num_with_experts`."""
+        num_experts = self._num_with_most_entries(num_layers, are_first)
+        num_entries = num_experts * self.num_expert_entries
+        num_entries += (num_layers - num_experts) * self.num_mlp_entries
+        return num_entries + num_layers * (self.num_attention_entries + 2 * self.hidden_size)
 
-    def num_routed_parameters_of_layers(self, num_layers: int) -> int:
+    def num_routed_parameters_of_layers(self, num_layers: int, *, are_first: bool = False) -> int:
         """Those of them in the matrices of experts that only some tokens pass."""
-        return self._num_with_experts(num_layers) * self.num_routed_entries
+        return self._num_with_most_entries(num_layers, are_first) * self.num_routed_entries
 
-    def num_whole_parameters_of_layers(self, num_layers: int) -> int:
+    def num_whole_parameters_of_layers(self, num_layers: int, *, are_first: bool = False) -> int:
         """Those of them that every tp rank holds: norms, routers, projections to latents."""
-        num_router = self._num_with_experts(num_layers) * self.num_router_entries
+        num_routers = self._num_with_most_entries(num_layers, are_first)
         num_others = 2 * self.hidden_size + self.num_whole_attention_entries
-        return num_layers * num_others + num_router
+        return num_layers * num_others + num_routers * self.num_router_entries
 
-    def _num_with_experts(self, num_layers: int) -> int:
-        """Of so many layers, as `num_parameters_of_layers` chooses them."""
-        if self.num_expert_entries < self.num_mlp_entries:  # layers with an MLP come first
-            return max(0, num_layers - (self.num_layers - self.num_expert_layers))
-        return min(num_layers, self.num_expert_layers)
+    def _num_with_most_entries(self, num_layers: int, are_first: bool) -> int:
+        are_larger = self.num_expert_entries > self.num_mlp_entries
+        return self.num_with_experts(num_layers, are_first=are_first, most=are_larger)
+
+    def num_with_experts(self, num_layers: int, *, are_first: bool, most: bool) -> int:
+        """How many of so many layers have experts, at most or at least.
+
+        are_first: whether they are the first of the model; otherwise any of them.
+        """
+        num_mlps = min(num_layers, self.num_first_mlp_layers) if are_first else 0
+        if most:
+            return min(num_layers - num_mlps, self.num_expert_layers)
+        return max(0, num_layers - (self.num_layers - self.num_expert_layers))
 
     @property
     def whole_matrices(self) -> str:

@@ -68,8 +68,6 @@ class Role:
     """Whether experts are chosen by sigmoid scores and biases, not by softmax scores."""
     has_router_losses: bool = False
     """Whether routers have a balancing loss and a z-loss."""
-    has_steady_state: bool = True
-    """Whether stages of a pipeline alternate between forwards and backwards."""
 
     def __str__(self) -> str:
         recompute = self.recompute
@@ -106,9 +104,9 @@ class Role:
 
     @property
     def num_micro_batches(self) -> int:
-        """Of an iteration."""
-        pp = self.scheme.pp
-        return pp + 2 if pp > 1 and self.has_steady_state else pp
+        """Of an iteration, in which stages of a pipeline alternate between forwards and
+        backwards."""
+        return self.scheme.pp + 2 if self.scheme.pp > 1 else 1
 
     @property
     def fuses_rope(self) -> bool:
@@ -148,7 +146,8 @@ class RoleMemory:
     """Peak of torch's allocator."""
     device_bytes: int
     """Peak in use on the device."""
-    staging_bytes: int
+    num_retries: int
+    """How often the allocator had none left and freed what no tensor was in."""
 
     @property
     def peak_bytes(self) -> int:
@@ -202,7 +201,7 @@ def measure(role: Role, num_tokens: int) -> RoleMemory:
         allocated=allocated,
         reserved=reserved,
         device_bytes=device.peak_bytes(torch.cuda.current_device()),
-        staging_bytes=engine.staging.num_bytes,
+        num_retries=torch.cuda.memory_stats()["num_alloc_retries"],
     )
 
 

@@ -54,10 +54,11 @@ from megatron.hydraulis.cost_model.experts import (
     rank_load,
 )
 from megatron.hydraulis.cost_model.interface import Coefficients, usual_times_ms
-from megatron.hydraulis.cost_model.memory import MemoryModel, TrainedModel
+from megatron.hydraulis.cost_model.memory import MemoryModel
 from megatron.hydraulis.cost_model.pipeline import split_layers
 from megatron.hydraulis.cost_model.regrouping import FP32_BYTES, RegroupCosts
 from megatron.hydraulis.cost_model.software import TRAINING, Software
+from megatron.hydraulis.cost_model.trained_model import TrainedModel
 from megatron.hydraulis.errors import ConfigurationError
 from megatron.hydraulis.strategy import Scheme, Strategy
 

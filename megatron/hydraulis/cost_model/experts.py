@@ -98,11 +98,13 @@ def num_local_experts(shape: ModelShape, scheme: Scheme) -> float:
     return shape.num_experts / scheme.ep
 
 
-def num_layer_parameters(shape: ModelShape, scheme: Scheme, num_layers: int) -> float:
-    """Parameters of so many layers on a rank."""
-    routed = shape.num_routed_parameters_of_layers(num_layers)
-    whole = shape.num_whole_parameters_of_layers(num_layers)
-    others = shape.num_parameters_of_layers(num_layers) - routed - whole
+def num_layer_parameters(
+    shape: ModelShape, scheme: Scheme, num_layers: int, *, are_first: bool = False
+) -> float:
+    """Parameters of so many layers on a rank; are_first: of the model."""
+    routed = shape.num_routed_parameters_of_layers(num_layers, are_first=are_first)
+    whole = shape.num_whole_parameters_of_layers(num_layers, are_first=are_first)
+    others = shape.num_parameters_of_layers(num_layers, are_first=are_first) - routed - whole
     num_routed = routed / (scheme.tp if scheme.ep == 1 else scheme.ep)
     return whole + others / scheme.tp + num_routed
 

@@ -29,39 +29,22 @@ only at that moment, which is in or after the backward of the last layer:
 - *attention*: what the kernel and the exchange with cp ranks need, less the MLP's activations,
   which are freed by then.
 
-A layer keeps per token, in elements (h hidden, q queries, k keys or values, f width of the MLP):
-4h, inputs and outputs of both norms; q + 2k, rotated queries and keys and a copy of the values,
-which frees the fused output of the linear layer unless norms of queries and keys keep it; q,
-attention's output, and an fp32 number per head; 2f and f, the output of fc1 and the input of fc2 (f
-and f without a gate). An all-to-all over cp ranks keeps q more, the output before it is sent back,
-and keys and values once per copy of the heads. Besides its layers a stage keeps its output, the
-last one that of the final norm, and cosines and sines, which tp does not divide. They are looked up
-in a table of fp32 angles, as long as the longest sequence of the row, at most the row. It exists
-during the forward, up to the loss; full recompute keeps it for the backward.
+What layers keep and what attention needs is in layer_memory.py. Besides its layers a stage keeps
+its output, the last one that of the final norm, and cosines and sines, which tp does not divide.
+They are looked up in a table of fp32 angles, as long as the longest sequence of the row, at most
+the row. It exists during the forward, up to the loss; full recompute keeps it for the backward.
 
-Latent attention keeps the latents of the rank's part of the row, and has heads of one size, the
-larger of those of keys and values, except in Transformer Engine's core attention.
+With layers of Transformer Engine
 
-Experts keep a copy of a token's hidden state for each of them that it passes, and of that copy what
-an MLP keeps. Routing keeps the places of tokens sorted by expert, and scores. Which experts tokens
-choose does not matter to ranks that hold a part of each.
-
-Layers of Transformer Engine keep the same, but
-
-- their products use one more workspace and write weight gradients into the arena. For each shape of
-  a weight there is one tensor as large, which they return to autograd and nobody reads;
+- products use one more workspace and write weight gradients into the arena. For each shape of a
+  weight there is one tensor as large, which they return to autograd and nobody reads;
 - they gather into memory that is freed;
 - in the backward of *the first matrix of the MLP* its gathered input, its gradient before the
-  reduce-scatter and the scattered gradient exist together, with the gradient of its output;
-- norms of queries and keys keep copies of these, not the fused output; so do local ones in fp32.
+  reduce-scatter and the scattered gradient exist together, with the gradient of its output.
 
 Its core attention, by cuDNN, has the workspaces that cudnn-frontend asks for: fp32 gradients of
 queries and, with grouped queries, of keys and values per head, for tokens that are rounded up. Its
 ring attends to one rank's keys and values at a time.
-
-Full recompute keeps the inputs of the recomputed chunks and all of one chunk. Selective recompute
-of the MLP keeps its inside for one layer only; that of core attention keeps the linear layer's
-output and, with grouped queries, a copy of the queries, so it saves nothing.
 
 Other software than this program has one moment, with what a layer in its backward and the logits
 take together, and keeps more (`KeptMemory`).
@@ -73,25 +56,16 @@ The model was compared with what torch's allocator counts for roles of 1 to 70 b
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from megatron.hydraulis.cost_model.context import (
-    choose_way,
-    takes_all_to_all,
-    te_all_to_all_refusal,
-)
-from megatron.hydraulis.cost_model.device import DeviceConstants
 from megatron.hydraulis.cost_model.experts import (
-    MOST_SCORE_TENSORS,
     SAFE_EXPERT_LOAD,
     copies_at_once,
-    num_copies,
     num_layer_parameters,
-    routing_bytes,
 )
-from megatron.hydraulis.cost_model.recompute import NO_RECOMPUTE, Recompute
+from megatron.hydraulis.cost_model.layer_memory import LayerMemory
 from megatron.hydraulis.cost_model.regrouping import FP32_BYTES
 from megatron.hydraulis.cost_model.software import KeptMemory
 from megatron.hydraulis.cost_model.staging import PoolFootprint, footprint_of_scheme
-from megatron.hydraulis.model_shape import ModelShape
+from megatron.hydraulis.cost_model.trained_model import TrainedModel
 from megatron.hydraulis.strategy import Scheme
 
 # Master weight, first moment, second moment, summed gradient: all fp32.
@@ -104,8 +78,8 @@ _TE_WORKSPACE_BYTES, _TE_STREAMS = 2**25 + 1024, 4
 # Its fused attention rounds larger rows up to a multiple, smaller ones to a power of two from
 # which it has one graph for all (fused_attn/utils.cu in 2.20.2).
 _TE_ROUNDED_TOKENS, _TE_LEAST_TOKENS = 2**15, 2**10
-# Mean and inverse deviation of a norm; one of them for RMSNorm.
-_NORM_BYTES_PER_TOKEN = 2 * FP32_BYTES
+# Torch adds up larger bf16 tensors by parts, in an fp32 buffer as large as the sums.
+_INDEXED_BYTES = 2**31
 # Token, label and position in int64, the mask in fp32.
 _BATCH_BYTES_PER_TOKEN = 3 * 8 + FP32_BYTES
 # Masks, indices and sums of the cross entropy: six int64, four fp32.
@@ -115,11 +89,6 @@ _GATED_ACTIVATION_TENSORS, _PLAIN_ACTIVATION_TENSORS, _SEPARATE_ACTIVATION_TENSO
 LOSS_CHUNK_BYTES = 2**30
 """Of the fp32 logits of a chunk on a rank. A chunk's products then take ten times as long as adding
 to the weight's gradient once, or longer, with up to 128K columns on a rank."""
-OFFSET_CHANNELS = 8
-"""Channels that carry a learnable offset through the kernel: CUDA's take a multiple of 8."""
-QUERY_BLOCK = 512
-"""Queries that attend at once where they need masks, in tokens: the height of a block's mask. On
-average a block computes half its height of keys too many per query."""
 
 
 def loss_chunk_tokens(num_columns: int) -> int:
@@ -143,9 +112,13 @@ class Moment:
     bytes_per_chunk_token: float = 0.0
     """Per token of them in the chunk at work."""
     chunk_tokens: int = 0
+    above_tokens: float = 0.0
+    """On a cp rank: with fewer, it does not occur."""
 
     def bytes_with(self, num_tokens: float) -> float:
         """With a micro-batch of num_tokens on a cp rank."""
+        if num_tokens <= self.above_tokens:
+            return 0.0
         in_chunk = min(num_tokens, self.chunk_tokens)
         per_token = self.bytes_per_token * num_tokens
         return self.fixed_bytes + per_token + self.bytes_per_chunk_token * in_chunk
@@ -155,67 +128,9 @@ class Moment:
         free, per_token = num_bytes - self.fixed_bytes, self.bytes_per_token + further_per_token
         in_one_chunk = free / (per_token + self.bytes_per_chunk_token)
         if in_one_chunk <= self.chunk_tokens:
-            return in_one_chunk
-        return (free - self.bytes_per_chunk_token * self.chunk_tokens) / per_token
-
-
-@dataclass(frozen=True, slots=True)
-class _Token:
-    """Bytes of a token on a rank, by tensor."""
-
-    hidden: float
-    hidden_part: float
-    """A rank's part of a hidden state that sequence parallelism spreads over the tp ranks."""
-    query: float
-    key: float
-    """Of all keys; values take as much."""
-    mlp: float
-    """A tensor as wide as an MLP: half of fc1's output if that is gated."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class TrainedModel:
-    """A model on a device and how it is trained, as far as costs depend on it.
-
-    What says nothing of time affects memory only.
-    """
-
-    shape: ModelShape
-    device: DeviceConstants
-    parameter_bytes: int = 2
-    """Bytes of a parameter and of an activation: 2 for bf16, 4 for fp32."""
-    sequence_parallel: bool = True
-    recompute: Recompute = NO_RECOMPUTE
-    """Which activations the backward computes again, in time and memory."""
-    cp_comm_type: str = "p2p"
-    """How cp ranks exchange keys and values, one of `context.CP_COMM_TYPES`; time and memory."""
-    qk_norms: bool = False
-    """Whether queries and keys are normalised, or their latents."""
-    num_gate_tensors: int = 0
-    """What several kernels keep of a gated MLP, in tensors as wide as it; 0 if one is fused."""
-    softmax_type: str = "vanilla"
-    """Of core attention, as in Megatron."""
-    has_wide_norms: bool = False
-    """Whether norms keep their inputs in fp32, as local ones around one do."""
-    has_te_layers: bool = False
-    """Whether layers are those of Transformer Engine, in bf16."""
-    groups_experts: bool = False
-    """Whether a layer's experts are grouped products of Transformer Engine; time and memory."""
-    fuses_rope: bool = False
-    """Whether queries and keys are rotated by Transformer Engine's kernel."""
-    has_te_attention: bool = False
-    """Whether core attention is that of Transformer Engine, by cuDNN in bf16."""
-    pool: PoolFootprint | None = None
-    """Of the job; None assumes that the scheme in question fills the job."""
-    loss_chunk_tokens: int | None = None
-    """Tokens whose logits exist at the same time; None for the default."""
-    router_bytes: int = 0
-    """Bytes of a router's score, in whose precision tp ranks add up the outputs of experts; 0 for
-    that of parameters."""
-    num_score_tensors: int = MOST_SCORE_TENSORS
-    """What a router keeps of scores, in fp32 tensors of all experts."""
-    has_optimizer: bool = True
-    """Whether the job trains; otherwise there are no gradients and moments."""
+            return max(self.above_tokens, in_one_chunk)
+        in_chunks = (free - self.bytes_per_chunk_token * self.chunk_tokens) / per_token
+        return max(self.above_tokens, in_chunks)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -261,7 +176,7 @@ class MemoryModel(TrainedModel):
     def stage_tokens(self, scheme: Scheme, stage: int, num_layers: int) -> int:
         """`max_tokens` of one stage with num_layers layers."""
         multiple = 2 * scheme.tp * scheme.cp
-        usable, stream = self.usable_bytes, self._stream_per_token(scheme)
+        usable, stream = self.usable_bytes, self._layer(scheme).stream
         tokens_per_cp_rank = min(
             moment.tokens_in(usable, stream) for moment in self._moments(scheme, stage, num_layers)
         )
@@ -276,13 +191,6 @@ class MemoryModel(TrainedModel):
         return max(
             moment.bytes_with(num_tokens / scheme.cp) for moment in self.moments(scheme, stage)
         )
-
-    def stream_bytes(self, scheme: Scheme, num_tokens: int) -> float:
-        """What the allocator holds besides tensors, for the stream of Transformer Engine's ring.
-
-        Every second step runs on it, and other streams get none of its memory.
-        """
-        return self._stream_per_token(scheme) * num_tokens / scheme.cp
 
     def moments(self, scheme: Scheme, stage: int) -> tuple[Moment, ...]:
         """The points at which memory of a rank of a stage may peak."""
@@ -299,8 +207,7 @@ class MemoryModel(TrainedModel):
 
     def activation_bytes(self, scheme: Scheme, stage: int, num_tokens: int) -> float:
         """What micro-batches in flight keep for their backward, of num_tokens over all cp ranks."""
-        num_layers, is_last = self._num_layers(scheme, stage), stage == scheme.pp - 1
-        kept = self._kept_per_token(scheme, num_layers, is_last=is_last)
+        kept = self._kept_per_token(scheme, stage, self._num_layers(scheme, stage))
         return self._num_in_flight(scheme, stage) * kept * num_tokens / scheme.cp
 
     def _num_in_flight(self, scheme: Scheme, stage: int) -> int:
@@ -315,7 +222,7 @@ class MemoryModel(TrainedModel):
         # With one stage, tied embeddings are one matrix.
         if is_last and not (shape.tied_embeddings and is_first):
             num_embeddings += 1
-        num_parameters = num_layer_parameters(shape, scheme, num_layers)
+        num_parameters = num_layer_parameters(shape, scheme, num_layers, are_first=is_first)
         num_parameters += num_embeddings * shape.num_embedding_parameters / scheme.tp
         return num_parameters + is_last * shape.hidden_size
 
@@ -345,20 +252,21 @@ class MemoryModel(TrainedModel):
         return self.pool or footprint_of_scheme(scheme, self.shape, self.num_ranks, ranks_per_node)
 
     def _moments(self, scheme: Scheme, stage: int, num_layers: int) -> Iterator[Moment]:
-        shape, token = self.shape, self._token(scheme)
+        shape, layer = self.shape, self._layer(scheme)
         is_last = stage == scheme.pp - 1
         state = self._state_bytes(scheme, stage, num_layers)
-        in_flight = self._num_in_flight(scheme, stage)
-        kept = in_flight * self._kept_per_token(scheme, num_layers, is_last=is_last)
+        kept = self._kept_per_token(scheme, stage, num_layers)
+        kept *= self._num_in_flight(scheme, stage)
+        again = layer.again(num_layers)
         if self.kept is not None:
-            kept += self._again_per_token(scheme, num_layers) + token.hidden + token.mlp
-            kept += self.kept.score_bytes * self._scores_per_token(scheme)
+            kept += again + layer.hidden + layer.mlp + layer.scores
             logits = is_last * self.kept.logit_bytes * shape.vocab_size
             yield Moment("layer and logits", state, kept + logits)
             return
-        kept += self._left_per_token(scheme, stage)
-        matrix = shape.hidden_size * self.parameter_bytes / scheme.tp  # a column or row of one
-        whole = token.hidden if self._spreads(scheme) else 0.0
+        whole = layer.hidden if layer.num_shares > 1 else 0.0
+        # Left by a micro-batch: what was received, with its gradient, and the buffer of gathers.
+        kept += 2 * layer.hidden_part if stage > 0 else 0.0
+        kept += 0.0 if self.has_te_layers else whole
         if is_last:
             is_kept = self.fuses_rope or self.recompute.num_layers_again(num_layers) > 0
             table = 0.0 if is_kept else self._rotary_table_per_token(scheme)
@@ -369,77 +277,67 @@ class MemoryModel(TrainedModel):
             yield Moment("loss", state, with_loss + table, logits, chunk_tokens)
             if self.parameter_bytes < FP32_BYTES:
                 logits += num_columns * self.parameter_bytes
-            yield Moment("output layer", state, with_loss + token.hidden, logits, chunk_tokens)
-            kept -= (2 + self._widening) * token.hidden_part  # the final norm's have been freed
-        kept += self._again_per_token(scheme, num_layers) + token.hidden_part
+            yield Moment("output layer", state, with_loss + layer.hidden, logits, chunk_tokens)
+            kept -= (2 + self.widening) * layer.hidden_part  # the final norm's have been freed
+        kept += again + layer.hidden_part
         num_tensors = _GATED_ACTIVATION_TENSORS if shape.gated_mlp else _PLAIN_ACTIVATION_TENSORS
         num_tensors = _SEPARATE_ACTIVATION_TENSORS if self.num_gate_tensors else num_tensors
         if shape.num_experts:
-            copies = self._copies_per_token(scheme)
             width = max(1.0, self.router_bytes / self.parameter_bytes)
-            outputs = token.hidden * copies_at_once(shape, scheme, self.expert_load, width)
-            if is_last and not shape.shared_expert_ffn_hidden_size:
-                # A forward has no gradient, a recompute no output yet. Before the last stage, the
-                # schedule holds the gradient received last during the next forward.
-                outputs -= token.hidden_part
+            outputs = layer.hidden * copies_at_once(shape, scheme, self.expert_load, width)
+            # A forward has no gradient, a recompute no output yet. Before the last stage, the
+            # schedule holds the gradient received last during the next forward.
+            outputs -= layer.hidden_part if is_last else 0.0
+            outputs += layer.hidden_part if shape.shared_expert_ffn_hidden_size else 0.0
             yield Moment("outputs of experts", state, kept + outputs)
             share = 1 / scheme.tp if scheme.ep == 1 else 1
             expert = shape.expert_ffn_hidden_size * share * self.parameter_bytes
             gradient = 0.0 if self.has_te_layers else shape.hidden_size * expert
             is_one = scheme.ep == 1 and not self.groups_experts
-            chosen = expert * (1 if is_one else self._num_copies(scheme))
-            yield Moment("an expert", state + gradient, kept + copies + num_tensors * chosen)
+            chosen = expert * (1 if is_one else layer.num_copies)
+            an_expert = layer.copies + num_tensors * chosen
+            yield Moment("an expert", state + gradient, kept + an_expert)
         if shape.num_expert_layers < shape.num_layers:
-            yield Moment(
-                "second matrix of the MLP",
-                state + (0.0 if self.has_te_layers else matrix * shape.ffn_hidden_size),
-                kept + whole + token.mlp,
-            )
-            yield Moment("activation of the MLP", state, kept + num_tensors * token.mlp)
+            gradient = 0.0 if self.has_te_layers else shape.hidden_size * layer.mlp
+            second = kept + whole + layer.mlp
+            yield Moment("second matrix of the MLP", state + gradient, second)
+            yield Moment("activation of the MLP", state, kept + num_tensors * layer.mlp)
         if self.has_te_layers:
             # The gradient of its output is all that is left of the inside.
-            gradients = (2 if shape.gated_mlp else 1) * token.mlp + 2 * whole + token.hidden_part
-            inside = self._mlp_per_token(scheme)
-            yield Moment("first matrix of the MLP", state, kept - inside + gradients)
-        freed = self._mlps_per_token(scheme, 1) + 2 * token.hidden_part
-        per_token = kept - freed + self._attention_per_token(scheme)
-        if not self.has_te_attention:
-            yield Moment("attention", state, per_token)
+            gradients = (2 if shape.gated_mlp else 1) * layer.mlp + 2 * whole + layer.hidden_part
+            first = kept - layer.kept_by_mlp + gradients
+            yield Moment("first matrix of the MLP", state, first)
+        freed = layer.kept_by_last_mlp(num_layers, are_first=stage == 0) + 2 * layer.hidden_part
+        kept += layer.needed_by_attention - freed
+        if self.has_te_attention:
+            rounded, num_rows = layer.rounded
+            state += rounded / num_rows * _TE_LEAST_TOKENS
+            yield Moment("attention", state, kept, rounded, _TE_ROUNDED_TOKENS // num_rows)
             return
-        rounded, num_rows = self._rounded_per_token(scheme)
-        state += rounded / num_rows * _TE_LEAST_TOKENS
-        yield Moment("attention", state, per_token, rounded, _TE_ROUNDED_TOKENS // num_rows)
+        yield Moment("attention", state, kept)
+        if layer.gradients_by_head:
+            above = _INDEXED_BYTES / layer.gradients_by_head
+            sums = layer.keys_at_once * layer.key * FP32_BYTES / self.parameter_bytes
+            yield Moment("attention to many keys", state, kept + sums, above_tokens=above)
 
-    def _token(self, scheme: Scheme) -> _Token:
-        shape, tp = self.shape, scheme.tp
-        hidden = float(shape.hidden_size * self.parameter_bytes)
-        return _Token(
-            hidden=hidden,
-            hidden_part=hidden / (tp if self._spreads(scheme) else 1),
-            query=shape.num_attention_heads * shape.padded_channels * self.parameter_bytes / tp,
-            key=shape.num_query_groups * shape.padded_channels * self.parameter_bytes / tp,
-            mlp=shape.ffn_hidden_size * self.parameter_bytes / tp,
+    def _layer(self, scheme: Scheme) -> LayerMemory:
+        return LayerMemory(
+            model=self,
+            scheme=scheme,
+            expert_load=self.expert_load,
+            kept=self.kept,
+            sequence_tokens=self.sequence_tokens,
         )
 
-    def _spreads(self, scheme: Scheme) -> bool:
-        """Whether hidden states are spread over the tp ranks."""
-        return self.sequence_parallel and scheme.tp > 1
-
-    def _left_per_token(self, scheme: Scheme, stage: int) -> float:
-        """What a micro-batch leaves behind: the gather buffer of sequence parallelism and, after
-        the first stage, what was received, with its gradient."""
-        token = self._token(scheme)
-        buffer = token.hidden if self._spreads(scheme) and not self.has_te_layers else 0.0
-        return buffer + (2 * token.hidden_part if stage > 0 else 0.0)
-
-    def _kept_per_token(self, scheme: Scheme, num_layers: int, *, is_last: bool) -> float:
+    def _kept_per_token(self, scheme: Scheme, stage: int, num_layers: int) -> float:
         """What one micro-batch keeps on a stage."""
-        recompute, token = self.recompute, self._token(scheme)
+        recompute, layer = self.recompute, self._layer(scheme)
         num_again = recompute.num_layers_again(num_layers)
-        layers = recompute.num_inputs_kept(num_layers) * token.hidden_part
-        layers += self._layers_per_token(scheme, num_layers - num_again)
+        layers = recompute.num_inputs_kept(num_layers) * layer.hidden_part
+        layers += layer.kept_by(num_layers - num_again, are_first=stage == 0 and not num_again)
         # In fp32, norms keep a copy of the stage's first input and of the last stage's output.
-        outputs = (2 if is_last else 1) * (1 + self._widening) * token.hidden_part
+        num_outputs = 2 if stage == scheme.pp - 1 else 1
+        outputs = num_outputs * (1 + self.widening) * layer.hidden_part
         rotation: float = 2 * self.shape.rotary_channels * self.parameter_bytes
         if self.fuses_rope:
             rotation = self._rotary_table_per_token(scheme)
@@ -450,271 +348,3 @@ class MemoryModel(TrainedModel):
     def _rotary_table_per_token(self, scheme: Scheme) -> float:
         """Angles of all positions of the row, which all of its cp ranks hold."""
         return float(scheme.cp * self.shape.rotary_channels * FP32_BYTES)
-
-    def _layers_per_token(self, scheme: Scheme, num_layers: int) -> float:
-        """What so many layers keep that are not fully recomputed."""
-        kept, token = 0.0, self._token(scheme)  # of a layer, besides all that it has
-        if self.recompute.drops_mlp:
-            kept -= self._mlp_per_token(scheme)
-            if self.has_te_layers:  # the norm before it is a part of its first matrix
-                kept -= token.hidden_part
-        if self.recompute.drops_core_attention:
-            kept += self._given_to_attention_per_token(scheme)
-            kept += 0.0 if self._pads_values else token.query * self._value_share  # its output
-            if self.fuses_rope:  # before what is recomputed
-                kept += token.query + token.key
-                if token.key < token.query and not self._norms_heads:
-                    kept -= token.query  # their copy
-            elif self._norms_heads:
-                kept += token.query + token.key
-            if self._norms_copy:  # also the queries, which would be copied otherwise
-                kept += self._normed_per_token(scheme)
-                kept -= token.query if token.key < token.query else 0.0
-            kept -= self._kept_by_attention_per_token(scheme)
-        return self._whole_layers_per_token(scheme, num_layers) + num_layers * kept
-
-    def _whole_layers_per_token(self, scheme: Scheme, num_layers: int) -> float:
-        shape, token = self.shape, self._token(scheme)
-        shares = scheme.tp if self._spreads(scheme) else 1
-        inputs = 2 * (1 + self._widening)
-        norms = (2 + inputs) * token.hidden_part + 2 * _NORM_BYTES_PER_TOKEN / shares
-        if self.kept is not None:
-            norms += (self.kept.hidden_states + self.kept.norm_states) * token.hidden_part
-            norms += self.kept.attention_states * (token.query + token.key) / 2
-            norms += shape.gated_mlp * self.kept.mlp_tensors * token.mlp
-            norms += self.kept.score_bytes * self._scores_per_token(scheme)
-        kept = norms + self._kept_by_attention_per_token(scheme)
-        if shape.kv_lora_rank:
-            kept += self._latents_per_token(scheme)
-        if shape.output_gate:  # its sigmoid, in fp32, and the product with attention's output
-            kept += token.query * (FP32_BYTES / self.parameter_bytes + 1)
-        return num_layers * kept + self._mlps_per_token(scheme, num_layers)
-
-    def _latents_per_token(self, scheme: Scheme) -> float:
-        """What latent attention keeps besides: latents, before and after their norms, and its
-        output without the padding of values."""
-        shape, num_shares = self.shape, scheme.tp if self._spreads(scheme) else 1
-        num_channels = shape.qk_pos_emb_head_dim
-        num_channels += (shape.q_lora_rank + shape.kv_lora_rank) * (1 + self.qk_norms)
-        kept = num_channels * self.parameter_bytes / num_shares
-        if self._pads_values:
-            kept += shape.output_size * self.parameter_bytes / scheme.tp
-        return kept
-
-    @property
-    def _pads_values(self) -> bool:
-        """Whether the kernel gets padded values, and its output is copied without the padding."""
-        return not self.has_te_attention and self.shape.value_channels < self.shape.padded_channels
-
-    @property
-    def _value_share(self) -> float:
-        """Channels of values, as the kernel gets them, over those of the larger of both."""
-        shape = self.shape
-        return shape.value_channels / shape.padded_channels if self.has_te_attention else 1.0
-
-    @property
-    def _norms_heads(self) -> bool:
-        """Whether queries and keys are normalised, not the latents they come from."""
-        return self.qk_norms and not self.shape.kv_lora_rank
-
-    @property
-    def _widening(self) -> float:
-        """What norms keep of their inputs in fp32, more than in the model's precision."""
-        return FP32_BYTES / self.parameter_bytes - 1 if self.has_wide_norms else 0.0
-
-    def _scores_per_token(self, scheme: Scheme) -> float:
-        """Of a layer."""
-        return self.sequence_tokens * self.shape.num_attention_heads / scheme.tp
-
-    @property
-    def _num_inside_tensors(self) -> int:
-        """As wide as an MLP, that it keeps: the output of fc1 and the input of fc2."""
-        return self.num_gate_tensors or (3 if self.shape.gated_mlp else 2)
-
-    def _mlp_per_token(self, scheme: Scheme) -> float:
-        """What an MLP keeps."""
-        return self._num_inside_tensors * self._token(scheme).mlp
-
-    def _experts_per_token(self, scheme: Scheme) -> float:
-        """What the experts of a layer keep, and the router."""
-        shape = self.shape
-        routed = self._num_copies(scheme) * shape.expert_ffn_hidden_size
-        if scheme.ep == 1:
-            routed /= scheme.tp
-        width = routed + shape.shared_expert_ffn_hidden_size / scheme.tp
-        inside = self._num_inside_tensors * width * self.parameter_bytes
-        routing = routing_bytes(shape, self.num_score_tensors)
-        routing /= scheme.tp if self._spreads(scheme) else 1
-        return inside + self._copies_per_token(scheme) + routing
-
-    def _mlps_per_token(self, scheme: Scheme, num_layers: int) -> float:
-        """What the MLPs and experts of so many layers keep, with as many of the larger kind among
-        them as the model has."""
-        num_with_experts = self.shape.num_expert_layers
-        kinds = [(self._mlp_per_token(scheme), self.shape.num_layers - num_with_experts)]
-        if num_with_experts:
-            kinds.append((self._experts_per_token(scheme), num_with_experts))
-        kept = 0.0
-        for of_layer, number in sorted(kinds, reverse=True):
-            kept += min(num_layers, number) * of_layer
-            num_layers -= min(num_layers, number)
-        return kept
-
-    def _num_copies(self, scheme: Scheme) -> float:
-        return num_copies(self.shape, scheme, self.expert_load)
-
-    def _copies_per_token(self, scheme: Scheme) -> float:
-        """A hidden state for each of them."""
-        return self._num_copies(scheme) * self._token(scheme).hidden
-
-    def _kept_by_attention_per_token(self, scheme: Scheme) -> float:
-        token = self._token(scheme)
-        per_head = FP32_BYTES * self.shape.num_attention_heads / scheme.tp
-        kept = self._attended_per_token(scheme) + token.query * self._value_share + per_head
-        if self.softmax_type != "vanilla":  # the kernel's queries and output have more channels
-            kept += token.query * (1 + 2 * self._channels_per_channel)
-        elif self.parameter_bytes == FP32_BYTES:  # outputs of blocks, before they are joined
-            kept += token.query * self.shape.num_windowed_layers / self.shape.num_layers
-        if self._norms_copy:
-            kept += self._normed_per_token(scheme)
-        elif self._norms_heads:  # their inputs keep the linear layer's output, and the values in it
-            kept += self._given_to_attention_per_token(scheme) + 2 * per_head
-            kept -= token.key if scheme.cp == 1 else 0.0
-        sends_back = self._exchanges_heads(scheme) and not self._pads_values
-        return kept + token.query * self._value_share if sends_back else kept
-
-    @property
-    def _norms_copy(self) -> bool:
-        """Whether norms of queries and keys keep copies of their inputs, not of a larger tensor."""
-        return self._norms_heads and (self.has_te_layers or self._widening > 0)
-
-    def _normed_per_token(self, scheme: Scheme) -> float:
-        """What norms of queries and keys keep if they copy."""
-        token = self._token(scheme)
-        per_head = FP32_BYTES * self.shape.num_attention_heads / scheme.tp
-        return (1 + self._widening) * (token.query + token.key) + 2 * per_head
-
-    @property
-    def _channels_per_channel(self) -> float:
-        """Channels of a learnable offset, for each of a head."""
-        is_learnable = self.softmax_type == "learnable"
-        return OFFSET_CHANNELS / self.shape.kv_channels if is_learnable else 0.0
-
-    def _attended_per_token(self, scheme: Scheme) -> float:
-        """Queries, keys and values as the kernel receives them."""
-        token, num_copies = self._token(scheme), 1.0
-        if self._exchanges_heads(scheme):
-            num_copies = max(1.0, scheme.cp * scheme.tp / self.shape.num_query_groups)
-        return token.query + (1 + self._value_share) * token.key * num_copies
-
-    def _given_to_attention_per_token(self, scheme: Scheme) -> float:
-        """The linear layer's output, and a copy of the queries if they are not contiguous in it."""
-        token = self._token(scheme)
-        is_grouped = token.key < token.query
-        gate = token.query if self.shape.output_gate else 0.0
-        values = token.key * self.shape.value_channels / self.shape.padded_channels
-        return token.query + gate + token.key + values + (token.query if is_grouped else 0.0)
-
-    def _again_per_token(self, scheme: Scheme, num_layers: int) -> float:
-        """What is recomputed for the backward of the last layer, besides what was kept."""
-        recompute, token = self.recompute, self._token(scheme)
-        if recompute.num_layers_again(num_layers) == num_layers:
-            # The chunk's input was kept, its output is recomputed.
-            return self._whole_layers_per_token(scheme, recompute.num_layers_at_once(num_layers))
-        if not recompute.drops_mlp:
-            return 0.0
-        num_outputs = 2 if self.has_te_layers else 1  # of the MLP, and of the norm in it
-        return self._mlp_per_token(scheme) + num_outputs * token.hidden_part
-
-    def _attention_per_token(self, scheme: Scheme) -> float:
-        """Needed in the backward of core attention, besides what the layer keeps of it.
-
-        The kernel: gradients of the output, as received and contiguous, of queries, keys and
-        values, an fp32 sum for queries and, with grouped queries, gradients of keys and values per
-        head. Over cp ranks the keys are those of the row up to the end of each rank's second chunk,
-        cp + ½ per local token; they are gathered again, and their gradients exist both apart and
-        concatenated.
-        """
-        again = 0.0
-        token = self._token(scheme)
-        if self.recompute.drops_core_attention:
-            again = self._kept_by_attention_per_token(scheme) + token.query
-        if self.has_te_attention and scheme.cp > 1:
-            return again + self._te_exchange_per_token(scheme)
-        if self._exchanges_heads(scheme):
-            keys = self._attended_per_token(scheme)
-        else:
-            keys = 2 * token.key * self._keys_at_once(scheme)
-        kernel = 3 * token.query
-        if self.softmax_type == "vanilla":
-            kernel += self._attention_sums_per_token(scheme)
-        else:  # sums of a block of queries, see `QUERY_BLOCK`
-            # Each block of queries with a window has its keys behind an offset's key.
-            num_copies = 1 + self.shape.window_tokens / QUERY_BLOCK
-            keys *= (1 + self._channels_per_channel) * num_copies
-        is_laid_out = scheme.cp > 1 or self.softmax_type != "vanilla"
-        gathered = keys if is_laid_out else 0.0
-        return again + gathered + keys + max(kernel, keys)
-
-    def _te_exchange_per_token(self, scheme: Scheme) -> float:
-        """As `_attention_per_token`, by Transformer Engine over cp ranks.
-
-        A ring has two buffers with keys, values and gradients of both, and the gradients of a step.
-        Gathered keys and values exist besides gradients of two steps and their sums, at the end
-        also in the order of ranks. An all-to-all sends gradients from one copy to another.
-        """
-        token, sums = self._token(scheme), self._attention_sums_per_token(scheme)
-        if self._exchanges_heads(scheme):
-            gradients = self._attended_per_token(scheme)
-            return token.query + gradients + max(sums, 3 * gradients)
-        keys = 2 * token.key * self._keys_at_once(scheme)
-        if self._rings(scheme):
-            return 5 * keys + 3 * token.query + sums
-        return 4 * keys + 4 * token.query + max(sums, keys / 2)
-
-    def _stream_per_token(self, scheme: Scheme) -> float:
-        """A step's output, and keys and values."""
-        token = self._token(scheme)
-        return token.query + 2 * token.key if self._rings(scheme) else 0.0
-
-    def _attention_sums_per_token(self, scheme: Scheme) -> float:
-        """What the kernel adds up: gradients of queries in fp32 and, with grouped queries, of keys
-        and values of the row per head, in fp32 by cuDNN."""
-        token = self._token(scheme)
-        fp32 = token.query * FP32_BYTES / self.parameter_bytes
-        if token.key == token.query:
-            return fp32
-        per_head = fp32 if self.has_te_attention else token.query
-        return fp32 + 2 * self._keys_at_once(scheme) * per_head
-
-    def _rounded_per_token(self, scheme: Scheme) -> tuple[float, int]:
-        """What cuDNN's sums take for a token, and how many ranks' tokens its rows have: at most as
-        much again is for tokens that rows do not have."""
-        token = self._token(scheme)
-        fp32 = token.query * FP32_BYTES / self.parameter_bytes
-        sums = fp32 if token.key == token.query else 3 * fp32
-        if scheme.cp == 1 or self._rings(scheme):
-            return sums, 1
-        return sums if self._exchanges_heads(scheme) else sums * scheme.cp, scheme.cp
-
-    def _keys_at_once(self, scheme: Scheme) -> float:
-        """To which a kernel attends, for each local token."""
-        if scheme.cp == 1 or self._exchanges_heads(scheme) or self._rings(scheme):
-            return 1.0
-        return scheme.cp if self.has_te_attention else scheme.cp + 0.5
-
-    def _rings(self, scheme: Scheme) -> bool:
-        """Whether cp ranks pass keys and values on, and attend to those of one rank at a time."""
-        is_asked = self.has_te_attention and self.cp_comm_type != "all_gather"
-        return scheme.cp > 1 and is_asked and not self._exchanges_heads(scheme)
-
-    def _exchanges_heads(self, scheme: Scheme) -> bool:
-        """Whether cp ranks exchange tokens for heads."""
-        if scheme.cp == 1:
-            return False
-        num_heads = self.shape.num_attention_heads // scheme.tp
-        num_groups = self.shape.num_query_groups // scheme.tp
-        if self.has_te_attention:
-            refusal = te_all_to_all_refusal(num_heads, num_groups, scheme.cp)
-            return takes_all_to_all(self.cp_comm_type, num_heads, num_groups, scheme.cp, refusal)
-        return choose_way(self.cp_comm_type, num_heads, num_groups, scheme.cp) == "a2a"

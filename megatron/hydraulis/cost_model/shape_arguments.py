@@ -400,10 +400,12 @@ def expert_sizes(namespace: argparse.Namespace, ffn_hidden_size: int) -> dict[st
             f"--moe-layer-freq is at least 1, or a list with a 0 or a 1 for each of {num_layers} "
             f"layers, but is {frequency}; correct it"
         )
+    layers = layers_with_experts(num_layers, frequency)
     width, topk = namespace.moe_ffn_hidden_size, namespace.moe_router_topk
     return {
         "num_experts": num_experts,
-        "num_expert_layers": sum(layers_with_experts(num_layers, frequency)),
+        "num_expert_layers": sum(layers),
+        "num_first_mlp_layers": (*layers, True).index(True),
         "experts_per_token": _EXPERTS_PER_TOKEN if topk is None else topk,
         "expert_ffn_hidden_size": ffn_hidden_size if width is None else width,
         "shared_expert_ffn_hidden_size": namespace.moe_shared_expert_intermediate_size or 0,

@@ -216,6 +216,7 @@ class HuggingFaceModel:
             further_sizes |= {
                 "num_experts": experts.number,
                 "num_expert_layers": sum(experts.layers),
+                "num_first_mlp_layers": (*experts.layers, 1).index(1),
                 "experts_per_token": experts.per_token,
                 "expert_ffn_hidden_size": experts.ffn_hidden_size,
                 "shared_expert_ffn_hidden_size": experts.shared_ffn_hidden_size,
