@@ -298,33 +298,23 @@ class ModelShape:
         return self.num_parameters_of_layers(1)
 
     def num_parameters_of_layers(self, num_layers: int, *, are_first: bool = False) -> int:
-        """Likewise of so many layers, with the kinds of `num_with_experts`."""
-        num_experts = self._num_with_most_entries(num_layers, are_first)
+        """Likewise of so many layers at most, see `num_with_experts`."""
+        num_experts = self.num_with_experts(num_layers, are_first=are_first)
         num_entries = num_experts * self.num_expert_entries
         num_entries += (num_layers - num_experts) * self.num_mlp_entries
         return num_entries + num_layers * (self.num_attention_entries + 2 * self.hidden_size)
 
-    def num_routed_parameters_of_layers(self, num_layers: int, *, are_first: bool = False) -> int:
-        """Those of them in the matrices of experts that only some tokens pass."""
-        return self._num_with_most_entries(num_layers, are_first) * self.num_routed_entries
-
-    def num_whole_parameters_of_layers(self, num_layers: int, *, are_first: bool = False) -> int:
-        """Those of them that every tp rank holds: norms, routers, projections to latents."""
-        num_routers = self._num_with_most_entries(num_layers, are_first)
-        num_others = 2 * self.hidden_size + self.num_whole_attention_entries
-        return num_layers * num_others + num_routers * self.num_router_entries
-
-    def _num_with_most_entries(self, num_layers: int, are_first: bool) -> int:
-        are_larger = self.num_expert_entries > self.num_mlp_entries
-        return self.num_with_experts(num_layers, are_first=are_first, most=are_larger)
-
-    def num_with_experts(self, num_layers: int, *, are_first: bool, most: bool) -> int:
+    def num_with_experts(
+        self, num_layers: int, *, are_first: bool = False, most: bool | None = None
+    ) -> int:
         """How many of so many layers have experts, at most or at least.
 
-        are_first: whether they are the first of the model; otherwise any of them.
+        Args:
+            are_first: whether they are the first of the model; otherwise any of them.
+            most: by default whether layers with experts have more parameters.
         """
-        num_mlps = min(num_layers, self.num_first_mlp_layers) if are_first else 0
-        if most:
+        if self.num_expert_entries > self.num_mlp_entries if most is None else most:
+            num_mlps = min(num_layers, self.num_first_mlp_layers) if are_first else 0
             return min(num_layers - num_mlps, self.num_expert_layers)
         return max(0, num_layers - (self.num_layers - self.num_expert_layers))
 

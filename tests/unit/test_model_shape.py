@@ -93,6 +93,14 @@ def test_layers_with_and_without_experts_are_counted_apart() -> None:
     assert mixed.num_parameters - QWEN3_30B_A3B.num_parameters == expected
     # A stage may have any of the layers: those of the larger kind count first.
     assert mixed.num_parameters_of_layers(40) == 40 * mixed.num_parameters_per_layer
+    known = replace(mixed, num_first_mlp_layers=2)
+    assert known.num_with_experts(40) == 40
+    assert known.num_with_experts(40, are_first=True) == 38
+    assert known.num_with_experts(1, are_first=True) == 0
+    assert known.num_with_experts(40, are_first=True, most=False) == 37
+    most = mixed.num_parameters_of_layers(38) + 2 * (mixed.num_parameters_per_layer + mlp)
+    most -= 2 * mixed.num_expert_entries
+    assert known.num_parameters_of_layers(40, are_first=True) == most
     assert mixed.mlp_width == (45 * (8 * 768 + 100) + 3 * 6144) / 48
 
 
@@ -134,6 +142,7 @@ def test_layers_with_a_window_are_those_of_upstream(frequency: Any, num: int) ->
         ({"vocab_size": -1}, "vocab_size is -1"),
         ({"num_experts": 8}, "num_experts is 8, num_expert_layers 0"),
         ({"shared_expert_ffn_hidden_size": 8}, "shared_expert_ffn_hidden_size 8"),
+        ({"num_first_mlp_layers": 1}, "num_expert_layers 0 after num_first_mlp_layers 1"),
         ({"window_tokens": 8}, "num_windowed_layers is 0 and window_tokens 8"),
         ({"window_tokens": 8, "num_windowed_layers": 33}, "some of 32 layers have a window"),
         ({"v_head_dim": 64}, "kv_lora_rank is 0, q_lora_rank 0, qk_head_dim 0"),

@@ -322,7 +322,7 @@ class AnalyticCostModel(TrainedModel):
         shape = self.shape
         if scheme.ep == 1:
             return 0.0
-        routed = shape.num_routed_parameters_of_layers(shape.num_layers) / shape.num_layers
+        routed = shape.num_routed_entries * self._share_with_experts
         passed = routed * shape.experts_per_token / shape.num_experts
         return (self._rank_load(scheme) - 1.0) * passed
 

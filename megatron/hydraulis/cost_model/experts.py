@@ -102,8 +102,10 @@ def num_layer_parameters(
     shape: ModelShape, scheme: Scheme, num_layers: int, *, are_first: bool = False
 ) -> float:
     """Parameters of so many layers on a rank; are_first: of the model."""
-    routed = shape.num_routed_parameters_of_layers(num_layers, are_first=are_first)
-    whole = shape.num_whole_parameters_of_layers(num_layers, are_first=are_first)
+    num_with_experts = shape.num_with_experts(num_layers, are_first=are_first)
+    routed = num_with_experts * shape.num_routed_entries
+    whole = num_layers * (2 * shape.hidden_size + shape.num_whole_attention_entries)
+    whole += num_with_experts * shape.num_router_entries
     others = shape.num_parameters_of_layers(num_layers, are_first=are_first) - routed - whole
     num_routed = routed / (scheme.tp if scheme.ep == 1 else scheme.ep)
     return whole + others / scheme.tp + num_routed

@@ -149,21 +149,15 @@ class LayerMemory:
             kept += shape.gated_mlp * self.kept.mlp_tensors * self.mlp
             kept += self.scores
         kept += self._kept_by_attention
-        if shape.kv_lora_rank:
-            kept += self._latents
+        if shape.kv_lora_rank:  # latents, before and after their norms
+            num_channels = shape.qk_pos_emb_head_dim
+            num_channels += (shape.q_lora_rank + shape.kv_lora_rank) * (1 + model.qk_norms)
+            kept += num_channels * model.parameter_bytes / self.num_shares
+            if model.pads_values:  # the output without the padding
+                kept += self._of_rank(shape.output_size)
         if shape.output_gate:  # its sigmoid, in fp32, and the product with attention's output
             kept += self.query * (FP32_BYTES / model.parameter_bytes + 1)
         return num_layers * kept + self.kept_by_mlps(num_layers, are_first=are_first)
-
-    @cached_property
-    def _latents(self) -> float:
-        """What latent attention keeps besides: latents, before and after their norms, and its
-        output without the padding of values."""
-        model, shape = self.model, self.model.shape
-        num_channels = shape.qk_pos_emb_head_dim
-        num_channels += (shape.q_lora_rank + shape.kv_lora_rank) * (1 + model.qk_norms)
-        kept = num_channels * model.parameter_bytes / self.num_shares
-        return kept + (self._of_rank(shape.output_size) if model.pads_values else 0.0)
 
     @cached_property
     def kept_by_mlp(self) -> float:

@@ -82,6 +82,7 @@ def test_commands_and_training_describe_experts_by_the_same_flags(tmp_path: Path
     flags = (*QWEN3_30B_A3B, *EXPERTS, "--disable-bias-linear")
     assert shape == parse(tmp_path, *flags, num_ranks=4).shape
     assert (shape.num_expert_layers, shape.experts_per_token) == (46, 8)
+    assert shape.num_first_mlp_layers == 2
     of_defaults = shape_of(parser.parse_args([*QWEN3_30B_A3B, "--num-experts", "4"]))
     assert of_defaults.num_expert_layers == 48
     assert (of_defaults.experts_per_token, of_defaults.expert_ffn_hidden_size) == (2, 6144)

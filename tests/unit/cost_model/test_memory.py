@@ -189,6 +189,21 @@ def test_recomputed_attention_keeps_a_copy_of_grouped_queries() -> None:
     assert recomputed["loss"] - usual["loss"] == pytest.approx(more)
 
 
+def test_gradients_of_keys_by_head_above_2_gib_are_added_up_in_fp32() -> None:
+    grouped = memory(replace(LLAMA_7B, num_layers=4, num_query_groups=8))
+    scheme = Scheme(cp=8)  # a rank attends to 8.5 tokens for each of its own
+    *_, usual, many = grouped.moments(scheme, 0)
+    key = grouped.shape.num_query_groups * grouped.shape.kv_channels
+    assert many.bytes_per_token - usual.bytes_per_token == pytest.approx(4 * 8.5 * key)
+    above = 2**31 / (2 * HIDDEN * 8.5)
+    assert many.bytes_with(above) == 0.0
+    assert many.bytes_with(above + 1) > usual.bytes_with(above + 1)
+    assert many.tokens_in(usual.bytes_with(above), 0.0) == many.above_tokens == above
+    assert above < many.tokens_in(2 * many.bytes_with(above + 1), 0.0)
+    for other in (memory(replace(LLAMA_7B, num_layers=4)), replace(grouped, parameter_bytes=4)):
+        assert many.name not in per_token(other, scheme)
+
+
 def test_norms_of_queries_and_keys_keep_the_fused_output() -> None:
     grouped = replace(LLAMA_7B, num_query_groups=8)
     usual = per_token(memory(grouped), Scheme())
@@ -268,11 +283,10 @@ def test_the_limit_leaves_memory_to_the_stream_of_a_ring() -> None:
     scheme = Scheme(tp=2, cp=8)
     limit = ring.max_tokens(scheme)
     # A step's output, and as many keys and values, in bf16 over tp 2.
-    of_stream = ring.stream_bytes(scheme, limit)
-    assert of_stream == pytest.approx(2 * 3 * HIDDEN / 2 * limit / 8)
+    of_token = 2 * 3 * HIDDEN / 2 / 8
     more = limit + 2 * 2 * 8
-    assert ring.peak_bytes(scheme, 0, limit) + of_stream <= ring.usable_bytes
-    assert ring.peak_bytes(scheme, 0, more) + ring.stream_bytes(scheme, more) > ring.usable_bytes
+    assert ring.peak_bytes(scheme, 0, limit) + of_token * limit <= ring.usable_bytes
+    assert ring.peak_bytes(scheme, 0, more) + of_token * more > ring.usable_bytes
 
 
 def test_layers_of_transformer_engine_with_another_attention_gather_the_row() -> None:
@@ -345,6 +359,26 @@ WITH_EXPERTS = replace(
     expert_ffn_hidden_size=LLAMA_7B.ffn_hidden_size,
 )
 SMALL = replace(LLAMA_7B, num_layers=4, hidden_size=1024, ffn_hidden_size=1024)
+
+
+def test_a_first_stage_has_the_layers_before_the_first_with_experts() -> None:
+    mixed = replace(WITH_EXPERTS, num_expert_layers=3)
+    known, scheme = replace(mixed, num_first_mlp_layers=1), Scheme(pp=2)
+    least = replace(WITH_EXPERTS, num_layers=2, num_expert_layers=1)
+    for stage in (0, 1):
+        models = memory(mixed), memory(known)
+        states = [model.role_bytes(scheme, stage) for model in models]
+        fewer = WITH_EXPERTS.num_expert_entries - WITH_EXPERTS.num_mlp_entries
+        # Parameters and gradients.
+        assert states[0] - states[1] == (stage == 0) * 6 * fewer
+        kept = [model.activation_bytes(scheme, stage, 1000) for model in models]
+        assert (kept[0] > kept[1]) == (stage == 0)
+    alone = memory(least).activation_bytes(Scheme(), 0, 1000)
+    end = 1000 * 2 * HIDDEN  # the output of the last stage
+    first_of_two = memory(known).activation_bytes(scheme, 0, 1000) / 2
+    assert first_of_two == pytest.approx(alone - end)
+
+
 WITH_LATENTS = replace(
     LLAMA_7B,
     num_layers=4,
