@@ -107,7 +107,7 @@ class ModelShape:
     num_expert_layers: int = 0
     """Layers with experts; the others have an MLP."""
     num_first_mlp_layers: int = 0
-    """Layers with an MLP before the first layer with experts."""
+    """Layers with an MLP before the first layer with experts; 0 if that is unknown, too."""
     experts_per_token: int = 0
     """Experts that a token passes."""
     expert_ffn_hidden_size: int = 0

@@ -153,7 +153,10 @@ class ProfiledModel:
     def values(self) -> dict[str, Any]:
         """Sizes and known settings by name."""
         settings = {name: getattr(self, name) for name in _SETTINGS}
-        return asdict(self.shape) | {name: text for name, text in settings.items() if text}
+        sizes = asdict(self.shape)
+        if not self.shape.num_first_mlp_layers:
+            del sizes["num_first_mlp_layers"]  # 0 in earlier files of models that have some
+        return sizes | {name: text for name, text in settings.items() if text}
 
     @classmethod
     def from_json(cls, model: JsonObject) -> "ProfiledModel":

@@ -96,14 +96,15 @@ def _made_for(
     """What a proposal depends on, besides ranks, as JSON values."""
     args, hydraulis = resolved.args, resolved.hydraulis
     profile = hydraulis.cost_profile
+    model = profiled_model(resolved, hydraulis.core_attention)
     settings = (
         *("transformer_impl", "softmax_type", "qk_layernorm", "layernorm_zero_centered_gamma"),
         *("cp_comm_type", "glu_linear_offset", "activation_func_clamp_value"),
     )
     return {
-        # How experts are computed is among the settings.
+        # How experts are computed is among the settings; earlier versions name no first layers.
         "model": replace(
-            profiled_model(resolved, hydraulis.core_attention), experts=None
+            model, experts=None, shape=replace(model.shape, num_first_mlp_layers=0)
         ).to_json(),
         "device": {"name": device.name, "memory_bytes": device.memory_bytes},
         "settings": {name: getattr(args, name, None) for name in settings}

@@ -147,6 +147,18 @@ def test_settings_that_one_side_does_not_know_are_not_compared() -> None:
     model(model=SIZES | SETTINGS).check_model(shape_only, "p.json", speaks=True)
 
 
+def test_profiles_that_do_not_name_the_first_layers_without_experts_are_used() -> None:
+    experts = {"num_experts": 8, "num_expert_layers": 2, "experts_per_token": 2}
+    experts |= {"expert_ffn_hidden_size": 32}
+    made, known = model(model=SIZES | experts), {"num_first_mlp_layers": 1}
+    made.check_model(used(**experts, **known), "p.json", speaks=True)
+    made = model(model=SIZES | experts | known)
+    assert made.to_json() == content(model=SIZES | experts | known)
+    made.check_model(used(**experts), "p.json", speaks=True)
+    with pytest.raises(ConfigurationError, match="num_first_mlp_layers 1 instead of 2;"):
+        made.check_model(used(**experts, num_first_mlp_layers=2), "p.json", speaks=True)
+
+
 def test_a_profile_without_a_model_is_used_with_one_warning(
     capsys: pytest.CaptureFixture[str],
 ) -> None:

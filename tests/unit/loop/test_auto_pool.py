@@ -68,6 +68,19 @@ def test_a_pool_of_another_model_or_data_is_proposed_again(
     assert "proposed at an earlier start" in capsys.readouterr().out
 
 
+def test_a_pool_whose_file_does_not_name_first_layers_without_experts_is_kept(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    experts = ("--num-experts", "4", "--moe-router-topk", "2", "--moe-layer-freq", "[0,1]")
+    proposed(tmp_path, 2, *experts)
+    path = tmp_path / "run" / FILE_NAME
+    content = json.loads(path.read_text())
+    content["made_for"]["model"].pop("num_first_mlp_layers", None)
+    path.write_text(json.dumps(content))
+    proposed(tmp_path, 2, *experts)
+    assert "proposed at an earlier start" in capsys.readouterr().out
+
+
 def test_a_pool_for_another_batch_size_is_proposed_again(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
