@@ -222,7 +222,7 @@ def _all_gather(plan: EqualShares, shards: Sequence[Values]) -> Values:
     pairs = zip(shards, padding, strict=True)
     flat = np.concatenate([part for pair in pairs for part in pair])
     assert len(flat) == plan.num_buffer_elements
-    held = np.full(plan.num_elements, np.nan)
+    held = np.full(sum(map(len, shards)), np.nan)
     for s in plan.segments:
         held[s.canonical_start : s.canonical_start + s.num_elements] = flat[
             s.transfer_start : s.transfer_start + s.num_elements
