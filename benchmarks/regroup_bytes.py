@@ -118,7 +118,7 @@ class StrategyTraffic:
         """Elements exchanged in gather and scatter by this collective."""
         totals = np.zeros((2, 4, self.layout.num_ranks), dtype=np.int64)
         amounts = self.amounts
-        for buckets in amounts.equal_buckets():
+        for buckets in amounts.equal_buckets:
             both = amounts_by_rank(collective, amounts, buckets[0])
             totals += len(buckets) * np.stack([[*vars(each).values()] for each in both])
         return [[LinkElements(*of_rank) for of_rank in each.T.tolist()] for each in totals]

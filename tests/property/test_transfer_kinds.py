@@ -116,7 +116,7 @@ def test_in_two_steps_every_element_crosses_each_node_border_once(
                 del needed[bucket.index, element, owner // per_node]
     assert simulation.network.crossings == needed
     if gathers:
-        _, two_steps = StrategyAmounts(LayoutAmounts(case.layout, per_node), case.roles).across()
+        _, two_steps = StrategyAmounts(LayoutAmounts(case.layout, per_node), case.roles).across
         assert two_steps == needed.total()
 
 
@@ -203,7 +203,7 @@ def test_unpermuted_one_step_arrivals_are_in_canonical_order(case: Case) -> None
 def test_two_steps_never_cross_nodes_more_than_one(drawn: tuple[Case, Simulation]) -> None:
     case, simulation = drawn
     per_node = simulation.ranks_per_node
-    one_step, two_steps = StrategyAmounts(LayoutAmounts(case.layout, per_node), case.roles).across()
+    one_step, two_steps = StrategyAmounts(LayoutAmounts(case.layout, per_node), case.roles).across
     assert two_steps <= one_step
     simulation.collective = Collective.ALL_TO_ALL
     for bucket in case.layout.buckets:

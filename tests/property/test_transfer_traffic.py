@@ -40,7 +40,7 @@ def test_amounts_of_all_ranks_are_those_of_their_plans(
     amounts = StrategyAmounts(LayoutAmounts(case.layout, per_node), case.roles)
     for gathers in (True, False):
         found = np.zeros((case.layout.num_ranks, 4), dtype=np.int64)
-        for buckets in amounts.equal_buckets():
+        for buckets in amounts.equal_buckets:
             both = amounts_by_rank(simulation.collective, amounts, buckets[0])
             of_one = vars(both[0 if gathers else 1])
             found += len(buckets) * np.stack([*of_one.values()], axis=1)
@@ -62,7 +62,7 @@ def test_sent_and_received_elements_agree_by_link_and_with_the_simulation(
         return  # the library chooses the route, so the plan has no links
     one_step, two_steps = StrategyAmounts(
         LayoutAmounts(case.layout, simulation.ranks_per_node), case.roles
-    ).across()
+    ).across
     is_two_step = simulation.collective is Collective.TWO_STEP
     assert whole.received_across == (two_steps if is_two_step else one_step)
     for bucket in case.layout.buckets:

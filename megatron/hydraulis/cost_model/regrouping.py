@@ -299,7 +299,7 @@ class RegroupCosts:
         scatter_kind = collective_of(amounts, may_reduce=self.gradient_bytes == FP32_BYTES)
         times: list[BucketTimes] = []
         received_bytes = 0.0
-        for buckets in amounts.equal_buckets():
+        for buckets in amounts.equal_buckets:
             gather, scatter = amounts_by_rank(kind, amounts, buckets[0])
             if scatter_kind is not kind:
                 _, scatter = amounts_by_rank(scatter_kind, amounts, buckets[0])

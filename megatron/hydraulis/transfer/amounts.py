@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 
@@ -130,6 +131,7 @@ class StrategyAmounts:
             for kind in present
         ]
 
+    @cached_property
     def equal_buckets(self) -> tuple[tuple[Bucket, ...], ...]:
         """All buckets, those together of which ranks exchange equal amounts."""
         return buckets_with_equal_plans(self.layout, self._roles)
@@ -142,10 +144,11 @@ class StrategyAmounts:
         """(gather, scatter) of a bucket over relays, both steps together: `TwoStepPlan`."""
         return self._two_step(bucket, False), self._two_step(bucket, True).inverse()
 
+    @cached_property
     def across(self) -> tuple[int, int]:
         """Elements that cross nodes in a gather, of all nodes: (in one step, in two steps)."""
         one_step = two_steps = 0
-        for buckets in self.equal_buckets():
+        for buckets in self.equal_buckets:
             one_step += len(buckets) * int(self._one_step(buckets[0], False).received_across.sum())
             two_steps += len(buckets) * int(self._two_step(buckets[0], False).received_across.sum())
         return one_step, two_steps

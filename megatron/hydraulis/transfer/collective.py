@@ -139,7 +139,7 @@ def collective_of(amounts: StrategyAmounts, *, may_reduce: bool = True) -> Colle
         return Collective.ALL_GATHER
     if amounts.ranks_per_node == amounts.layout.num_ranks:
         return Collective.ALL_TO_ALL
-    one_step, two_steps = amounts.across()
+    one_step, two_steps = amounts.across
     is_worth_it = one_step > two_steps and one_step - two_steps >= LEAST_SAVING_ACROSS * one_step
     return Collective.TWO_STEP if is_worth_it else Collective.ALL_TO_ALL
 

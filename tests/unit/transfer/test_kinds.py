@@ -8,7 +8,7 @@ from megatron.hydraulis.errors import PlanError
 from megatron.hydraulis.strategy import Strategy
 from megatron.hydraulis.transfer import collective as collective_module
 from megatron.hydraulis.transfer import role
-from megatron.hydraulis.transfer.amounts import LayoutAmounts, StrategyAmounts
+from megatron.hydraulis.transfer.amounts import LayoutAmounts, RankAmounts, StrategyAmounts
 from megatron.hydraulis.transfer.canonical import (
     Bucket,
     CanonicalLayout,
@@ -95,8 +95,22 @@ class TestKindOfAStrategy:
         assert layout.buckets[0].shard_borders == (0, 4, 8, 12, 17)
         roles = roles_of("2*tp2")
         # Across: node 0 needs 8..17 of node 1, the norm twice; node 1 needs 0..8 once.
-        assert StrategyAmounts(LayoutAmounts(layout, 2), roles).across() == (18, 17)
+        assert StrategyAmounts(LayoutAmounts(layout, 2), roles).across == (18, 17)
         assert kind_of(roles, 2, layout) is Collective.ALL_TO_ALL
+
+    def test_gather_and_scatter_count_what_crosses_nodes_once(
+        self, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        count, counted = StrategyAmounts._two_step, []
+
+        def noted(amounts: StrategyAmounts, bucket: Bucket, contributed: bool) -> RankAmounts:
+            counted.append(bucket.index)
+            return count(amounts, bucket, contributed)
+
+        monkeypatch.setattr(StrategyAmounts, "_two_step", noted)
+        amounts = StrategyAmounts(LayoutAmounts(LAYOUT, 2), roles_of("2*tp2"))
+        assert collective_of(amounts) is collective_of(amounts, may_reduce=False)
+        assert counted == [0]
 
     def test_bad_nodes_and_roles_are_refused(self) -> None:
         with pytest.raises(PlanError, match="3 ranks each but 4 ranks do not fill whole nodes"):
