@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 from urllib.parse import urlsplit
-from urllib.request import getproxies
+from urllib.request import getproxies, proxy_bypass
 
 import numpy as np
 import numpy.typing as npt
@@ -47,7 +47,9 @@ _MADE_FROM_VALUES = {
 _UINT16_VOCABULARY_LIMIT = 65_500
 """Below it Megatron stores 2-byte ids (``DType.optimal_dtype``)."""
 
-_HUB_PATIENCE_S = 5.0
+_FROM_HUB = ("HuggingFaceTokenizer", "SFTTokenizer")
+_HUB_PATIENCE_S = 8.0
+"""For all addresses of the Hub, of which it has about eight."""
 _HUB_NAME = r"\w[\w.-]*(/[\w.-]+)?"
 """Names on the Hugging Face hub: ``gpt2``, ``owner/name``."""
 
@@ -119,29 +121,39 @@ def check_tokenizer_sources(settings: TokenizerSettings | argparse.Namespace) ->
 
 
 def _hub_problem() -> str | None:
-    """Why the Hugging Face Hub cannot be reached; None if it can be, or if a proxy is set."""
-    proxies = getproxies()
-    place = urlsplit(os.environ.get("HF_ENDPOINT") or "https://huggingface.co")
-    if os.environ.get("HF_HUB_OFFLINE") or {place.scheme, "all"} & proxies.keys():
+    """Why the Hugging Face Hub cannot be reached; None if it can be, or if nobody asks it from
+    here: its library is offline, or uses a proxy. Raises DataError for a wrong HF_ENDPOINT."""
+    from huggingface_hub import constants
+
+    if constants.HF_HUB_OFFLINE:
         return None
     try:
-        port = place.port or (80 if place.scheme == "http" else 443)
-        socket.create_connection((str(place.hostname), port), _HUB_PATIENCE_S).close()
+        place = urlsplit(constants.ENDPOINT)
+        port = place.port or {"http": 80, "https": 443}[place.scheme]
+        host = (place.hostname or "").encode("idna").decode()
+    except (KeyError, ValueError):
+        host = ""
+    if not host:
+        raise DataError(
+            "HF_ENDPOINT must be an address such as https://huggingface.co but is "
+            f"'{constants.ENDPOINT}'; correct it"
+        )
+    if {place.scheme, "all"} & getproxies().keys() and not proxy_bypass(host):
+        return None
+    try:
+        num_addresses = len(socket.getaddrinfo(host, port, type=socket.SOCK_STREAM))
+        # Each address may take that long.
+        socket.create_connection((host, port), _HUB_PATIENCE_S / num_addresses).close()
     except OSError as error:
-        return f"{place.hostname} cannot be reached ({error.strerror or error})"
+        return f"{host} cannot be reached ({error.strerror or error})"
     return None
 
 
-def _without_hub(model: str) -> str:
-    """The folder of a copy of a Hub's tokenizer if the Hub cannot be reached, else its name.
+def _copy_of(model: str, problem: str) -> str:
+    """The folder of the copy of a Hub's tokenizer. Raises DataError without one.
 
-    The Hub's library would ask for a minute, on every rank. Raises DataError without a copy.
+    The Hub's library would ask the Hub for a minute, on every rank.
     """
-    if not re.fullmatch(_HUB_NAME, model) or os.path.exists(model):
-        return model
-    problem = _hub_problem()
-    if problem is None:
-        return model
     from huggingface_hub import constants, snapshot_download
     from huggingface_hub.errors import LocalEntryNotFoundError
 
@@ -166,14 +178,26 @@ def build_tokenizer(settings: TokenizerSettings | argparse.Namespace) -> Any:
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     # It warns of texts longer than some model's context; documents may have any length here.
     logging.getLogger("transformers.tokenization_utils_base").setLevel(logging.ERROR)
-    from megatron.core.tokenizers.utils.build_tokenizer import build_tokenizer as upstream
-
-    source = settings.tokenizer_model or settings.vocab_file
-    if settings.tokenizer_type in ("HuggingFaceTokenizer", "SFTTokenizer"):
-        source = _without_hub(str(source))
-        settings = argparse.Namespace(**vars(settings) | {"tokenizer_model": source})
+    source = str(settings.tokenizer_model or settings.vocab_file)
+    tried, fix = "", "check --tokenizer-type and the paths of its files"
     try:
+        from megatron.core.tokenizers.utils.build_tokenizer import build_tokenizer as upstream
+
+        if settings.tokenizer_type in _FROM_HUB and not os.path.exists(source):
+            tried = (
+                f" ({os.path.abspath(source)} does not exist, so it was taken for a name on the "
+                "Hugging Face Hub)"
+            )
+            fix = "check --tokenizer-type, the name and, if it is set, HF_ENDPOINT"
+            problem = _hub_problem() if re.fullmatch(_HUB_NAME, source) else None
+            if problem is not None:
+                copy = _copy_of(source, problem)
+                tried += f" by its copy {copy}, as {problem}"
+                fix += f", or run hf download {source} where there is internet"
+                settings = argparse.Namespace(**vars(settings) | {"tokenizer_model": copy})
         return upstream(settings)
+    except DataError:
+        raise
     except ImportError as error:
         raise DataError(
             f"tokenizer {settings.tokenizer_type} needs a package that is not installed ({error}); "
@@ -182,15 +206,9 @@ def build_tokenizer(settings: TokenizerSettings | argparse.Namespace) -> Any:
     except Exception as error:
         # Each library fails in its own way; all that the user can act on is which and why.
         lines = str(error).splitlines() or [type(error).__name__]
-        tried = ""
-        if settings.tokenizer_type == "HuggingFaceTokenizer" and not os.path.exists(str(source)):
-            tried = (
-                f" ({os.path.abspath(str(source))} does not exist, so it was taken for a name on "
-                "the Hugging Face Hub)"
-            )
         raise DataError(
             f"tokenizer {settings.tokenizer_type} cannot be built of {source}{tried}: {lines[0]}; "
-            "check --tokenizer-type and the paths of its files"
+            f"{fix}"
         ) from error
 
 

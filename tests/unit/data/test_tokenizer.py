@@ -141,7 +141,7 @@ def test_an_unknown_name_says_what_was_tried(
 
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(AutoTokenizer, "from_pretrained", refuse)
-    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
     with pytest.raises(DataError) as caught:
         build_tokenizer(
             TokenizerSettings(tokenizer_type="HuggingFaceTokenizer", tokenizer_model="gpt2x")
@@ -159,33 +159,121 @@ def test_damaged_tokenizer(tmp_path: Path) -> None:
         )
 
 
-def test_a_name_on_a_hub_out_of_reach_is_one_error_or_the_copy(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    for name in ("https_proxy", "HTTPS_PROXY", "all_proxy", "ALL_PROXY", "HF_HUB_OFFLINE"):
+@pytest.fixture
+def hub_out_of_reach(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[tuple[object, float]]:
+    """A Hub of two addresses; returns who is asked, and how many seconds each address may take."""
+    for name in ("https_proxy", "HTTPS_PROXY", "all_proxy", "ALL_PROXY", "no_proxy", "NO_PROXY"):
         monkeypatch.delenv(name, raising=False)
-    asked: list[object] = []
+    asked: list[tuple[object, float]] = []
 
     def out_of_reach(place: object, patience_s: float) -> NoReturn:
-        asked.append(place)
+        asked.append((place, patience_s))
         raise OSError(101, "Network is unreachable")
 
     monkeypatch.setattr(socket, "create_connection", out_of_reach)
-    monkeypatch.setenv("HF_ENDPOINT", "https://hub.example:8443")
+    monkeypatch.setattr(socket, "getaddrinfo", lambda *_, **__: ["first", "second"])
+    monkeypatch.setattr(constants, "ENDPOINT", "https://hub.example:8443")
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
-    settings = TokenizerSettings(tokenizer_type="HuggingFaceTokenizer", tokenizer_model="own/er")
+    return asked
+
+
+def named(model: str) -> TokenizerSettings:
+    return TokenizerSettings(tokenizer_type="HuggingFaceTokenizer", tokenizer_model=model)
+
+
+def snapshot_of(cache: Path) -> Path:
+    """The empty folder of a copy of own/er."""
+    revision = "0" * 40
+    copy = cache / "models--own--er" / "snapshots" / revision
+    copy.mkdir(parents=True)
+    (copy.parent.parent / "refs").mkdir()
+    (copy.parent.parent / "refs" / "main").write_text(revision)
+    return copy
+
+
+def test_a_name_on_a_hub_out_of_reach_is_one_error_or_the_copy(
+    tmp_path: Path, hub_out_of_reach: list[tuple[object, float]]
+) -> None:
     with pytest.raises(
         DataError,
         match=r"own/er: there is no such path.*, but hub\.example cannot be reached \(Network is "
         r"unreachable\) and .* has no copy; give a folder, or run hf download own/er",
     ):
-        build_tokenizer(settings)
-    assert asked == [("hub.example", 8443)]
-    revision = "0" * 40
-    copy = tmp_path / "models--own--er" / "snapshots" / revision
-    copy.mkdir(parents=True)
-    (copy.parent.parent / "refs").mkdir()
-    (copy.parent.parent / "refs" / "main").write_text(revision)
+        build_tokenizer(named("own/er"))
+    ((place, patience_s),) = hub_out_of_reach
+    assert place == ("hub.example", 8443)
+    assert 2 * patience_s <= 8.0, "all addresses together"
     words = Tokenizer(WordLevel({"a": 0, "b": 1}, unk_token="a"))
-    PreTrainedTokenizerFast(tokenizer_object=words).save_pretrained(copy)
-    assert build_tokenizer(settings).tokenize("b") == [1]
+    PreTrainedTokenizerFast(tokenizer_object=words).save_pretrained(snapshot_of(tmp_path))
+    assert build_tokenizer(named("own/er")).tokenize("b") == [1]
+
+
+@pytest.mark.parametrize("name", ["a--b", "my..model", "gpt2-", "m" * 97])
+def test_a_name_that_the_hub_cannot_have_is_one_error(
+    name: str, hub_out_of_reach: list[tuple[object, float]]
+) -> None:
+    with pytest.raises(
+        DataError, match=rf"cannot be built of {name} \(.*so it was taken for a nam"
+    ):
+        build_tokenizer(named(name))
+    assert hub_out_of_reach
+
+
+@pytest.mark.parametrize(
+    "endpoint",
+    ["http://mirror:80x", "https://h:99999", "hf-mirror.com", "https://", "https://a..b"],
+)
+def test_a_wrong_address_of_the_hub_is_one_error(
+    endpoint: str,
+    hub_out_of_reach: list[tuple[object, float]],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(constants, "ENDPOINT", endpoint)
+    with pytest.raises(
+        DataError,
+        match=r"^HF_ENDPOINT must be an address such as https://huggingface\.co but is "
+        f"'{endpoint}'; correct it",
+    ):
+        build_tokenizer(named("own/er"))
+    assert not hub_out_of_reach
+
+
+@pytest.mark.usefixtures("hub_out_of_reach")
+def test_an_incomplete_copy_says_why_it_was_read(tmp_path: Path) -> None:
+    copy = snapshot_of(tmp_path)
+    (copy / "config.json").write_text("{}")
+    with pytest.raises(
+        DataError,
+        match=rf"cannot be built of own/er \(.*\) by its copy {copy}, as hub\.example cannot be "
+        r"reached \(Network is unreachable\): .*, or run hf download own/er where there",
+    ):
+        build_tokenizer(named("own/er"))
+
+
+@pytest.mark.parametrize(
+    ("variables", "is_offline", "is_asked"),
+    [
+        ({}, True, False),
+        ({"HF_HUB_OFFLINE": "0"}, False, True),
+        ({"https_proxy": "http://proxy:3128"}, False, False),
+        ({"https_proxy": "http://proxy:3128", "no_proxy": "hub.example"}, False, True),
+    ],
+)
+def test_the_hub_is_asked_as_its_library_would(
+    variables: dict[str, str],
+    is_offline: bool,
+    is_asked: bool,
+    hub_out_of_reach: list[tuple[object, float]],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def refuse(*_: object, **__: object) -> NoReturn:
+        raise OSError("no such model")
+
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", is_offline)
+    monkeypatch.setattr(AutoTokenizer, "from_pretrained", refuse)
+    with pytest.raises(DataError):
+        build_tokenizer(named("own/er"))
+    assert bool(hub_out_of_reach) is is_asked
