@@ -52,6 +52,8 @@ PLANNING = [
 ]
 
 DATA_AND_OUTPUT = [
+    # Tokenizers by a name on the Hub.
+    "huggingface_hub>=0.34,<3",
     "matplotlib>=3.9,<4",
     "pyarrow>=17",
     "rich>=13.7",
