@@ -255,7 +255,11 @@ _BAD_INPUT = [
     ),
     (f"{_EXPERTS} --moe-aux-loss-coeff 0.1 0.2", (), ["--moe-aux-loss-coeff has 2 values"]),
     (f"{_EXPERTS} --moe-layer-freq [1,0]", (), ["each of --num-layers 4", "lists 2 values"]),
-    (f"{_EXPERTS} --moe-layer-freq abc", (), ["--moe-layer-freq abc: this is no", "train --help"]),
+    (
+        f"{_EXPERTS} --moe-layer-freq abc",
+        (),
+        ["--moe-layer-freq abc: this is no", "write N, or a list"],
+    ),
     (
         f"{_EXPERTS} --moe-layer-freq [0]*4",
         (),

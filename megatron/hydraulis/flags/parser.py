@@ -36,6 +36,9 @@ _DESCRIPTION = (
 )
 _METAVARS: Mapping[Any, str] = {int: "N", float: "X"}
 """Names of upstream's numbers in --help, where argparse would repeat the flag."""
+_PATTERN = "N, or a list as ([0]*3+[1])"
+_FORMS = {"moe_freq_type": _PATTERN, "no_rope_freq_type": _PATTERN, "tuple_type": "N,0"}
+"""Upstream's converters, which argparse names in errors -> what they take."""
 _IGNORE_UNKNOWN = "--ignore-unknown-options"
 _OF_MODEL = frozenset({**HONOURED_BY_TOPIC["Model"], **HONOURED_BY_TOPIC["Experts"]})
 OF_MODEL_AND_LAYERS = _OF_MODEL | {"--sequence-parallel", "--cp-comm-type"}
@@ -479,8 +482,9 @@ def _in_our_words(given: Given, message: str) -> str:
     if message.startswith(given.option):  # of a converter of ours
         return message
     reason = message.removeprefix(f"argument {given.option}").partition(": ")[2] or message
-    if "_type value: " in reason:  # argparse names upstream's converter
-        return f"{given}: this is no value of the option; write it as hydraulis train --help shows"
+    for converter, form in _FORMS.items():
+        if f"invalid {converter} value: " in reason:
+            return f"{given}: this is no value of the option; write {form}"
     return f"{given}: {reason}; correct the value"
 
 
