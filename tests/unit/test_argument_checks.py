@@ -36,6 +36,13 @@ _BAD_INPUT = [
         (),
         ["--no-rope-freq 3 divides the layers but --num-layers is 4"],
     ),
+    ("--no-rope-freq x", (), ["--no-rope-freq x: this is no value", "write N, or a list as ([0]"]),
+    ("--window-size x", (), ["--window-size x: this is no value of the option; write N,0"]),
+    (
+        "--multi-latent-attention --rotary-interleaved",
+        (),
+        ["latent attention pairs the channels", "remove --rotary-interleaved"],
+    ),
     ("--strategy 3*tp2", (), ["3 replicas use 6 ranks but the job has 8", "2*idle"]),
     ("--strategy 5*tp2", (), ["5 replicas use 10 ranks but the job has 8", "start 10 ranks"]),
     ("--tensor-model-parallel-size 3", (), ["3 ranks do not fill the job's 8", "change the deg"]),

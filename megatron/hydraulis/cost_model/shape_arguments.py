@@ -53,6 +53,8 @@ _LATENTS = {
 }
 LATENT_SIZES_TEXT = "without effect: --qk-head-dim and --qk-pos-emb-head-dim size heads of latents"
 """Of --kv-channels with latent attention."""
+NOT_OF_LATENTS = ("no_rope_freq", "rotary_seq_len_interpolation_factor", "use_rope_scaling")
+"""Megatron's arguments of rotary positions that its latent attention ignores."""
 _EXPERTS = (
     "--moe-layer-freq",
     "--moe-ffn-hidden-size",

@@ -29,6 +29,7 @@ from megatron.hydraulis.cost_model.layer_arguments import OF_TE, TE_LAYERS, core
 from megatron.hydraulis.cost_model.recompute import drop_kept_modules
 from megatron.hydraulis.cost_model.shape_arguments import (
     LATENT_SIZES_TEXT,
+    NOT_OF_LATENTS,
     expert_sizes,
     head_sizes,
 )
@@ -247,13 +248,6 @@ def _layout_taken(
                 yield from ((str(given), wins) for given in flags.given if given.dest == dest)
 
 
-_NOT_OF_LATENTS = (
-    *("no_rope_freq", "rotary_interleaved", "rotary_seq_len_interpolation_factor"),
-    "use_rope_scaling",
-)
-"""Options of rotary positions that Megatron's latent attention ignores."""
-
-
 def run_as_others(flags: ParsedFlags) -> Iterator[tuple[str, str]]:
     """Set what runs in place of given options; yields (as typed, what happens instead)."""
     args = flags.args
@@ -280,7 +274,7 @@ def run_as_others(flags: ParsedFlags) -> Iterator[tuple[str, str]]:
             yield "--kv-channels", LATENT_SIZES_TEXT
         if args.position_embedding_type == "rope":
             for given in flags.given:
-                if given.dest in _NOT_OF_LATENTS:
+                if given.dest in NOT_OF_LATENTS:
                     yield str(given), "without effect: latent attention rotates by --rope-type"
 
 

@@ -148,6 +148,12 @@ def check_variants(args: argparse.Namespace) -> None:
         raise ConfigurationError(
             f"the MLP has one activation but {' and '.join(given)} give {len(given)}; choose one"
         )
+    if args.multi_latent_attention and args.rotary_interleaved:
+        raise ConfigurationError(
+            "latent attention pairs the channels that it rotates in its own way but "
+            "--rotary-interleaved is given with --multi-latent-attention; remove "
+            "--rotary-interleaved"
+        )
     if args.window_size is not None and (
         len(args.window_size) != 2 or args.window_size[0] < -1 or args.window_size[1] != 0
     ):

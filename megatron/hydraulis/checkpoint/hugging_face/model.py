@@ -8,6 +8,7 @@ from typing import Any
 
 from megatron.hydraulis.checkpoint.hugging_face.families import BIASES, FAMILIES, Family
 from megatron.hydraulis.checkpoint.manifest import OFF_BY_DEFAULT, known_settings
+from megatron.hydraulis.cost_model.shape_arguments import NOT_OF_LATENTS
 from megatron.hydraulis.errors import ConfigurationError
 from megatron.hydraulis.json_object import JsonObject
 from megatron.hydraulis.model_shape import ModelShape, layers_with_experts
@@ -84,16 +85,22 @@ class Experts:
         num_chosen, num_groups = self.groups_per_token, self.num_groups
         if num_chosen is None or num_groups is None:
             return
-        if num_groups < 1 or self.number % num_groups or num_chosen > num_groups:
+        if (
+            num_groups < 1
+            or self.number % num_groups
+            or num_chosen > num_groups
+            or self.per_token > num_chosen * (self.number // num_groups)
+        ):
             raise ConfigurationError(
-                f"model: groups share the experts evenly but there are {self.number} experts and "
-                f"{num_groups} groups, {num_chosen} of them for a token; correct them"
+                f"model: groups share the experts evenly and hold a token's but there are "
+                f"{self.number} experts and {num_groups} groups, {num_chosen} of them for the "
+                f"{self.per_token} experts of a token; correct them"
             )
         if self.per_token != 2 * num_chosen:
             raise ConfigurationError(
                 f"model: DeepSeek-V3 scores groups by their best 2 experts but Megatron by as many "
                 f"as a token has in each group, and {self.per_token} experts in {num_chosen} "
-                f"groups are not 2 each; choose {self.per_token // 2} groups, or use no groups"
+                f"groups are not 2 each; use no groups"
             )
 
 
@@ -420,7 +427,8 @@ def model_from_arguments(
     if arguments.get("multi_latent_attention"):
         latents, yarn = _latents(without_nulls(arguments, f"{what}, arguments of the run"))
         num_channels = latents.qk_head_dim + latents.qk_pos_emb_head_dim
-        arguments = {**arguments, "kv_channels": num_channels, "group_query_attention": False}
+        overruled = {"kv_channels": num_channels, "group_query_attention": False}
+        arguments = {**arguments, **dict.fromkeys(NOT_OF_LATENTS), **overruled}
     given = without_nulls(arguments, f"{what}, arguments of the run")
     is_grouped = arguments.get("group_query_attention", True)
     sizes = {n: given.integer(n) for n in _SIZES if n != "num_query_groups" or is_grouped}
