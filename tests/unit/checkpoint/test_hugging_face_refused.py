@@ -268,6 +268,7 @@ def leave_files_alone(path: Path) -> None:
 
 
 BAD_CHECKPOINTS: dict[str, tuple[Callable[[Path], Any], list[str]]] = {
+    "missing file": (lambda path: (path / "__0_0.distcp").unlink(), ["__0_0.distcp is missing"]),
     "flipped byte": (
         lambda path: flip_a_byte(path / "__0_0.distcp"),
         ["__0_0.distcp", "SHA-256"],

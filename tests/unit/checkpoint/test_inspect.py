@@ -102,6 +102,7 @@ def test_json_has_everything(root: Path, capsys: pytest.CaptureFixture[str]) -> 
 
 
 DAMAGE: dict[str, tuple[Callable[[Path], Any], str]] = {
+    "missing file": (lambda path: (path / "__0_0.distcp").unlink(), "__0_0.distcp is missing"),
     "flipped byte": (
         lambda path: flip_a_byte(path / "__0_0.distcp"),
         "__0_0.distcp is damaged: its SHA-256",
@@ -112,7 +113,6 @@ DAMAGE: dict[str, tuple[Callable[[Path], Any], str]] = {
     ),
     "damaged metadata": (lambda path: flip_a_byte(path / ".metadata"), ".metadata"),
 }
-"""Others are inspected in tests/distributed/test_checkpoint_damage.py."""
 
 
 @pytest.mark.parametrize("case", DAMAGE)
