@@ -39,10 +39,11 @@ _BAD_INPUT = [
     ("--no-rope-freq x", (), ["--no-rope-freq x: this is no value", "write N, or a list as ([0]"]),
     ("--window-size x", (), ["--window-size x: this is no value of the option; write N,0"]),
     (
-        "--multi-latent-attention --rotary-interleaved",
+        "--multi-latent-attention --position-embedding-type rope --rotary-interleaved",
         (),
         ["latent attention pairs the channels", "remove --rotary-interleaved"],
     ),
+    ("--dry-run --data-path a b 2 c", (), ["--data-path a b 2 c: a blend gives a weight to every"]),
     ("--strategy 3*tp2", (), ["3 replicas use 6 ranks but the job has 8", "2*idle"]),
     ("--strategy 5*tp2", (), ["5 replicas use 10 ranks but the job has 8", "start 10 ranks"]),
     ("--tensor-model-parallel-size 3", (), ["3 ranks do not fill the job's 8", "change the deg"]),

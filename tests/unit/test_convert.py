@@ -51,7 +51,7 @@ fi
 MODEL_ARGS+=(--seq-length $LENGTH)
 OPTIMIZER="
     --lr 6.0e-5 \
-    --micro-batch-size 2 --train-iters 10
+    --micro-batch-size 2 --train-iters 10 --global-batch-size 8
 "
 OPTIMIZER+=" --bf16"
 export RUN='a run'
@@ -68,7 +68,8 @@ def test_a_launch_script_is_read_without_being_run() -> None:
     launch = read_launch_command(_SCRIPT, {"1": "/out"})
     assert _shown_options(launch) == (
         "--num-layers 12 --hidden-size 512 --num-attention-heads 8 --seq-length 1024 --lr 6.0e-5 "
-        "--micro-batch-size 2 --train-iters 10 --bf16 --transformer-impl local "
+        "--micro-batch-size 2 --train-iters 10 --global-batch-size 8 --bf16 "
+        "--transformer-impl local "
         "--tokenizer-special-tokens <|end|> --wandb-exp-name a run "
         "--save /out/x --data-path $DATA"
     )
@@ -564,12 +565,35 @@ def test_options_that_no_command_continues_are_refused(
     assert line.startswith("line 3, --clip-grad 2: it belongs to no command, as the line above")
 
 
+@pytest.mark.parametrize(
+    ("typed", "says"),
+    [
+        ("--max-position-embeddings 8", "--max-position-embeddings is 8 and --seq-length"),
+        (
+            "--multi-latent-attention --position-embedding-type rope --rotary-interleaved",
+            "remove --rotary-interleaved",
+        ),
+        ("--tensor-model-parallel-size 8", "tp must divide the attention heads"),
+        ("--pipeline-model-parallel-size 4", "pp4"),
+        ("--context-parallel-size 8 --cp-comm-type a2a", "use --cp-comm-type auto"),
+        (
+            "--tensor-model-parallel-size 4 --vocab-size 10 --make-vocab-size-divisible-by 2",
+            "every tp must divide the padded vocabulary size",
+        ),
+        ("--tensor-model-parallel-size 4 --ffn-hidden-size 90", "divide the ffn hidden size"),
+        ("--sft --tokenizer-type NullTokenizer --data-path $DATA", "needs --tokenizer-type SFT"),
+        ("--sft --tokenizer-type SFTTokenizer --data-path a", "--sft are files of JSON lines"),
+        ("--data-path a b 2 c", "a blend gives a weight to every prefix"),
+        ("--data-path a --train-data-path b", "both name the training corpus"),
+        ("--global-batch-tokens 256", "both size the global batch"),
+    ],
+)
 def test_a_command_that_training_would_refuse_is_not_printed(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    typed: str, says: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    script = f"torchrun pretrain_gpt.py {_MODEL} --max-position-embeddings 8"
+    script = f"torchrun --nproc-per-node 8 pretrain_gpt.py {_MODEL} {typed}"
     status, shown = _converted(tmp_path, capsys, script)
     assert status == 1
     (line,) = _blocks(shown)["refused"]
-    assert "--max-position-embeddings is 8 and --seq-length" in line
+    assert says in line
     assert "hydraulis train \\" not in shown

@@ -332,9 +332,7 @@ def shape_of(namespace: argparse.Namespace) -> ModelShape:
         vocabulary = math.ceil(namespace.vocab_size / multiple) * multiple
     ffn_hidden_size = namespace.ffn_hidden_size
     if ffn_hidden_size is None:
-        ffn_hidden_size = _FFN_OVER_HIDDEN * hidden
-        if namespace.swiglu:
-            ffn_hidden_size = ffn_hidden_size * 2 // 3 // _GATED_FFN_MULTIPLE * _GATED_FFN_MULTIPLE
+        ffn_hidden_size = usual_ffn_hidden_size(namespace)
     return ModelShape(
         num_layers=namespace.num_layers,
         hidden_size=hidden,
@@ -353,6 +351,17 @@ def shape_of(namespace: argparse.Namespace) -> ModelShape:
         **head_sizes(namespace),
         **expert_sizes(namespace, ffn_hidden_size),
     )
+
+
+def usual_ffn_hidden_size(namespace: argparse.Namespace) -> int:
+    """Megatron's default of --ffn-hidden-size.
+
+    namespace: flags of training, or of `add_shape_arguments`.
+    """
+    size: int = _FFN_OVER_HIDDEN * namespace.hidden_size
+    if namespace.swiglu:
+        return size * 2 // 3 // _GATED_FFN_MULTIPLE * _GATED_FFN_MULTIPLE
+    return size
 
 
 def check_latent_heads(namespace: argparse.Namespace) -> None:

@@ -207,6 +207,15 @@ def parse_arguments(
     )
 
 
+def check_fit(args: argparse.Namespace, pool: Pool, problems: Problems) -> None:
+    """Collect why strategies do not fit the model; args have all sizes of it."""
+    with problems.collected():
+        checks.check_vocabulary_parts(pool, args.padded_vocab_size)
+        pool.check_model(_model_shape(args))
+    with problems.collected():
+        checks.check_context(args, pool, _model_shape(args))
+
+
 def _has_cuda(args: argparse.Namespace) -> bool:
     """Whether the job computes with CUDA, on this machine or on the device of a dry run."""
     if args.dry_run and args.device is not None:

@@ -378,19 +378,18 @@ def check_data(args: argparse.Namespace, *, needs_files: bool) -> None:
             f"--sft needs --tokenizer-type SFTTokenizer but it is {args.tokenizer_type}; give it, "
             f"or tokenize by hydraulis preprocess --chat and remove --sft"
         )
-    if needs_files:
-        check_data_files(args)
+    check_data_files(args, must_exist=needs_files)
 
 
-def check_data_files(args: argparse.Namespace) -> None:
-    """Raise ConfigurationError unless all files of the data exist."""
+def check_data_files(args: argparse.Namespace, *, must_exist: bool = True) -> None:
+    """Raise ConfigurationError unless all data are named rightly and, if they must, exist."""
     for dest in DATA_PATHS:
         blend = getattr(args, dest)
         if blend:
-            _check_files(option_of(dest), blend, is_sft=args.sft)
+            _check_files(option_of(dest), blend, is_sft=args.sft, must_exist=must_exist)
 
 
-def _check_files(option: str, blend: list[str], *, is_sft: bool) -> None:
+def _check_files(option: str, blend: list[str], *, is_sft: bool, must_exist: bool) -> None:
     try:
         prefixes, _ = get_blend_from_list(blend)
     except AssertionError:
@@ -400,13 +399,14 @@ def _check_files(option: str, blend: list[str], *, is_sft: bool) -> None:
         ) from None
     for prefix in prefixes:
         if is_sft:
-            if not (prefix.endswith(JSON_LINES_SUFFIXES) and Path(prefix).is_file()):
+            is_there = Path(prefix).is_file() or not must_exist
+            if not (prefix.endswith(JSON_LINES_SUFFIXES) and is_there):
                 raise ConfigurationError(
                     f"{option} {prefix}: data of --sft are files of JSON lines "
                     f"({', '.join(JSON_LINES_SUFFIXES)}) but this is none; correct the path"
                 )
             continue
-        for suffix in (".idx", ".bin"):
+        for suffix in (".idx", ".bin") if must_exist else ():
             if not Path(prefix + suffix).is_file():
                 raise ConfigurationError(
                     f"{option} {prefix}: a corpus is a pair of files but there is no "

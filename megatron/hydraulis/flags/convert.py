@@ -186,13 +186,20 @@ def run(namespace: argparse.Namespace) -> int:
     """
     # These import Megatron, which the help of the command does not need.
     from megatron.hydraulis.cost_model.recompute import drop_kept_modules
+    from megatron.hydraulis.cost_model.shape_arguments import usual_ffn_hidden_size
     from megatron.hydraulis.errors import Problems
     from megatron.hydraulis.flags import checks
-    from megatron.hydraulis.flags.arguments import run_as_others
+    from megatron.hydraulis.flags.arguments import check_fit, run_as_others
     from megatron.hydraulis.flags.config import default_run_dir
-    from megatron.hydraulis.flags.defaults import differences, set_defaults
+    from megatron.hydraulis.flags.defaults import (
+        differences,
+        padded_vocabulary_size,
+        set_defaults,
+    )
     from megatron.hydraulis.flags.describe import block_lines, option_lines, option_texts
     from megatron.hydraulis.flags.parser import FlagParser
+    from megatron.hydraulis.flags.samples import training_sizes
+    from megatron.hydraulis.strategy import Pool
 
     path: Path = namespace.script
     launch = read_launch_command(_read(path), _variables(namespace.set), path.parent)
@@ -211,9 +218,11 @@ def run(namespace: argparse.Namespace) -> int:
     layout = MegatronLayout.of(flags.args)
     num_ranks = namespace.num_ranks or launch.num_ranks
     strategy: list[str] = []
+    pool: Pool | None = None
     if not flags.wrong & {*SIZES.values(), "num_experts"}:
         with problems.collected():
             strategy = _strategy_lines(layout, num_ranks)
+            pool = Pool.of(layout.strategy(num_ranks)) if num_ranks else None
     honoured = [
         (given.option, *given.values)
         for given in flags.given
@@ -229,6 +238,22 @@ def run(namespace: argparse.Namespace) -> int:
     completed = copy.copy(flags.args)
     problems.hide(completed, {*flags.wrong, *missing})
     checks.check_settings(completed, problems)
+    with problems.collected():
+        training_sizes(completed, completed.global_batch_tokens)
+    if any(getattr(completed, dest, None) for dest in checks.DATA_PATHS):
+        with problems.collected():
+            checks.check_data(completed, needs_files=False)
+    if pool is not None:
+        with problems.collected():
+            if completed.ffn_hidden_size is None:
+                completed.ffn_hidden_size = usual_ffn_hidden_size(completed)
+            if completed.padded_vocab_size is None:
+                size, multiple = completed.vocab_size, completed.make_vocab_size_divisible_by
+                # Without --vocab-size that of a tokenizer, which is not read here, may fit.
+                completed.padded_vocab_size = (
+                    padded_vocabulary_size(size, multiple) if size else pool.tp_lcm
+                )
+            check_fit(completed, pool, problems)
 
     refused = [
         *(line for line in problems.lines if not of(line)),

@@ -111,11 +111,12 @@ def _run(argv: Sequence[str] | None, hooks: UserHooks) -> None:
         from megatron.hydraulis.loop.auto_pool import pool_of_job  # slow to import
 
         resolved = parse_without_pool(words, num_ranks=num_ranks, rank=rank)
-        if not resolved.hydraulis.dry_run:
+        if resolved.hydraulis.dry_run:
+            check_data_files(resolved.args)
+        else:
             timeout = timedelta(minutes=resolved.args.distributed_timeout_minutes)
             met = meet(max(timeout, _TIMEOUT_OF_PROPOSAL))
         store = None if met is None else met[0]
-        check_data_files(resolved.args)
         if resolved.args.sft:
             convert_data(resolved.args, resolved.hydraulis.run_dir, store)
         pool = pool_of_job(resolved, has_cuda=has_cuda, store=store)
