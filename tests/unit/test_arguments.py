@@ -324,9 +324,11 @@ def test_grouped_products_of_experts_select_transformer_engine_unless_layers_are
         assert args.moe_grouped_gemm == (layers == "transformer_engine")
 
 
+@pytest.mark.parametrize("has_gpu", [False, True])
 def test_a_dry_run_for_a_gpu_elsewhere_takes_its_layers_though_this_machine_lacks_them(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    has_gpu: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: has_gpu)
     monkeypatch.setattr("megatron.hydraulis.flags.checks.importlib.util.find_spec", lambda *_: None)
     experts = ("--num-experts", "4", "--disable-bias-linear", "--moe-grouped-gemm", "--dry-run")
     for device, layers in (("h100-80g", "transformer_engine"), ("cpu", "local")):

@@ -44,6 +44,7 @@ from megatron.hydraulis.flags.defaults import (
     chosen_layers,
     differences,
     resolve_vocabulary,
+    runs_here,
     set_defaults,
 )
 from megatron.hydraulis.flags.parser import FlagParser, ParsedFlags
@@ -117,7 +118,7 @@ def parse_arguments(
     missing = checks.missing_flags(args, attempted=flags.attempted)
     with problems.collected():
         checks.check_required(missing)
-    is_here = torch.cuda.is_available()
+    is_here = runs_here(flags)
     has_cuda = _has_cuda(args)
     before, run_dir, needs_files = dict(vars(args)), args.run_dir, not args.dry_run
     taken = (
@@ -171,20 +172,16 @@ def parse_arguments(
             # Upstream's loop counts batches of one sequence: the sampler makes the batches, and the
             # step corrects the consumed samples.
             args.global_batch_size, args.step_batch_size_schedule = 1, None
-        _validate_as_one_group(args)
+        _validate_as_one_group(args, is_here=is_here)
     except (ConfigurationError, AttributeError):
         problems.raise_any()  # upstream's words are for what our checks let pass
         raise
     args.padded_vocab_size = vocabulary.padded_size
-    with problems.collected():
-        checks.check_vocabulary_parts(pool, vocabulary.padded_size)
-        pool.check_model(_model_shape(args))
-    with problems.collected():
-        checks.check_context(args, pool, _model_shape(args))
+    check_fit(args, pool, problems)
     with problems.collected():
         checks.check_sequence_parallel(_model_shape(args), hydraulis, pool)
     problems.raise_any()
-    with _upstream_checks(args, "apply_rope_fusion", "moe_permute_fusion"):
+    with _upstream_checks(args, "apply_rope_fusion", "moe_permute_fusion", is_here=is_here):
         gpt_model_config(args)
     args.world_size = num_ranks
     return Resolved(
@@ -384,27 +381,27 @@ def _ranks_per_node(hydraulis: HydraulisConfig, *, is_started: bool) -> int | No
     return int(value) if value.isdigit() else None
 
 
-def _validate_as_one_group(args: argparse.Namespace) -> None:
+def _validate_as_one_group(args: argparse.Namespace, *, is_here: bool) -> None:
     """Run upstream's validate_args on a job of one rank."""
     # Upstream's parse_args, whose own parser cannot be handed in, sets these from the environment.
     args._is_global_batch_size_explicitly_specified = True
     args.world_size = 1
     # Upstream allows --async-save only with its persistent worker, which needs CUDA; ours does not.
     args.use_persistent_ckpt_worker = args.async_save
-    with _upstream_checks(args, "moe_grouped_gemm"):
+    with _upstream_checks(args, "moe_grouped_gemm", is_here=is_here):
         validate_args(args)
     args.use_persistent_ckpt_worker = False
 
 
 @contextlib.contextmanager
-def _upstream_checks(args: argparse.Namespace, *kernels: str) -> Iterator[None]:
+def _upstream_checks(args: argparse.Namespace, *kernels: str, is_here: bool) -> Iterator[None]:
     """Turn upstream's errors into a ConfigurationError, and suppress its printed table of all
     arguments, which RUN_DIR/config.json holds.
 
-    kernels: switches that are off meanwhile where there is no CUDA: upstream looks for their
-    kernels on this machine, but a dry run may be for another.
+    kernels: switches that are off meanwhile unless the job is_here: upstream looks for their
+    kernels on this machine.
     """
-    asked = {} if torch.cuda.is_available() else {name: getattr(args, name) for name in kernels}
+    asked = {} if is_here else {name: getattr(args, name) for name in kernels}
     vars(args).update(dict.fromkeys(asked, False))
     try:
         with contextlib.redirect_stdout(io.StringIO()), warnings.catch_warnings():

@@ -208,14 +208,19 @@ def set_defaults(
 def chosen_layers(flags: ParsedFlags, asked: str, *, has_cuda: bool) -> str:
     """The value of --transformer-impl where the job runs, for the one that was parsed:
     Transformer Engine's layers if they are asked for, or if an option needs them and a machine
-    with CUDA has them installed."""
+    with CUDA has them installed, or the job runs on another machine."""
     if not has_cuda:
         return "local"
     is_given = flags.was_given("transformer_impl")
     layers = asked_layers(flags.args, asked if is_given else None)
-    # Without a GPU here, the job is for another machine.
-    is_missing = torch.cuda.is_available() and importlib.util.find_spec(TE_LAYERS) is None
+    is_missing = runs_here(flags) and importlib.util.find_spec(TE_LAYERS) is None
     return "local" if is_missing and not is_given else layers
+
+
+def runs_here(flags: ParsedFlags) -> bool:
+    """Whether the job may compute with CUDA on this machine: not without a GPU, nor where --device
+    says what a dry run is for."""
+    return torch.cuda.is_available() and not flags.was_given("device")
 
 
 def has_fused_weight_gradients() -> bool:
