@@ -207,7 +207,7 @@ def compare_ways(
         plan_ahead=plan_ahead,
         kept=kept,
     )
-    longest = _longest_held(pool, Limits(costs.profile)) if seq_length is None else seq_length
+    longest = longest_simulated(pool, costs, seq_length)
     sampled = partial(
         sample_batches, counts.cut(longest, long_sequences).sequences, seed=seed, sizes=sizes
     )
@@ -275,8 +275,11 @@ def _simulated(name: str, ways: Ways, settings: SimulationSettings) -> WayResult
     return f"none of its strategies holds a sequence of {ways.limit} tokens"
 
 
-def _longest_held(pool: Pool, limits: Limits) -> int:
-    """Most tokens of a sequence that a strategy of the pool can hold."""
+def longest_simulated(pool: Pool, costs: JobCosts, seq_length: int | None) -> int:
+    """Most tokens of a sequence: seq_length, by default what a strategy of the pool can hold."""
+    if seq_length is not None:
+        return seq_length
+    limits = Limits(costs.profile)
     return max(
         limits.max_tokens(strategy, scheme)
         for strategy in pool.strategies

@@ -91,6 +91,15 @@ def test_the_output_says_which_batches_of_growth_it_is_for(
     assert "give one" in capsys.readouterr().err
 
 
+def test_the_printed_batch_is_of_the_sequences_that_are_simulated(
+    simulate: Callable[..., int], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "lengths.json"
+    path.write_text("[29000, 1000]")  # the pool holds 3,000 tokens
+    assert simulate("--lengths", str(path), "--ways", "pool") == 0
+    assert "global batch: 8 sequences, about 21,818 tokens\n" in capsys.readouterr().out
+
+
 @pytest.mark.parametrize("typed", ["x", "0:2,1K", "0:2 1K:x"])
 def test_a_schedule_without_a_last_size_is_refused(typed: str) -> None:
     parser = argparse.ArgumentParser()
