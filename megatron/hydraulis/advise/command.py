@@ -29,6 +29,7 @@ from megatron.hydraulis.cost_model.shape_arguments import (
     print_bf16_advice,
     shape_of,
 )
+from megatron.hydraulis.data.sampler import BatchSizes
 from megatron.hydraulis.errors import ConfigurationError
 from megatron.hydraulis.json_object import write_output
 from megatron.hydraulis.lengths.command import (
@@ -291,9 +292,15 @@ _WORTH_A_POOL = 1.03
 _NEAR_CEILING = 0.9
 POOL_FILE_NAME, PROFILE_FILE_NAME = "pool.json", "cost_profile.json"
 _MEASURED_FILE_NAME = "profile.json"
+_OF_PROPOSAL = (
+    *("--seq-length", "--long-sequences", "--num-batches", "--seed", "--max-strategies"),
+    *("--row-quantum-tokens", "--grad-reduce-in-bf16", "--no-regroup-overlap"),
+    *("--device", "--intra-node-gb-per-s", "--inter-node-gb-per-s"),
+)
+"""Options that decide what `propose` finds, too."""
 _WORTH_RECOMPUTING = 1.03
-"""Bound on the time of plans over that with every layer recomputed, from which that is worth a try.
-"""
+"""Time of the pool over the bound with every layer recomputed from which that is worth a try, if
+then fewer ranks hold the longest sequence."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -385,7 +392,7 @@ def run(namespace: argparse.Namespace) -> int:
             console.print(more, highlight=False)
     elif assumed:
         console.print(f"not measured but assumed: {', '.join(map(str, assumed))}", highlight=False)
-    _print_commands(namespace, advice)
+    _print_commands(namespace, sizes, advice)
     return 0
 
 
@@ -513,29 +520,45 @@ def recompute_text(
         return None
     cluster = model.cluster
     schemes = possible_schemes(model.shape, cluster.num_ranks, cluster.ranks_per_node)
+    kept = estimated_profile(model, schemes)
     profile = estimated_profile(replace(model, recompute=EVERY_LAYER), schemes)
     num_ranks = cluster.num_ranks
-    bound_s = fmean(least_makespan_ms(profile, each, num_ranks) for each in batches)
-    bound_s /= _MS_PER_S
-    if advice.bound_s < _WORTH_RECOMPUTING * bound_s:
+    bound_ms = fmean(least_makespan_ms(profile, each, num_ranks) for each in batches)
+    most = advice.pool.time_s(advice.kind) * _MS_PER_S / bound_ms
+    longest = max(map(max, batches))
+    fewest, fewest_with = (
+        min(
+            (row.scheme.num_ranks for row in each.schemes if row.max_tokens >= longest),
+            default=num_ranks,
+        )
+        for each in (kept, profile)
+    )
+    # The bound is not reached: without a limit of memory it says nothing of recomputation.
+    if most < _WORTH_RECOMPUTING or fewest <= fewest_with:
         return None
     return (
-        f"If every layer were recomputed, plans could be up to "
-        f"{advice.pool.time_s(advice.kind) / bound_s:.2f} × as fast as this pool; try it: "
-        f"--recompute-granularity full --recompute-method uniform --recompute-num-layers 1"
+        f"If every layer were recomputed, plans could be up to {most:.2f} × as fast as this pool; "
+        f"try it: --recompute-granularity full --recompute-method uniform --recompute-num-layers 1"
     )
 
 
-def _words_of_batches(namespace: argparse.Namespace) -> list[str]:
+def _words_of_search(namespace: argparse.Namespace, sizes: BatchSizes) -> list[str]:
     """What `propose` reads of these flags, those of training included if all are known."""
-    if namespace.training_words[-1] != PLACEHOLDER:
-        return namespace.training_words
-    flags = "--seq-length", "--long-sequences", "--global-batch-size", "--global-batch-tokens"
-    values = {flag: vars(namespace)[flag.strip("-").replace("-", "_")] for flag in flags}
-    return [str(word) for pair in values.items() if pair[1] is not None for word in pair]
+    parser = argparse.ArgumentParser()
+    add_arguments(parser)
+    words = namespace.training_words
+    if words[-1] == PLACEHOLDER:
+        flag = "--global-batch-tokens" if sizes.in_tokens else "--global-batch-size"
+        words = [flag, str(sizes.largest)]
+    for flag in _OF_PROPOSAL:
+        name = flag.strip("-").replace("-", "_")
+        value = vars(namespace)[name]
+        if value != parser.get_default(name) and flag not in words:
+            words = [*words, flag, *([] if value is True else [str(value)])]
+    return list(words)
 
 
-def _print_commands(namespace: argparse.Namespace, advice: Advice) -> None:
+def _print_commands(namespace: argparse.Namespace, sizes: BatchSizes, advice: Advice) -> None:
     """From here to a run: measure unless that was done, propose with that, train."""
     pool, words = advice.proposal.pool, namespace.training_words
     num_ranks, ranks_per_node = pool.num_ranks, pool.ranks_per_node
@@ -554,7 +577,7 @@ def _print_commands(namespace: argparse.Namespace, advice: Advice) -> None:
             print_next(
                 "hydraulis propose --lengths",
                 *(namespace.lengths, "--num-ranks", num_ranks, "--ranks-per-node", ranks_per_node),
-                *(*_words_of_batches(namespace), "--schemes", "+".join(schemes)),
+                *(*_words_of_search(namespace, sizes), "--schemes", "+".join(schemes)),
                 *("--cost-profile", profile_path, "--out", pool_path),
             )
     print_next(

@@ -1,20 +1,19 @@
 """``advise``: choices with known times, the verdict, files that the next commands read."""
 
 import json
+import re
 import shlex
 import shutil
-from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from benchmarks.inputs import llama_shape
 from megatron.hydraulis.__main__ import main
-from megatron.hydraulis.advise.command import causal_flops, least_makespan_ms, recompute_text
-from megatron.hydraulis.cost_model import AnalyticCostModel, ProfileCostModel, device_constants
-from megatron.hydraulis.cost_model.layouts import EVERY_LAYER
+from megatron.hydraulis.advise import command
+from megatron.hydraulis.advise.command import causal_flops, least_makespan_ms
+from megatron.hydraulis.cost_model import ProfileCostModel
 from megatron.hydraulis.flags.arguments import parse_arguments
 from megatron.hydraulis.strategy import Pool
 
@@ -166,23 +165,51 @@ def test_the_bound_takes_the_cheapest_scheme_that_holds_a_sequence() -> None:
     assert least_makespan_ms(profile, [1000, 8000, 1000], 8) == expected
 
 
-def test_recomputation_is_advised_where_its_bound_is_lower() -> None:
-    device = device_constants("a100-40g")
-    model = AnalyticCostModel(shape=SHAPE, device=device, cluster=device.cluster(2, 2))
-    batches = [[1000] * 8]
+def test_recomputation_is_advised_where_plans_are_faster_with_it(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    files = Path(__file__).parents[3]
+    argv = [
+        *("advise", "--lengths", str(files / "benchmarks" / "data" / "wikipedia_lengths.csv")),
+        *("--model", str(files / "examples" / "model_llama32b.json"), "--device", "a100-80g"),
+        *("--seq-length", "16384", "--num-ranks", "16", "--global-batch-tokens", "150000"),
+        *("--num-batches", "1", "--max-strategies", "1", "--out", str(tmp_path)),
+    ]
+    advised = "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1"
+    assert main(argv) == 0
+    before = " ".join(capsys.readouterr().out.split())
+    assert f" as fast as this pool; try it: {advised} " in before
+    assert main([*argv, *advised.split()]) == 0
+    after = " ".join(capsys.readouterr().out.split())
+    assert "If every layer were recomputed" not in after
+    shown = re.compile(r"│ pool │ [^ ]+ │ ([0-9,]+) ")
+    speed, most = (float(shown.findall(text)[0].replace(",", "")) for text in (before, after))
+    assert 1.1 < most / speed < float(before.partition("could be up to ")[2].split()[0])
 
-    def text(bound_s: float, model: AnalyticCostModel = model) -> str | None:
-        pool = SimpleNamespace(time_s=lambda kind: 2.0)
-        advice: Any = SimpleNamespace(bound_s=bound_s, kind="by the rule", pool=pool)
-        return recompute_text(model, advice, batches)
 
-    shown = text(1.0)
-    assert shown is not None
-    assert shown.endswith("--recompute-method uniform --recompute-num-layers 1")
-    bound_s = 2.0 / float(shown.partition("up to ")[2].split()[0])
-    assert text(0.9 * bound_s) is None
-    assert text(1.1 * bound_s) == shown
-    assert text(1.0, replace(model, recompute=EVERY_LAYER)) is None
+def test_the_next_proposal_has_the_settings_of_the_advice(
+    job: list[str],
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(command, "_WORTH_A_POOL", 0.0)
+    given = [
+        *("--seed", "1", "--max-strategies", "3", "--row-quantum-tokens", "128"),
+        *("--grad-reduce-in-bf16", "--no-regroup-overlap", "--device", "a100-40g"),
+        *("--intra-node-gb-per-s", "200.0"),
+    ]
+    at = job.index("--global-batch-size")
+    job = [*job[:at], *job[at + 2 :], "--step-batch-size-schedule", "0:20 1M:60"]
+    assert main([*job, *given]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    (words,) = (shlex.split(line)[2:] for line in lines if line.startswith("next: hydraulis"))
+    assert f" {' '.join(given)} " in f" {' '.join(words)} "
+    assert "--long-sequences" not in words  # as by default
+    shutil.copy(tmp_path / "advice" / "cost_profile.json", tmp_path / "profile.json")
+    monkeypatch.chdir(tmp_path)
+    assert main(words) == 0
+    assert "global batch: 60 sequences, " in capsys.readouterr().out
 
 
 def test_flops_of_causal_attention() -> None:
