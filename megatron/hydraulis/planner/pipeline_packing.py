@@ -232,7 +232,8 @@ class ReplicaPacker:
         longest_ms: NDArray[np.float64],
         num_near: int,
     ) -> NDArray[np.float64]:
-        """Lower bounds for the times of many shares, close to the times of good packings.
+        """Times of many shares, close to those of good packings: the bound, at a local minimum over
+        the number of micro-batches.
 
         All arrays have one shape. longest_ms: work of the longest sequence of each share; num_near:
         number of micro-batches, from which the best one is sought. Exact for one stage if no room
