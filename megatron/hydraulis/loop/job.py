@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -71,7 +72,7 @@ from megatron.hydraulis.observability.records import (
     set_aside_earlier_run,
     set_aside_earlier_trace,
 )
-from megatron.hydraulis.observability.report_data import read_run
+from megatron.hydraulis.observability.report_data import Run, read_run
 from megatron.hydraulis.optimizer.sharded_adamw import AdamWSettings
 from megatron.hydraulis.planner.planners import PLAN_FILES
 from megatron.hydraulis.runtime.core_attention import CoreAttention
@@ -121,6 +122,8 @@ class Job:
         self._has_cuda = has_cuda
         self._engine: Engine | None = None
         self._core_attention: CoreAttention | None = None
+        self._description: dict[str, Any] | None = None
+        """On rank 0, once it has written it as ``config.json``."""
         self._profile = read_cost_profile(resolved)
         rank = int(os.environ.get("RANK", "0"))
         self._device = constants_of_this_rank(
@@ -322,7 +325,10 @@ class Job:
             for part in corpora.parts
         }
         content = self._planning.description_of(self._resolved)
-        content |= {"corpus": corpus, "notes": list(self._hooks.notes), HAS_ENDED: False}
+        self._description = content | {"corpus": corpus, "notes": list(self._hooks.notes)}
+        self._write_description(self._description | {HAS_ENDED: False})
+
+    def _write_description(self, content: dict[str, Any]) -> None:
         write_output(self._run_dir / CONFIG_FILE_NAME, content, "--run-dir")
 
     def _print_notices(self, corpora: Corpora) -> None:
@@ -550,23 +556,32 @@ class Job:
         parts.checkpoints.finish()
         if self._engine is not None:
             self._engine.close()
+        run = None
+        if parts.metrics is not None:
+            parts.metrics.close()
+            if (self._run_dir / METRICS_FILE_NAME).stat().st_size:
+                run = read_run(self._run_dir, only_last_start=True)
+                run = dataclasses.replace(run, config={**run.config, HAS_ENDED: True})
+                # Before what a full disk could prevent.
+                print(closing_table(run), flush=True)
+        on_all_ranks(
+            lambda: self._write_results(parts, run), "the results of the run cannot be written"
+        )
+        if self._description is not None:
+            self._write_description(self._description | {HAS_ENDED: True})
+        parts.guard.close()
+
+    def _write_results(self, parts: RunParts, run: Run | None) -> None:
+        """Trace, cost profile and, of ``run``, summary.png."""
         if parts.trace is not None:
             parts.trace.close(merges=True)
         if parts.refit is not None:
             parts.refit.write(self._run_dir)
-        if parts.metrics is not None:
-            parts.metrics.close()
-            if (self._run_dir / METRICS_FILE_NAME).stat().st_size:
-                # Not above: matplotlib would take every start half a second.
-                from megatron.hydraulis.observability.report_figures import write_summary
+        if run is not None:
+            # Not above: matplotlib would take every start half a second.
+            from megatron.hydraulis.observability.report_figures import write_summary
 
-                run = read_run(self._run_dir, only_last_start=True)
-                if run.config:  # by this rank, which reads it now, although rank 0 made the file
-                    run = dataclasses.replace(run, config={**run.config, HAS_ENDED: True})
-                    write_output(self._run_dir / CONFIG_FILE_NAME, run.config, "--run-dir")
-                write_summary(run)
-                print(closing_table(run), flush=True)
-        parts.guard.close()
+            write_summary(run)
 
     def _abandon(self, parts: RunParts) -> None:
         """End after an error, without waiting for other ranks."""

@@ -18,6 +18,7 @@ from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.models.gpt.gpt_model import GPTModel
 from torch.utils.tensorboard import SummaryWriter
 
+from megatron.hydraulis.errors import ConfigurationError
 from megatron.hydraulis.loop import entry, job
 from megatron.hydraulis.runtime.executor import loss_func
 from megatron.hydraulis.runtime.model_building import packed_block_spec
@@ -140,6 +141,52 @@ def test_a_full_disk_is_one_error_of_the_rank_that_writes(writer: str, tmp_path:
     assert "another rank is gone: " in outcome.ranks[0].stderr
     assert "Traceback" not in outcome.stderr
     assert not json.loads((run_dir / "config.json").read_text())["has_ended"]
+
+
+@pytest.mark.parametrize("failing", ["trace", "refit"])
+def test_results_that_cannot_be_written_do_not_hide_the_table(failing: str, tmp_path: Path) -> None:
+    def program(argv: Sequence[str]) -> None:
+        rank = int(os.environ["RANK"])
+
+        def no_room(*_: object, **__: object) -> None:
+            raise ConfigurationError("no room for results")
+
+        if (failing, rank) == ("trace", 1):
+            job.RunTrace.close = no_room  # type: ignore[method-assign]
+        if (failing, rank) == ("refit", 0):
+            job.RunRefit.write = no_room  # type: ignore[method-assign]
+        entry.main(argv)
+
+    run_dir = tmp_path / "run"
+    outcome = run_job(
+        tiny_command(
+            write_corpus(tmp_path / "tiny"),
+            run_dir,
+            *("--strategy", "2*tp1", "--split", "100,0,0", "--train-iters", "1"),
+            *(("--trace", str(tmp_path / "trace")) if failing == "trace" else ()),
+            *(("--refit-cost-profile",) if failing == "refit" else ()),
+        ),
+        2,
+        tmp_path / "output",
+        program=program,
+        ends_others=False,
+    )
+    assert outcome.statuses == (2, 2)
+    assert "Training finished" in outcome.ranks[1].stdout
+    assert outcome.ranks[0].stderr.splitlines()[-1] == "error: no room for results"
+    assert not json.loads((run_dir / "config.json").read_text())["has_ended"]
+
+
+def test_the_end_is_recorded_where_the_record_is(launch: Launch, tmp_path: Path) -> None:
+    """Also if nodes do not share the folder of the run."""
+
+    def on_own_disk(argv: Sequence[str]) -> None:
+        entry.main([*argv, "--run-dir", str(tmp_path / os.environ["RANK"])])
+
+    run = launch("2*tp1", 2, "--train-iters", "1", program=on_own_disk)
+    assert "Training finished" in run.outcome.ranks[1].stdout
+    assert json.loads((tmp_path / "0" / "config.json").read_text())["has_ended"]
+    assert not (tmp_path / "1" / "config.json").exists()
 
 
 # --- a user's own parts -----------------------------------------------------------------------
