@@ -377,7 +377,6 @@ class Job:
                 Path(hydraulis.trace),
                 hydraulis.trace_window,
                 self._planning.cost_model,
-                store,
                 has_cuda=self._has_cuda,
             )
         memory = MemorySafety(self._planning, hydraulis, log=partial(print, flush=True))
@@ -564,17 +563,18 @@ class Job:
                 run = dataclasses.replace(run, config={**run.config, HAS_ENDED: True})
                 # Before what a full disk could prevent.
                 print(closing_table(run), flush=True)
-        on_all_ranks(
-            lambda: self._write_results(parts, run), "the results of the run cannot be written"
-        )
+        what = "the results of the run cannot be written"
+        on_all_ranks(lambda: self._write_results(parts, run), what)
+        if parts.trace is not None:
+            on_rank_0(parts.trace.merge, what)
         if self._description is not None:
             self._write_description(self._description | {HAS_ENDED: True})
         parts.guard.close()
 
     def _write_results(self, parts: RunParts, run: Run | None) -> None:
-        """Trace, cost profile and, of ``run``, summary.png."""
+        """The rank's trace, cost profile and, of ``run``, summary.png."""
         if parts.trace is not None:
-            parts.trace.close(merges=True)
+            parts.trace.close()
         if parts.refit is not None:
             parts.refit.write(self._run_dir)
         if run is not None:
@@ -589,7 +589,7 @@ class Job:
         if parts.metrics is not None:
             parts.metrics.close()
         if parts.trace is not None:
-            parts.trace.close(merges=False)
+            parts.trace.close()
         parts.guard.close()
 
 

@@ -6,7 +6,6 @@ import socket
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from datetime import timedelta
 from pathlib import Path
 
 import torch.distributed as dist
@@ -36,9 +35,6 @@ from megatron.hydraulis.runtime.spans import (
 NUM_BARRIERS = 8
 """Barriers to compare clocks by; each can only narrow the bounds."""
 
-MERGE_PATIENCE = timedelta(seconds=30)
-"""How long rank 0 waits at the end for the others' files."""
-
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 _NS_PER_US = 1e3
 
@@ -51,7 +47,6 @@ class RunTrace:
     Args:
         folder: of the trace; shared by the ranks, or the merged file holds those of rank 0's node.
         window: iterations to trace; the first ones of the run if None.
-        store: in which ranks mark their files as complete.
 
     Raises:
         HydraulisError: the file cannot be written.
@@ -62,14 +57,12 @@ class RunTrace:
         folder: Path,
         window: TraceWindow | None,
         cost_model: CostModel,
-        store: dist.Store,
         *,
         has_cuda: bool,
     ) -> None:
         self._folder = folder
         self._window = window
         self._cost_model = cost_model
-        self._store = dist.PrefixStore("hydraulis_trace", store)
         self._rank = dist.get_rank()
         self._clock, self._epoch_ns = _compare_clocks()
         self._is_traced = False
@@ -110,21 +103,14 @@ class RunTrace:
             self.spans.tracks = NO_TRACKS
             self._writer.close()
 
-    def close(self, *, merges: bool) -> None:
-        """End the trace; with ``merges``, which all ranks have to set, rank 0 merges the files."""
+    def close(self) -> None:
+        """End this rank's file."""
         self._writer.close()
-        if not merges:
-            return
-        self._store.set(str(self._rank), "closed")
-        if self._rank != 0:
-            return
-        num_ranks = dist.get_world_size()
-        try:
-            self._store.wait([str(rank) for rank in range(num_ranks)], MERGE_PATIENCE)
-        except dist.DistError:
-            print("trace: not every rank has closed its file; merging what there is", flush=True)
+
+    def merge(self) -> None:
+        """On one rank, once all have closed their files: merge them."""
         merged = merge_trace(self._folder)
-        num_files = len(rank_files(self._folder))
+        num_ranks, num_files = dist.get_world_size(), len(rank_files(self._folder))
         missing = "" if num_files == num_ranks else f", of {num_files} of {num_ranks} ranks"
         print(f"trace: {merged}{missing}; open it at https://ui.perfetto.dev", flush=True)
 

@@ -22,7 +22,7 @@ from megatron.hydraulis.errors import ConfigurationError
 from megatron.hydraulis.loop import entry, job
 from megatron.hydraulis.runtime.executor import loss_func
 from megatron.hydraulis.runtime.model_building import packed_block_spec
-from tests.support.forked_job import Kill, run_job
+from tests.support.forked_job import JobOutcome, Kill, Program, run_job
 from tests.support.tiny_corpus import (
     PADDED_VOCAB_SIZE,
     SEQ_LENGTH,
@@ -81,19 +81,19 @@ def test_ctrl_c_saves_and_ends_the_run_properly(launch: Launch, tmp_path: Path) 
     assert "SIGINT: the run ends after this iteration" in run.outcome.ranks[0].stderr
 
 
-def test_ctrl_c_without_a_handler_is_one_line(tmp_path: Path) -> None:
-    outcome = run_job(
-        tiny_command(
-            write_corpus(tmp_path / "tiny"),
-            tmp_path / "run",
-            *("--strategy", "2*tp1", "--split", "100,0,0", "--train-iters", "100000"),
-        ),
-        2,
-        tmp_path / "output",
-        program=interruptible,
-        kill=Kill(rank=0, after="iteration        2/", number=signal.SIGINT),
-        ends_others=False,
+def run_failing(folder: Path, program: Program, *flags: str, **how: Any) -> JobOutcome:
+    """A job of two ranks that fails, each of which ends by itself; its run folder is "run"."""
+    argv = tiny_command(
+        write_corpus(folder / "tiny"),
+        folder / "run",
+        *("--strategy", "2*tp1", "--split", "100,0,0", "--train-iters", "100000", *flags),
     )
+    return run_job(argv, 2, folder / "output", program=program, ends_others=False, **how)
+
+
+def test_ctrl_c_without_a_handler_is_one_line(tmp_path: Path) -> None:
+    kill = Kill(rank=0, after="iteration        2/", number=signal.SIGINT)
+    outcome = run_failing(tmp_path, interruptible, kill=kill)
     assert outcome.statuses == (130, 1)
     assert outcome.ranks[0].stderr.splitlines()[-1].startswith("interrupted: what was trained")
     assert "another rank is gone: " in outcome.ranks[1].stderr
@@ -119,17 +119,7 @@ def test_a_full_disk_is_one_error_of_the_rank_that_writes(writer: str, tmp_path:
         entry.main(argv)
 
     run_dir = tmp_path / "run"
-    outcome = run_job(
-        tiny_command(
-            write_corpus(tmp_path / "tiny"),
-            run_dir,
-            *("--strategy", "2*tp1", "--split", "100,0,0", "--train-iters", "100000"),
-        ),
-        2,
-        tmp_path / "output",
-        program=program,
-        ends_others=False,
-    )
+    outcome = run_failing(tmp_path, program)
     assert outcome.statuses == (1, 2)
     (line,) = (line for line in outcome.stderr.splitlines() if line.startswith("error: "))
     path = {
@@ -143,7 +133,7 @@ def test_a_full_disk_is_one_error_of_the_rank_that_writes(writer: str, tmp_path:
     assert not json.loads((run_dir / "config.json").read_text())["has_ended"]
 
 
-@pytest.mark.parametrize("failing", ["trace", "refit"])
+@pytest.mark.parametrize("failing", ["trace", "merging", "refit"])
 def test_results_that_cannot_be_written_do_not_hide_the_table(failing: str, tmp_path: Path) -> None:
     def program(argv: Sequence[str]) -> None:
         rank = int(os.environ["RANK"])
@@ -153,28 +143,19 @@ def test_results_that_cannot_be_written_do_not_hide_the_table(failing: str, tmp_
 
         if (failing, rank) == ("trace", 1):
             job.RunTrace.close = no_room  # type: ignore[method-assign]
+        if (failing, rank) == ("merging", 0):
+            job.RunTrace.merge = no_room  # type: ignore[method-assign]
         if (failing, rank) == ("refit", 0):
             job.RunRefit.write = no_room  # type: ignore[method-assign]
         entry.main(argv)
 
-    run_dir = tmp_path / "run"
-    outcome = run_job(
-        tiny_command(
-            write_corpus(tmp_path / "tiny"),
-            run_dir,
-            *("--strategy", "2*tp1", "--split", "100,0,0", "--train-iters", "1"),
-            *(("--trace", str(tmp_path / "trace")) if failing == "trace" else ()),
-            *(("--refit-cost-profile",) if failing == "refit" else ()),
-        ),
-        2,
-        tmp_path / "output",
-        program=program,
-        ends_others=False,
-    )
+    trace = ("--trace", str(tmp_path / "trace"))
+    flags = ("--refit-cost-profile",) if failing == "refit" else trace
+    outcome = run_failing(tmp_path, program, "--train-iters", "1", *flags)
     assert outcome.statuses == (2, 2)
     assert "Training finished" in outcome.ranks[1].stdout
     assert outcome.ranks[0].stderr.splitlines()[-1] == "error: no room for results"
-    assert not json.loads((run_dir / "config.json").read_text())["has_ended"]
+    assert not json.loads((tmp_path / "run" / "config.json").read_text())["has_ended"]
 
 
 def test_the_end_is_recorded_where_the_record_is(launch: Launch, tmp_path: Path) -> None:
