@@ -102,10 +102,11 @@ def _made_for(
         *("cp_comm_type", "glu_linear_offset", "activation_func_clamp_value"),
     )
     return {
-        # How experts are computed is among the settings; earlier versions name no first layers.
+        # How experts are computed is among the settings.
         "model": replace(
             model, experts=None, shape=replace(model.shape, num_first_mlp_layers=0)
         ).to_json(),
+        "first layers without experts": model.shape.num_first_mlp_layers,
         "device": {"name": device.name, "memory_bytes": device.memory_bytes},
         "settings": {name: getattr(args, name, None) for name in settings}
         | ({"moe_grouped_gemm": True} if args.moe_grouped_gemm else {})
@@ -133,7 +134,7 @@ def _why_not_kept(
     before = content.get(MADE_FOR)
     if not isinstance(before, dict):
         return "does not say what it was proposed for"
-    # Files of earlier versions do not name the batch size.
+    # Files of earlier versions do not name the batch size or first layers.
     differing = [name for name, value in made_for.items() if before.get(name, value) != value]
     return f"was proposed for other values of {', '.join(differing)}" if differing else None
 

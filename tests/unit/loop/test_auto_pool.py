@@ -68,16 +68,18 @@ def test_a_pool_of_another_model_or_data_is_proposed_again(
     assert "proposed at an earlier start" in capsys.readouterr().out
 
 
-def test_a_pool_whose_file_does_not_name_first_layers_without_experts_is_kept(
+def test_first_layers_without_experts_count_unless_the_file_does_not_name_them(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    experts = ("--num-experts", "4", "--moe-router-topk", "2", "--moe-layer-freq", "[0,1]")
-    proposed(tmp_path, 2, *experts)
+    experts = ("--num-experts", "4", "--moe-router-topk", "2", "--moe-layer-freq")
+    proposed(tmp_path, 2, *experts, "[1,0]")
+    proposed(tmp_path, 2, *experts, "[0,1]")
+    assert "other values of first layers without experts: a" in capsys.readouterr().err
     path = tmp_path / "run" / FILE_NAME
     content = json.loads(path.read_text())
-    content["made_for"]["model"].pop("num_first_mlp_layers", None)
+    del content["made_for"]["first layers without experts"]
     path.write_text(json.dumps(content))
-    proposed(tmp_path, 2, *experts)
+    proposed(tmp_path, 2, *experts, "[1,0]")
     assert "proposed at an earlier start" in capsys.readouterr().out
 
 
