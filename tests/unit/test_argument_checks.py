@@ -1,6 +1,7 @@
 """Bad input gives one clear error with rule, numbers and fix, before any rank waits for another."""
 
 import dataclasses
+from argparse import Namespace
 from pathlib import Path
 
 import pytest
@@ -8,9 +9,10 @@ import torch
 from megatron.core.datasets.utils import get_blend_from_list
 
 from megatron.hydraulis.errors import ConfigurationError, StrategyError
+from megatron.hydraulis.flags import checks
 from megatron.hydraulis.flags.config import HydraulisConfig, option_of
 from megatron.hydraulis.flags.options import HONOURED
-from tests.unit.argument_command import parse
+from tests.unit.argument_command import parse, write_corpus
 
 pytestmark = pytest.mark.usefixtures("plain_environment")
 
@@ -46,6 +48,13 @@ _BAD_INPUT = [
     ("--dry-run --data-path a b 2 c", (), ["--data-path a b 2 c: a blend gives a weight to every"]),
     ("--strategy 3*tp2", (), ["3 replicas use 6 ranks but the job has 8", "2*idle"]),
     ("--strategy 5*tp2", (), ["5 replicas use 10 ranks but the job has 8", "start 10 ranks"]),
+    (
+        f"{_EXPERTS} --strategy ep3",
+        (),
+        ["ep3 has ep 3 and the model 4", "use an ep that divides 4"],
+    ),
+    (f"{_EXPERTS} --strategy cp3ep3", (), ["ep 3 and the model 4", "use an ep that divides 4"]),
+    (f"{_EXPERTS} --strategy ep4", (), ["tp·cp = 1 ranks a stage and ep 4", "or cp4ep4"]),
     ("--tensor-model-parallel-size 3", (), ["3 ranks do not fill the job's 8", "change the deg"]),
     ("--strategy tp8", (), ["tp must divide the attention heads", "8", "4", "use a tp that"]),
     (
@@ -342,6 +351,12 @@ def test_a_balancing_loss_of_rows_becomes_that_of_sequences_with_a_warning(tmp_p
     assert [str(each) for each in warned if "balancing loss is that of each sequence" in each.why]
     silent = [each for each in parse(tmp_path, *typed.split(), "0").differences if each.warns]
     assert not any("balancing" in each.why for each in silent)
+
+
+def test_data_of_sft_are_files_of_json_lines(tmp_path: Path) -> None:
+    data = dict.fromkeys(checks.DATA_PATHS) | {"data_path": [f"{write_corpus(tmp_path)}.bin"]}
+    with pytest.raises(ConfigurationError, match=r"--sft are files of JSON lines .* correct"):
+        checks.check_data_files(Namespace(sft=True, **data))
 
 
 def test_experts_that_a_strategy_cannot_cut_are_refused(tmp_path: Path) -> None:

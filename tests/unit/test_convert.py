@@ -475,7 +475,7 @@ def test_what_only_the_job_knows_stays_in_the_command(
 ) -> None:
     script = f"""#SBATCH --nodes=2 --gres=gpu:4
 RUN=x-$SLURM_JOB_ID
-ARGS="{_MODEL} --data-path $(ls data)"
+ARGS="{_MODEL} --sft --tokenizer-type SFTTokenizer --data-path $(ls data)"
 srun bash -c 'torchrun --nnodes $SLURM_NNODES --nproc-per-node $N --node-rank $RANK \
   pretrain_gpt.py '"$ARGS"' --save '"$RUN"
 """
@@ -582,7 +582,6 @@ def test_options_that_no_command_continues_are_refused(
         ),
         ("--tensor-model-parallel-size 4 --ffn-hidden-size 90", "divide the ffn hidden size"),
         ("--sft --tokenizer-type NullTokenizer --data-path $DATA", "needs --tokenizer-type SFT"),
-        ("--sft --tokenizer-type SFTTokenizer --data-path a", "--sft are files of JSON lines"),
         ("--data-path a b 2 c", "a blend gives a weight to every prefix"),
         ("--data-path a --train-data-path b", "both name the training corpus"),
         ("--global-batch-tokens 256", "both size the global batch"),

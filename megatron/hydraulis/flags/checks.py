@@ -20,6 +20,7 @@ from megatron.hydraulis.flags.samples import check_counting
 from megatron.hydraulis.model_shape import ModelShape
 from megatron.hydraulis.strategy import Pool, Strategy
 from megatron.hydraulis.strategy.megatron_layout import MegatronLayout
+from megatron.hydraulis.strategy.notation import parse_terms
 from megatron.hydraulis.strategy.pool import fit_pool, num_ranks_of
 from megatron.hydraulis.strategy.strategy import RANKS_PER_NODE, ranks_of_node
 
@@ -397,16 +398,15 @@ def _check_files(option: str, blend: list[str], *, is_sft: bool, must_exist: boo
             f"{option} {' '.join(blend)}: a blend gives a weight to every prefix or to none; "
             f"write 'weight prefix' pairs or prefixes alone"
         ) from None
-    for prefix in prefixes:
+    for prefix in prefixes if must_exist else ():
         if is_sft:
-            is_there = Path(prefix).is_file() or not must_exist
-            if not (prefix.endswith(JSON_LINES_SUFFIXES) and is_there):
+            if not (prefix.endswith(JSON_LINES_SUFFIXES) and Path(prefix).is_file()):
                 raise ConfigurationError(
                     f"{option} {prefix}: data of --sft are files of JSON lines "
                     f"({', '.join(JSON_LINES_SUFFIXES)}) but this is none; correct the path"
                 )
             continue
-        for suffix in (".idx", ".bin") if must_exist else ():
+        for suffix in (".idx", ".bin"):
             if not Path(prefix + suffix).is_file():
                 raise ConfigurationError(
                     f"{option} {prefix}: a corpus is a pair of files but there is no "
@@ -544,6 +544,9 @@ def resolve_pool(
         note = layout.note(strategy.schemes[0])
         return pool, (*changes, *([note] if note else []))
     if hydraulis.strategy is not None:
+        for term in parse_terms(hydraulis.strategy, label=hydraulis.strategy):
+            if term.scheme is not None:  # first: errors of the placement suggest the same ep
+                term.scheme.experts_per_rank(args.num_experts or 0)
         if hydraulis.elastic and num_ranks_of(hydraulis.strategy) != num_ranks:
             strategy = Strategy.parse(hydraulis.strategy, num_ranks_of(hydraulis.strategy))
         else:
