@@ -153,11 +153,12 @@ def test_closed_pools_leave_no_process_and_start_again_on_demand() -> None:
 
 
 def start_a_pool_and_wait(connection: Connection) -> None:
-    connection.send(RankPool(2).run(process_id))
-    time.sleep(3600)
+    pool = RankPool(2)
+    connection.send(pool.run(process_id))
+    pool.run(sleep_on, 1, timeout_s=3600.0)
 
 
-def test_workers_end_when_their_parent_is_killed() -> None:
+def test_workers_end_when_their_parent_is_killed_idle_or_not() -> None:
     context = multiprocessing.get_context("fork")
     ours, theirs = context.Pipe()
     parent = context.Process(target=start_a_pool_and_wait, args=(theirs,))

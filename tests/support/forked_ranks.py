@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import ctypes
 import multiprocessing
 import os
 import shutil
+import signal
 import tempfile
 import time
 from collections.abc import Callable
@@ -19,6 +21,8 @@ import torch.distributed as dist
 IN_MEMORY = "/dev/shm" if os.path.isdir("/dev/shm") else None
 """A folder for files that processes share."""
 DIED = "the worker died"
+_PR_SET_PDEATHSIG = 1
+"""Of Linux's ``prctl``: the signal that a process gets when its parent's thread ends."""
 LATE_FAILURES_S = 0.2
 """How long to collect failures of other ranks after the first one: a rank that waited for the one
 at fault may fail before it."""
@@ -35,7 +39,8 @@ class Answers:
 
 
 class ForkedRanks:
-    """``num_ranks`` forks of this process that run ``serve``.
+    """``num_ranks`` forks of this process that run ``serve``; they die with the thread that made
+    them.
 
     Args:
         num_ranks: of the job.
@@ -76,7 +81,7 @@ class ForkedRanks:
                     timeout=timedelta(seconds=timeout_s),
                 )
 
-            process = context.Process(target=serve, args=(join, theirs), daemon=True)
+            process = context.Process(target=_served, args=(serve, join, theirs), daemon=True)
             process.start()
             theirs.close()
             self.connections.append(ours)
@@ -117,3 +122,13 @@ class ForkedRanks:
         for connection in self.connections:
             connection.close()
         shutil.rmtree(self.directory, ignore_errors=True)
+
+
+def _served(
+    serve: Callable[[Callable[[], None], Connection], None],
+    join: Callable[[], None],
+    connection: Connection,
+) -> None:
+    """In a rank. The ends of others' pipes are inherited: a killed parent is no end of file."""
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    serve(join, connection)

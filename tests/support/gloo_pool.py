@@ -8,7 +8,6 @@ worker that hangs or dies fails the test within its timeout, and the next test g
 from __future__ import annotations
 
 import importlib
-import os
 import pickle
 import traceback
 from collections.abc import Callable
@@ -27,8 +26,6 @@ from tests.support.gloo_device import share_gloo_device
 
 DEFAULT_TIMEOUT_S = 60.0
 COLLECTIVE_TIMEOUT_S = 60.0
-ORPHAN_CHECK_S = 1.0
-"""How often an idle worker checks that its parent is alive."""
 
 QUOTED_CHARACTERS = 2000
 """Of a worker's standard error, in the message of a failure."""
@@ -183,16 +180,8 @@ def close_pools() -> None:
 
 def _serve(join: Callable[[], None], connection: Connection) -> None:
     join()
-    parent = os.getppid()
     while True:
-        # The ends of other workers' pipes are inherited, so a killed parent is no end of file.
-        while not connection.poll(ORPHAN_CHECK_S):
-            if os.getppid() != parent:
-                os._exit(1)
-        try:
-            message = connection.recv_bytes()
-        except EOFError:
-            os._exit(0)
+        message = connection.recv_bytes()
         try:
             function, args = pickle.loads(message)
             answer = pickle.dumps((True, function(*args)))
