@@ -36,6 +36,9 @@ WHOLE_EXPERTS = tuple(
     for model in (WITH_EXPERTS, replace(WITH_EXPERTS, granularity="selective"))
 )
 """Their ranks have peers."""
+PEERS_TIMEOUT_S = 110.0
+"""Every access is logged: with Transformer Engine's experts a job takes 45 s on a slow core. Less
+than the limit of a test."""
 
 
 def races_of(case: OrderCase, folder: Path, removed: str = "") -> list[list[Race]]:
@@ -55,7 +58,7 @@ def _run(case: OrderCase, removed: str) -> None:
 def races_with_peers(case: OrderCase, folder: Path, removed: str = "") -> list[list[Race]]:
     """As `races_of`, of four ranks that exchange data: what experts' ranks exchange depends on it,
     which a lone rank cannot know."""
-    pool_of(4, "cuda").run(run_logged, folder, _run, case, removed)
+    pool_of(4, "cuda").run(run_logged, folder, _run, case, removed, timeout_s=PEERS_TIMEOUT_S)
     return [find_races(log_of(folder, rank)) for rank in range(4)]
 
 
