@@ -80,7 +80,7 @@ MAX_SHAPED = _RANGES[-1][1]
 """With more, the fill is at most a few percent of the time and counts as nothing."""
 # Lines are computed for these ratios of the largest micro-batch to the mean. From about 1.6 on a
 # larger ratio gains nothing in any pipeline.
-_LARGEST_OVER_MEAN = (math.inf, 1.25, 1.05)
+_LARGEST_OVER_MEAN = (math.inf, 1.25, 1.1, 1.02)
 # Subtracted from bounds: HiGHS's tolerances are 1e-7 on numbers around 1.
 _SAFETY = 1e-6
 _MAX_CACHED_SHAPES = 1024

@@ -179,7 +179,8 @@ class StrategySearch:
             return
         if self._has_pipelines:
             self._raise_bound()
-            starts = [self.best, *self._pipeline_starts()]
+            first = Assignment(self._packers, self.best.shares, self._effort)
+            starts = [first, *self._pipeline_starts()]
             starts.sort(key=lambda start: start.makespan_ms)
             for start in starts[:_NUM_IMPROVED]:
                 self._take(start)
@@ -284,7 +285,6 @@ class StrategySearch:
         which pipelines, assigned no more than necessary, are as slow as the other replicas.
         """
         low_ms, high_ms = self.bound_ms, self.found_ms
-        before: list[list[int]] = []
         for _ in range(_NUM_PIPELINE_TIMES):
             if self._is_done(_PIPELINE_GAP):
                 return
@@ -292,10 +292,9 @@ class StrategySearch:
             shares = dispatch_by_program(
                 self._relaxation, time_ms, self._packers, longest_fill=_LONGEST_FILL
             )
-            if shares is None or shares == before:
+            if shares is None:
                 return
-            before = shares
-            assignment = Assignment(self._packers, shares, self._effort, is_quick=True)
+            assignment = Assignment(self._packers, shares, self._effort)
             assignment.repack_slowest()
             if self._packers[assignment.slowest].cost.num_stages > 1:
                 low_ms = time_ms
