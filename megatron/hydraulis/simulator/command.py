@@ -44,7 +44,7 @@ from megatron.hydraulis.simulator.batches import (
     BatchPlanning,
     default_num_processes,
 )
-from megatron.hydraulis.simulator.comparison import Comparison, compare_ways, longest_simulated
+from megatron.hydraulis.simulator.comparison import Comparison, compare_ways
 from megatron.hydraulis.simulator.output import iteration_spans
 from megatron.hydraulis.simulator.results import WayResult
 from megatron.hydraulis.simulator.simulation import IterationTasks
@@ -158,8 +158,7 @@ def run(namespace: argparse.Namespace) -> int:
     window = _window(namespace)
     options = job_options(namespace)
     costs = options.costs_of_pool(profile, pool, path=namespace.cost_profile)
-    sizes, longest = batch_sizes(namespace), longest_simulated(pool, costs, namespace.seq_length)
-    counts = read_length_counts(namespace.lengths).cut(longest, namespace.long_sequences)
+    sizes, counts = batch_sizes(namespace), read_length_counts(namespace.lengths)
     with (
         phase_progress() as on_progress,
         native_prints_to_stderr(),
@@ -192,7 +191,7 @@ def run(namespace: argparse.Namespace) -> int:
         print_json(content)
         return 0
     warn_of_unknown_overheads(costs.profile, pool.strategies)
-    print_batch(sizes, counts, namespace.seq_length)
+    print_batch(sizes, comparison.counts, namespace.seq_length)
     console = results_console()
     for table in comparison.tables():
         console.print(table)

@@ -48,6 +48,8 @@ class Comparison:
     """Why a way is skipped, by its name."""
     ways: Ways
     """With the batches."""
+    counts: LengthCounts
+    """Lengths of the sequences of which batches are drawn: those of the corpus, cut."""
     long_sequence_window: int = 0
     """Iterations that a long sequence may wait for others."""
     without_window: WayResult | None = None
@@ -207,10 +209,9 @@ def compare_ways(
         plan_ahead=plan_ahead,
         kept=kept,
     )
-    longest = longest_simulated(pool, costs, seq_length)
-    sampled = partial(
-        sample_batches, counts.cut(longest, long_sequences).sequences, seed=seed, sizes=sizes
-    )
+    longest = _longest_held(pool, Limits(costs.profile)) if seq_length is None else seq_length
+    counts = counts.cut(longest, long_sequences)
+    sampled = partial(sample_batches, counts.sequences, seed=seed, sizes=sizes)
     known = [way for way in WAYS if way in names]
 
     def on_phase(what: str, done: int, total: int) -> None:
@@ -254,6 +255,7 @@ def compare_ways(
         results=tuple(results),
         skipped=skipped,
         ways=ways,
+        counts=counts,
         long_sequence_window=long_sequence_window,
         without_window=without_window,
     )
@@ -275,11 +277,8 @@ def _simulated(name: str, ways: Ways, settings: SimulationSettings) -> WayResult
     return f"none of its strategies holds a sequence of {ways.limit} tokens"
 
 
-def longest_simulated(pool: Pool, costs: JobCosts, seq_length: int | None) -> int:
-    """Most tokens of a sequence: seq_length, by default what a strategy of the pool can hold."""
-    if seq_length is not None:
-        return seq_length
-    limits = Limits(costs.profile)
+def _longest_held(pool: Pool, limits: Limits) -> int:
+    """Most tokens of a sequence that a strategy of the pool can hold."""
     return max(
         limits.max_tokens(strategy, scheme)
         for strategy in pool.strategies
