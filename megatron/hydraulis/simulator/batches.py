@@ -20,12 +20,10 @@ import numpy.typing as npt
 from megatron.hydraulis.cost_model.limits import Limits
 from megatron.hydraulis.data.sampler import BatchSizes, LengthSampler, SequenceGroup
 from megatron.hydraulis.errors import ConfigurationError, PlanError
-from megatron.hydraulis.planner.plan import IterationPlan, Planner
-from megatron.hydraulis.planner.planners import CertifiedPlanner, GreedyPlanner
+from megatron.hydraulis.planner.plan import IterationPlan
+from megatron.hydraulis.planner.planners import CertifiedPlanner
 from megatron.hydraulis.strategy import Pool
 
-NUM_SHORTLISTED = 2
-"""Number of strategies per batch that greedy plans select for the certified planner."""
 MAX_DEFAULT_PROCESSES = 8
 """A login node has other users too."""
 FEWEST_BATCHES_PER_PROCESS = 10
@@ -101,23 +99,17 @@ class BatchPlanning:
             self._executor = None
 
     def plans(
-        self,
-        pool: Pool,
-        limits: Limits,
-        batches: Sequence[Sequence[int]],
-        *,
-        shortlists: bool = False,
+        self, pool: Pool, limits: Limits, batches: Sequence[Sequence[int]]
     ) -> Iterator[TimedPlan]:
         """Yields plans in the order of the batches, which are iterations 0, 1, …
 
-        limits: of micro-batches, by the cost model to plan with. With `shortlists` the certified
-        planner gets only the strategies with the best greedy plans.
+        limits: of micro-batches, by the cost model to plan with.
 
-        Raises PlanError as the planners do, and if a process is killed.
+        Raises PlanError as the planner does, and if a process is killed.
         """
         num_processes = min(self._num_processes, len(batches) // FEWEST_BATCHES_PER_PROCESS)
         if num_processes < 2:
-            yield from _plans(pool, limits, batches, 0, shortlists)
+            yield from _plans(pool, limits, batches, 0)
             return
         if self._executor is None:
             # A fork of a process with threads, for example of a progress bar, may hang.
@@ -127,9 +119,7 @@ class BatchPlanning:
         size = math.ceil(len(batches) / (num_processes * CHUNKS_PER_PROCESS))
         with _interrupts_blocked():
             parts = [
-                self._executor.submit(
-                    _planned, pool, limits, batches[first : first + size], first, shortlists
-                )
+                self._executor.submit(_planned, pool, limits, batches[first : first + size], first)
                 for first in range(0, len(batches), size)
             ]
         try:
@@ -153,51 +143,16 @@ def _interrupts_blocked() -> Iterator[None]:
 
 
 def _planned(
-    pool: Pool,
-    limits: Limits,
-    batches: Sequence[Sequence[int]],
-    first: int,
-    shortlists: bool,
+    pool: Pool, limits: Limits, batches: Sequence[Sequence[int]], first: int
 ) -> list[TimedPlan]:
-    return list(_plans(pool, limits, batches, first, shortlists))
+    return list(_plans(pool, limits, batches, first))
 
 
 def _plans(
-    pool: Pool,
-    limits: Limits,
-    batches: Sequence[Sequence[int]],
-    first: int,
-    shortlists: bool,
+    pool: Pool, limits: Limits, batches: Sequence[Sequence[int]], first: int
 ) -> Iterator[TimedPlan]:
-    planner: Planner = (
-        _ShortlistPlanner(pool, limits)
-        if shortlists
-        else CertifiedPlanner(pool, limits.cost_model, limits)
-    )
+    planner = CertifiedPlanner(pool, limits.cost_model, limits)
     for iteration, batch in enumerate(batches, start=first):
         start_s = time.process_time()
         plan = planner.plan(batch, iteration=iteration)
         yield TimedPlan(plan, time.process_time() - start_s)
-
-
-class _ShortlistPlanner:
-    """The certified planner for the strategies with the best greedy plans."""
-
-    def __init__(self, pool: Pool, limits: Limits) -> None:
-        self._pool = pool
-        self._limits = limits
-        self._greedy = GreedyPlanner(pool, limits.cost_model, limits)
-        self._certified: dict[tuple[str, ...], CertifiedPlanner] = {}
-
-    def plan(self, lengths: Sequence[int], *, iteration: int = 0) -> IterationPlan:
-        """See Planner."""
-        outcomes = self._greedy.explain(lengths, iteration=iteration).strategies
-        found_s = {each.name: each.found_s for each in outcomes if each.found_s is not None}
-        # Sorted by name: the same strategies share a planner.
-        best = sorted(sorted(found_s, key=lambda name: found_s[name])[:NUM_SHORTLISTED])
-        if tuple(best) not in self._certified:
-            pool = Pool.of(*(self._pool.strategy(name) for name in best))
-            self._certified[tuple(best)] = CertifiedPlanner(
-                pool, self._limits.cost_model, self._limits
-            )
-        return self._certified[tuple(best)].plan(lengths, iteration=iteration)

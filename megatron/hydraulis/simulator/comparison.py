@@ -14,7 +14,7 @@ from megatron.hydraulis.cost_model.job_costs import JobCosts
 from megatron.hydraulis.cost_model.limits import Limits
 from megatron.hydraulis.data.index import LongSequences
 from megatron.hydraulis.data.sampler import BatchSizes
-from megatron.hydraulis.errors import ConfigurationError, PlanError
+from megatron.hydraulis.errors import ConfigurationError
 from megatron.hydraulis.lengths.command import check_seed
 from megatron.hydraulis.lengths.counts import LengthCounts
 from megatron.hydraulis.model_shape import ModelShape
@@ -22,13 +22,7 @@ from megatron.hydraulis.observability.pictures import figure_svg
 from megatron.hydraulis.simulator.batches import BatchPlanning, sample_batches
 from megatron.hydraulis.simulator.output import result_table, results_figure, strategy_use_table
 from megatron.hydraulis.simulator.results import SimulationSettings, WayResult, simulate_way
-from megatron.hydraulis.simulator.ways import (
-    CONTEXT_WAYS,
-    PACKING,
-    POOL,
-    WAYS,
-    Ways,
-)
+from megatron.hydraulis.simulator.ways import MEGATRON_CP, PACKING, POOL, WAYS, Ways
 from megatron.hydraulis.strategy import Pool
 from megatron.hydraulis.terminal import OnProgress, notebook_html, table_text
 
@@ -263,16 +257,10 @@ def compare_ways(
 
 def _simulated(name: str, ways: Ways, settings: SimulationSettings) -> WayResult | str:
     """The result of a way, or why it is skipped."""
-    try:
-        result = simulate_way(name, ways.candidates(name), settings)
-    except PlanError as error:
-        # The widths of this way may not hold a batch; the other ways are still useful.
-        if name not in CONTEXT_WAYS:
-            raise
-        return str(error)
+    result = simulate_way(name, ways.candidates(name), settings)
     if result is not None:
         return result
-    if name in CONTEXT_WAYS and not ways.costs.knows_exchange:
+    if name == MEGATRON_CP and not ways.costs.knows_exchange:
         return "the cost of cp is unknown; give --device and the model, or measure schemes with cp"
     return f"none of its strategies holds a sequence of {ways.limit} tokens"
 

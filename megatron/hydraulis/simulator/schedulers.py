@@ -1,15 +1,12 @@
-"""Schedulers without a cost model, as functions of lengths: rows, and Megatron's by their rules.
+"""Schedulers without a cost model, as functions of lengths: rows of fixed length, and Megatron's.
 
-Two are part of Megatron Core (https://github.com/NVIDIA/Megatron-LM): `packed_rows` follows
-``DpBalancedScheduler`` (core/datasets/data_schedule.py of its development branch, 2025), chosen by
-``--sequence-packing-scheduler dp_balanced``; `context_waves` follows ``BalancedCPScheduler``
-(core/pipeline_parallel/hybrid_cp_schedule.py, release 0.19), of ``--hybrid-context-parallel``.
+`context_waves` follows ``BalancedCPScheduler`` of Megatron Core 0.19
+(core/pipeline_parallel/hybrid_cp_schedule.py), which ``--hybrid-context-parallel`` uses.
 """
 
 from __future__ import annotations
 
 import heapq
-import itertools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -23,51 +20,6 @@ _SLACK = 0.05
 
 Wave = list[tuple[int, list[int]]]
 """Number of ranks, and indices of the sequences, of each group."""
-
-
-def packed_rows(
-    lengths: Sequence[int], row_tokens: int, num_replicas: int
-) -> list[list[list[int]]]:
-    """Indices of the sequences of each row of each replica, the same number of rows on each.
-
-    Rows are filled in the order of the batch. If their number is not a multiple of num_replicas,
-    the last sequence of the last row that has several becomes a row, again and again; a batch of
-    fewer sequences than that leaves replicas without rows. Raises ValueError if a sequence is
-    longer than a row.
-    """
-    if max(lengths, default=0) > row_tokens:
-        raise ValueError(f"a row of {row_tokens} tokens cannot hold one of {max(lengths)}")
-    rows: list[list[int]] = []
-    free = 0
-    for index, length in enumerate(lengths):
-        if not rows or length > free:
-            rows.append([])
-            free = row_tokens
-        rows[-1].append(index)
-        free -= length
-    place = len(rows) - 1
-    while len(rows) % num_replicas and place >= 0:
-        if len(rows[place]) > 1:
-            rows.append([rows[place].pop()])
-        else:
-            place -= 1
-    return [rows[replica::num_replicas] for replica in range(num_replicas)]
-
-
-def deal_padded(
-    lengths: Sequence[int], num_replicas: int, max_tokens: int
-) -> list[list[list[int]]]:
-    """Micro-batches of rows as long as the batch's longest sequence, one per sequence.
-
-    Returns the indices of the sequences by replica and micro-batch: micro-batches are filled in the
-    batch's order and distributed round-robin. Raises ValueError if a row does not fit.
-    """
-    longest = max(lengths)
-    if longest > max_tokens:
-        raise ValueError(f"a micro-batch of {max_tokens} tokens cannot hold a row of {longest}")
-    num_rows = max_tokens // longest
-    micro_batches = [list(row) for row in itertools.batched(range(len(lengths)), num_rows)]
-    return [micro_batches[replica::num_replicas] for replica in range(num_replicas)]
 
 
 def fixed_length_shares(

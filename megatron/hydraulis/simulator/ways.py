@@ -1,19 +1,17 @@
-"""Ways to train the same batches: the pool, and alternatives without it (docs/metrics.md).
+"""Six ways to train the same batches: the pool, and what it is compared with (docs/metrics.md).
 
-The best static strategy is the fastest simulated one over all batches; per batch the planner
-chooses. Homogeneous strategies are those of the cost profile's schemes whose replicas fill the job,
-and the pool's own. With experts they include ``cp8~ep8``, Megatron's expert parallelism over
-data-parallel ranks, see `Layout`. "megatron, cp" has pp 1 only; the groups of a wave pack their
-sequences into rows of what fits, and run as many of them, since they may share experts. For "best
-per batch" and "cp only" greedy plans select two strategies per batch for the certified planner. tp
-and ep of "cp only", and the three strategies that "static, balanced" plans, have the fastest greedy
-plans of 16 batches; tp and ep of the other ways with cp are the fastest simulated ones. If no
-scheme with cp was measured, these ways need model and links to estimate the cost of cp.
+A static way uses its fastest strategy over all batches. Its candidates are homogeneous: replicas
+of a scheme of the cost profile that fill the job, and such strategies of the pool. With experts
+they include ``cp8~ep8``, Megatron's expert parallelism over data-parallel ranks, see `Layout`.
+"static, balanced" plans the three candidates whose greedy plans of 16 batches are the fastest.
 
-"equal groups" are the groups of equal width that FlexSP is compared with (arXiv 2412.01523, section
-6.1: the best width for each batch). The ceiling computes tokens at the rate of the scheme that
-needs the fewest ranks' milliseconds per token, attention likewise, and divides both evenly: without
-constant costs, pipelines to fill, memory limits, regrouping and planning.
+"megatron, cp" has pp 1 only; the groups of a wave pack their sequences into rows of what fits, and
+run as many of them, since they may share experts. If no scheme with cp was measured, it needs the
+model and the links to estimate the cost of cp.
+
+The ceiling computes tokens at the rate of the scheme that needs the fewest ranks' milliseconds per
+token, and attention in the same way, and divides both evenly: without constant costs, pipelines to
+fill, memory limits, regrouping and planning.
 """
 
 from __future__ import annotations
@@ -21,7 +19,6 @@ from __future__ import annotations
 import itertools
 import math
 from bisect import insort
-from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, fields, replace
 from functools import cached_property, partial
@@ -39,35 +36,23 @@ from megatron.hydraulis.errors import ConfigurationError, StrategyError
 from megatron.hydraulis.model_shape import ModelShape
 from megatron.hydraulis.planner.bounds import dispatch_bound_ms
 from megatron.hydraulis.planner.costs import PoolCosts, SchemeCost, scheme_cost
-from megatron.hydraulis.planner.greedy import best_fit, dispatch, longest_first
+from megatron.hydraulis.planner.greedy import best_fit
 from megatron.hydraulis.planner.plan import MS_PER_S
 from megatron.hydraulis.planner.planners import GreedyPlanner
 from megatron.hydraulis.simulator.batches import BatchPlanning
 from megatron.hydraulis.simulator.schedulers import (
     Wave,
     context_waves,
-    deal_padded,
     first_fit_decreasing,
     fixed_length_shares,
-    packed_rows,
 )
 from megatron.hydraulis.simulator.work import CeilingCosts, IterationWork, MicroBatchWork
 from megatron.hydraulis.strategy import Pool, Scheme, Strategy
 from megatron.hydraulis.terminal import OnProgress
 
-PADDING, FIXED_ROWS = "static, padding", "static, fixed rows"
-PACKING, DISPATCH = "static, packing", "static, dispatch"
-BALANCED, PER_BATCH = "static, balanced", "best per batch"
-MEGATRON_PACKING, MEGATRON_CP = "megatron, packing", "megatron, cp"
-EQUAL_GROUPS, CP_ONLY = "equal groups", "cp only"
-CEILING, POOL = "ceiling", "pool"
-CONTEXT_WAYS = (EQUAL_GROUPS, MEGATRON_CP, CP_ONLY)
-"""Of context parallelism alone, at one tp."""
-WAYS = (
-    *(PADDING, FIXED_ROWS, PACKING, MEGATRON_PACKING, DISPATCH, BALANCED, PER_BATCH),
-    *CONTEXT_WAYS,
-    *(CEILING, POOL),
-)
+FIXED_ROWS, PACKING, BALANCED = "static, fixed rows", "static, packing", "static, balanced"
+MEGATRON_CP, CEILING, POOL = "megatron, cp", "ceiling", "pool"
+WAYS = (FIXED_ROWS, PACKING, BALANCED, MEGATRON_CP, CEILING, POOL)
 _NUM_RANK_LIMITS = 3
 """Limits of a rank that "megatron, cp" may choose from: what fits, a half, a quarter."""
 
@@ -83,8 +68,6 @@ Batches = Sequence[Sequence[int]]
 Works = list[IterationWork]
 Shares = tuple[tuple[MicroBatchWork, ...], ...]
 """Micro-batches of each replica."""
-SharesOf = Callable[["Layout", Sequence[int]], Shares]
-"""Of a batch's lengths."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -224,31 +207,25 @@ class Ways:
         """
         if way == CEILING:
             yield self._ceiling()
-        elif way in CONTEXT_WAYS:
+        elif way == MEGATRON_CP:
             if self.costs.knows_exchange:
-                yield from self._context_parallel(way)
+                yield from self._megatron_context()
         elif way == POOL:
-            yield from self._planned(way, [self.pool], self.profile)
-        elif way == PER_BATCH:
-            homogeneous = self.homogeneous()
-            if any(self._holds(strategy) for strategy in homogeneous):
-                pool = Pool.of(*homogeneous)
-                yield from self._planned(way, [pool], self.profile, shortlists=True)
+            yield from self._planned(way, [self.pool])
         elif way == BALANCED:
-            pools = list(map(Pool.of, self.static()))
-            pools = self._fastest(way, pools, self.profile, _NUM_BALANCED)
-            yield from self._planned(way, pools, self.profile)
+            yield from self._planned(way, self._fastest(list(map(Pool.of, self.static()))))
         else:
             limited = sorted(
                 (
-                    (least_ms, layout, shares_of)
+                    (self._least_ms(way, layout, num_rows), layout, num_rows)
                     for layout in self.layouts()
-                    for least_ms, shares_of in self._variants(way, layout)
+                    for num_rows in _powers_of_two(layout.cost.max_tokens // self.limit)
                 ),
                 key=lambda each: each[0],
             )
-            for least_ms, layout, shares_of in self._tracked(way, limited, len(limited)):
-                yield Candidate(self.simulated, partial(self._works, layout, shares_of), least_ms)
+            for least_ms, layout, num_rows in self._tracked(way, limited, len(limited)):
+                in_rows = partial(self._in_rows, way, layout, num_rows)
+                yield Candidate(self.simulated, in_rows, least_ms)
 
     def _tracked(self, what: str, steps: Iterable[_Step], num: int) -> Iterator[_Step]:
         """Yields the steps and reports their progress."""
@@ -257,58 +234,25 @@ class Ways:
             yield step
             self.on_progress(what, done, num)
 
-    def _works(self, layout: Layout, shares_of: SharesOf) -> Works:
-        return [layout.work(shares_of(layout, batch)) for batch in self.batches]
+    def _in_rows(self, way: str, layout: Layout, num_rows: int) -> Works:
+        """In micro-batches of num_rows rows of fixed length."""
 
-    def _variants(self, way: str, layout: Layout) -> Iterator[tuple[float, SharesOf]]:
-        """How a way without planner could distribute a batch, each with a time in ms that all
-        batches take at least."""
-        if way in (FIXED_ROWS, PACKING):
-            most_rows = layout.cost.max_tokens // self.limit
-            for num_rows in _powers_of_two(most_rows):
-                fixed_rows = partial(self._fixed_rows, num_rows=num_rows, pads=way == FIXED_ROWS)
-                yield self._least_ms_of_rows(way, layout, num_rows), fixed_rows
-            return
-        least_ms = self._least_ms(way, layout)
-        makes: dict[str, list[SharesOf]] = {
-            PADDING: [_padded],
-            MEGATRON_PACKING: [_packed, partial(_packed, limit=self.limit)],
-            DISPATCH: [_dispatched],
-        }
-        for shares_of in makes[way]:
-            yield least_ms, shares_of
+        def work(rows: Sequence[Sequence[int]], batch: Sequence[int]) -> MicroBatchWork:
+            lengths = [batch[i] for row in rows for i in row]
+            num_padding = len(rows) * self.limit - sum(lengths) if way == FIXED_ROWS else 0
+            return MicroBatchWork.packed(lengths, num_padding=num_padding)
 
-    def _least_ms(self, way: str, layout: Layout) -> float:
-        """No works of a layout take less.
-
-        The slowest lane takes at least the mean of all: tokens and attention shared evenly, in as
-        few micro-batches as memory allows, without pipelines to fill.
-        """
-        tokens, squares = self._sums[way == PADDING]
-        num_micro_batches = np.ceil(tokens / layout.cost.max_tokens)
-        each_ms = [
-            stage.a_ms_per_token2 * squares
-            + stage.b_ms_per_token * tokens
-            + stage.c_ms * num_micro_batches
-            for stage in self._stages.coefficients(layout.scheme)
-        ]
-        return float(np.max(each_ms, axis=0).sum()) / layout.num_lanes
-
-    @cached_property
-    def _sums(self) -> list[tuple[FloatArray, FloatArray]]:
-        """Tokens and squared tokens of each batch, and of its sequences if all are padded to the
-        longest: shape (num_batches,) each."""
-        padded = [np.full(len(batch), max(batch)) for batch in self.batches]
-        squared = self.profile.schemes[0].coefficients.squared  # the window is the model's
         return [
-            (
-                np.array([lengths.sum() for lengths in each], np.float64),
-                np.array([squared(lengths).sum() for lengths in each], np.float64),
+            layout.work(
+                tuple(
+                    tuple(work(part, batch) for part in itertools.batched(rows, num_rows))
+                    for rows in self._shares(layout.num_lanes, batch)
+                )
             )
-            for each in (list(map(np.asarray, self.batches)), padded)
+            for batch in self.batches
         ]
 
-    def _least_ms_of_rows(self, way: str, layout: Layout, num_rows: int) -> float:
+    def _least_ms(self, way: str, layout: Layout, num_rows: int) -> float:
         """No works with num_rows rows a micro-batch take less.
 
         A stage runs the lane's micro-batches, after the stages before it have run the forward of
@@ -388,7 +332,11 @@ class Ways:
 
     def static(self) -> list[Strategy]:
         """Homogeneous strategies that hold the longest sequence."""
-        return [strategy for strategy in self.homogeneous() if self._holds(strategy)]
+        return [
+            strategy
+            for strategy in self.homogeneous()
+            if self._layout(strategy, strategy.schemes[0]).cost.longest >= self.limit
+        ]
 
     def layouts(self) -> Iterator[Layout]:
         """Those whose lanes hold the longest sequence; with ``~`` the replicas are the smallest
@@ -402,9 +350,6 @@ class Ways:
                 if lane.as_replica == whole and not is_whole and layout.cost.longest >= self.limit:
                     yield layout
 
-    def _holds(self, strategy: Strategy) -> bool:
-        return self._layout(strategy, strategy.schemes[0]).cost.longest >= self.limit
-
     def _fits_model(self, strategy: Strategy) -> bool:
         if self.shape is None:
             return True
@@ -414,25 +359,9 @@ class Ways:
             return False
         return True
 
-    def _layout(
-        self, strategy: Strategy, lane: Scheme, cost_model: CostModel | None = None
-    ) -> Layout:
-        """By default with the profile's costs."""
-        cost_model = cost_model or self.profile
-        return Layout(strategy, lane, scheme_cost(lane, strategy, cost_model, Limits(cost_model)))
-
-    def _fixed_rows(
-        self, layout: Layout, batch: Sequence[int], *, num_rows: int, pads: bool
-    ) -> Shares:
-        def work(rows: Sequence[Sequence[int]]) -> MicroBatchWork:
-            lengths = [batch[i] for row in rows for i in row]
-            num_padding = len(rows) * self.limit - sum(lengths) if pads else 0
-            return MicroBatchWork.packed(lengths, num_padding=num_padding)
-
-        return tuple(
-            tuple(map(work, itertools.batched(rows, num_rows)))
-            for rows in self._shares(layout.num_lanes, batch)
-        )
+    def _layout(self, strategy: Strategy, lane: Scheme) -> Layout:
+        cost = scheme_cost(lane, strategy, self.profile, Limits(self.profile))
+        return Layout(strategy, lane, cost)
 
     def _shares(self, num_lanes: int, batch: Sequence[int]) -> list[list[list[int]]]:
         """The `fixed_length_shares` of a batch, without empty rows."""
@@ -447,90 +376,37 @@ class Ways:
         """Rows of each batch, which do not depend on the layout."""
         return {tuple(each): first_fit_decreasing(each, self.limit) for each in self.batches}
 
-    def _context_parallel(self, way: str) -> Iterator[Candidate]:
-        if way == CP_ONLY:
-            pools = context_group_pools(
-                self.costs,
-                num_ranks=self.pool.num_ranks,
-                ranks_per_node=self.pool.ranks_per_node,
-                longest=self.limit,
-            )
-            best = self._fastest(way, list(pools.values()), self.costs, 1)
-            yield from self._planned(way, best, self.costs, shortlists=True)
-            return
-        makes: list[Callable[[], Works]]
-        if way == EQUAL_GROUPS:
-            makes = [partial(self._equal, layouts) for layouts in self._equal_groups()]
-        else:
-            makes = list(self._megatron_context())
-        for make_works in self._tracked(way, makes, len(makes)):
-            yield Candidate(self.simulated, make_works)
-
-    def _fastest(
-        self, way: str, pools: Sequence[Pool], cost_model: CostModel, num: int
-    ) -> list[Pool]:
+    def _fastest(self, pools: Sequence[Pool]) -> Sequence[Pool]:
         """By greedy plans of the first batches; bounds exclude most pools without one."""
-        if len(pools) <= num:
-            return list(pools)
+        if len(pools) <= _NUM_BALANCED:
+            return pools
         batches = self.batches[:_NUM_GREEDY_BATCHES]
-        limits = Limits(cost_model, row_quantum=self.row_quantum)
-        planners = [GreedyPlanner(pool, cost_model, limits) for pool in pools]
+        limits = Limits(self.profile, row_quantum=self.row_quantum)
+        planners = [GreedyPlanner(pool, self.profile, limits) for pool in pools]
         bounded = [
             ([_bound_ms(planner.costs, batch) for batch in batches], place)
             for place, planner in enumerate(planners)
         ]
         bounded.sort(key=lambda each: math.fsum(each[0]))
         known_ms: list[tuple[float, int]] = []
-        for times_ms, place in self._tracked(f"{way}, greedy plans", bounded, len(bounded)):
-            most_ms = known_ms[num - 1][0] if len(known_ms) >= num else math.inf
+        what = f"{BALANCED}, greedy plans"
+        for times_ms, place in self._tracked(what, bounded, len(bounded)):
+            most_ms = known_ms[_NUM_BALANCED - 1][0] if len(known_ms) >= _NUM_BALANCED else math.inf
             for index, batch in enumerate(batches):
                 if math.fsum(times_ms) >= most_ms:
                     break
                 times_ms[index] = MS_PER_S * planners[place].plan(batch).predicted_time_s
             insort(known_ms, (math.fsum(times_ms), place))
-        return [pools[place] for _, place in known_ms[:num]]
+        return [pools[place] for _, place in known_ms[:_NUM_BALANCED]]
 
-    def _equal_groups(self) -> Iterator[list[Layout]]:
-        """By tp and ep, the layouts of groups of equal width, if one holds the limit.
-
-        Groups that are too narrow for all experts share them in replicas that are just wide enough.
-        """
+    def _megatron_context(self) -> Iterator[Candidate]:
+        """Of every tp, ep and limit of a rank."""
         num_ranks, per_node = self.pool.num_ranks, self.pool.ranks_per_node
-        for tp, ep, columns in context_degrees(self.costs, num_ranks):
-            layouts = []
-            for cp in _powers_of_two(columns):
-                width = max(cp, ep // math.gcd(tp, ep))
-                whole = Scheme(tp, width, splits_cp=width > cp, ep=ep)
-                if columns % width or not self._knows(whole):
-                    continue
-                text = f"{columns // width}*{whole}"
-                strategy = Strategy.parse(text, num_ranks, ranks_per_node=per_node)
-                lane = whole.of_context_group(cp) if whole.splits_cp else whole
-                layouts.append(self._layout(strategy, lane, self.costs))
-            if max((layout.cost.longest for layout in layouts), default=0) >= self.limit:
-                yield layouts
-
-    def _equal(self, layouts: Sequence[Layout]) -> Works:
-        """Each batch on the best of layouts, of which one holds the limit."""
-        works = []
-        for batch in self.batches:
-            best_ms, best = math.inf, None
-            for layout in layouts:
-                if layout.cost.longest < max(layout.cost.tokens(batch)):
-                    continue
-                work = layout.work(_dispatched(layout, batch))
-                time_ms = self.costs.overhead_ms(layout.strategy) + work.makespan_ms(self.costs)
-                if time_ms < best_ms:
-                    best_ms, best = time_ms, work
-            assert best is not None  # that of the limit holds every batch
-            works.append(best)
-        return works
-
-    def _megatron_context(self) -> Iterator[Callable[[], Works]]:
-        """The works of every tp, ep and limit of a rank."""
-        num_ranks, per_node = self.pool.num_ranks, self.pool.ranks_per_node
-        for tp, ep, width in context_degrees(self.costs, num_ranks):
-            if width < 2 or width & (width - 1):
+        made: list[Callable[[], Works]] = []
+        plain = (row.scheme for row in self.profile.schemes if row.scheme.pp == 1)
+        for tp, ep in sorted({(scheme.tp, scheme.ep) for scheme in plain}):
+            width, rest = divmod(num_ranks, tp)
+            if rest or num_ranks % ep or width < 2 or width & (width - 1):
                 continue  # groups are powers of two
             whole = Scheme(tp, width, splits_cp=True, ep=ep)
             strategy = Strategy.parse(str(whole), num_ranks, ranks_per_node=per_node)
@@ -540,7 +416,9 @@ class Ways:
                 rank_tokens = most_tokens >> halvings
                 if rank_tokens * width < self.limit or not rank_tokens:
                     break
-                yield partial(self._in_waves, strategy, rank_tokens, most_tokens)
+                made.append(partial(self._in_waves, strategy, rank_tokens, most_tokens))
+        for works in self._tracked(MEGATRON_CP, made, len(made)):
+            yield Candidate(self.simulated, works)
 
     def _in_waves(self, strategy: Strategy, rank_tokens: int, most_tokens: int) -> Works:
         (whole,) = strategy.schemes
@@ -578,18 +456,13 @@ class Ways:
             return False
         return True
 
-    def _planned(
-        self, way: str, pools: Sequence[Pool], cost_model: CostModel, *, shortlists: bool = False
-    ) -> list[Candidate]:
-        """Plans every batch with the certified planner, for all strategies or a short list.
-
-        Raises PlanError as the planner does.
-        """
-        limits = Limits(cost_model, row_quantum=self.row_quantum)
+    def _planned(self, way: str, pools: Sequence[Pool]) -> list[Candidate]:
+        """Plans every batch with the certified planner; raises PlanError as that does."""
+        limits = Limits(self.profile, row_quantum=self.row_quantum)
         plans = (
             (index, timed)
             for index, pool in enumerate(pools)
-            for timed in self.planning.plans(pool, limits, self.batches, shortlists=shortlists)
+            for timed in self.planning.plans(pool, limits, self.batches)
         )
         works: list[Works] = [[] for _ in pools]
         for index, timed in self._tracked(way, plans, len(pools) * len(self.batches)):
@@ -607,13 +480,6 @@ def _bound_ms(costs: PoolCosts, batch: Sequence[int]) -> float:
     )
 
 
-def _works_of(shares: Sequence[Sequence[Sequence[int]]], batch: Sequence[int]) -> Shares:
-    """Packed micro-batches of indices by replica and row."""
-    return tuple(
-        tuple(MicroBatchWork.packed([batch[i] for i in row]) for row in rows) for rows in shares
-    )
-
-
 def _wave_works(
     waves: Iterable[Wave], batch: Sequence[int], rank_tokens: int
 ) -> Iterator[MicroBatchWork]:
@@ -621,101 +487,13 @@ def _wave_works(
     for wave in waves:
         sizes = [size for size, _ in wave]
         shares = [best_fit(indices, batch, rank_tokens * size) for size, indices in wave]
-        for rows in itertools.zip_longest(*_works_of(shares, batch)):
+        packed = (
+            [MicroBatchWork.packed([batch[i] for i in row]) for row in rows] for rows in shares
+        )
+        for rows in itertools.zip_longest(*packed):
             yield MicroBatchWork.wave(list(zip(sizes, rows, strict=True)))
-
-
-def _padded(layout: Layout, batch: Sequence[int]) -> Shares:
-    dealt = deal_padded(batch, layout.num_lanes, layout.cost.max_tokens)
-    return tuple(
-        tuple(MicroBatchWork.padded([batch[i] for i in row], max(batch)) for row in share)
-        for share in dealt
-    )
-
-
-def _packed(layout: Layout, batch: Sequence[int], *, limit: int | None = None) -> Shares:
-    """In rows of the limit with its padding for cp; by default of all that fits."""
-    cost = layout.cost
-    row_tokens = cost.max_tokens if limit is None else cost.tokens([limit])[0]
-    return _works_of(packed_rows(cost.tokens(batch), row_tokens, layout.num_lanes), batch)
-
-
-def _dispatched(layout: Layout, batch: Sequence[int]) -> Shares:
-    cost = layout.cost
-    lengths = cost.tokens(batch)
-    shares = dispatch(longest_first(lengths), lengths, [cost] * layout.num_lanes)
-    return _works_of([best_fit(each, lengths, cost.max_tokens) for each in shares], batch)
-
-
-def context_degrees(costs: JobCosts, num_ranks: int) -> Iterator[tuple[int, int, int]]:
-    """Yields tp, ep and the columns that they leave for cp, of the profile's schemes without pp."""
-    rows = (row.scheme for row in costs.profile.schemes)
-    for tp, ep in sorted({(scheme.tp, scheme.ep) for scheme in rows if scheme.pp == 1}):
-        if num_ranks % tp == 0 and num_ranks % ep == 0:
-            yield tp, ep, num_ranks // tp
-
-
-def context_group_pools(
-    costs: JobCosts, *, num_ranks: int, ranks_per_node: int, longest: int
-) -> dict[tuple[int, int], Pool]:
-    """Pools for training with context parallelism alone: one tp, groups of ranks of several widths.
-
-    FlexSP (arXiv 2412.01523) and other dynamic context parallelism can choose from these: weights
-    do not move, so tp is fixed and there is no pipeline. Widths are powers of two. Here a strategy
-    lasts an iteration; FlexSP may regroup the ranks for every micro-batch, which helps if groups
-    wait for each other at each of them, as under ZeRO-3. Groups that are too narrow for all experts
-    share them and do so, too (``cp8~ep8``). Costs of widths that were not measured are assumed: see
-    cost_model/job_costs.py.
-
-    Returns:
-        By tp and ep, strategies that hold a sequence of `longest` tokens: with groups of at most
-        two widths, and with widths halved down to 1; of shared experts replicas of each width. A
-        tp without shared experts is left out if the profile lacks it without pipeline; tp and ep
-        are, if nothing holds the sequence.
-    """
-    limits = Limits(costs)
-    pools: dict[tuple[int, int], Pool] = {}
-    for tp, ep, columns in context_degrees(costs, num_ranks):
-        alone, texts = Scheme(tp=tp, ep=ep), []
-        if tp % ep:
-            for width in _powers_of_two(columns):
-                whole = Scheme(tp, width, splits_cp=width > 1, ep=ep)
-                if columns % width == 0 and tp * width % ep == 0:
-                    texts.append((whole, f"{columns // width}*{whole}"))
-        elif costs.is_measured(alone) and limits.of_scheme(alone) > 0:
-            for widths in _groupings(columns):
-                terms = (f"{num}*{replace(alone, cp=cp)}" for cp, num in Counter(widths).items())
-                texts.append((replace(alone, cp=widths[0]), "+".join(terms)))
-        strategies = [
-            Strategy.parse(text, num_ranks, ranks_per_node=ranks_per_node)
-            for widest, text in texts
-            if limits.of_scheme(widest) >= longest
-        ]
-        if strategies:
-            pools[tp, ep] = Pool.of(*strategies)
-    return pools
 
 
 def _powers_of_two(most: int) -> Iterator[int]:
     """1, 2, 4, … up to most."""
     return (1 << power for power in range(most.bit_length()))
-
-
-def _groupings(num_columns: int) -> Iterator[tuple[int, ...]]:
-    """Widths of groups, in descending order, that use every column."""
-    found: dict[tuple[int, ...], None] = {}
-    widest = 1 << (num_columns.bit_length() - 1)
-    while widest:
-        rest = num_columns - widest
-        narrow = widest
-        while narrow:
-            if rest % narrow == 0:
-                found[(widest, *(narrow,) * (rest // narrow))] = None
-            narrow //= 2
-        halved, width = [widest], widest
-        while sum(halved) < num_columns:
-            width = max(1, min(width // 2, 1 << ((num_columns - sum(halved)).bit_length() - 1)))
-            halved.append(width)
-        found[tuple(halved)] = None
-        widest //= 2
-    yield from found

@@ -77,12 +77,6 @@ class MicroBatchWork:
         return cls(sum(lengths), tuple(lengths), num_padding)
 
     @classmethod
-    def padded(cls, lengths: Sequence[int], row_tokens: int) -> MicroBatchWork:
-        """A row of row_tokens for every sequence, with attention over the entire row."""
-        num_computed = len(lengths) * row_tokens
-        return cls(sum(lengths), (row_tokens,) * len(lengths), num_computed - sum(lengths))
-
-    @classmethod
     def wave(cls, groups: Sequence[tuple[int, MicroBatchWork | None]]) -> MicroBatchWork:
         """Micro-batches of groups of cp ranks, which run at the same time; None for no sequence."""
         works = [work for _, work in groups if work is not None]

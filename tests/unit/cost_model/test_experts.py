@@ -14,7 +14,7 @@ from megatron.hydraulis.cost_model.estimate_command import estimated_profile, po
 from megatron.hydraulis.cost_model.experts import SAFE_EXPERT_LOAD, num_layer_parameters, rank_load
 from megatron.hydraulis.cost_model.job_costs import JobCosts
 from megatron.hydraulis.proposal.candidates import Candidates
-from megatron.hydraulis.simulator.ways import CONTEXT_WAYS, DISPATCH, FIXED_ROWS, Ways
+from megatron.hydraulis.simulator.ways import FIXED_ROWS, MEGATRON_CP, PACKING, Ways
 from megatron.hydraulis.strategy import Pool, Scheme, Strategy
 from megatron.hydraulis.strategy.notation import parse_scheme
 from tests.unit.cost_model.test_layout_commands import EXPERTS
@@ -120,7 +120,7 @@ def test_expert_parallelism_over_data_parallel_ranks_is_offered_and_compared() -
     assert {("2*cp8~ep8", 4), ("2*tp2cp4~ep8", 2)} <= lanes
     assert ("2*cp8~ep8", 8) not in lanes  # cp8ep8 itself
     costs = ways.simulated
-    for way in (FIXED_ROWS, DISPATCH, *CONTEXT_WAYS):
+    for way in (FIXED_ROWS, PACKING, MEGATRON_CP):
         splits = 0
         for candidate in ways.candidates(way):
             for work, batch in zip(candidate.works(), batches, strict=True):

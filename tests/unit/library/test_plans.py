@@ -268,7 +268,7 @@ def test_other_invalid_arguments_are_refused(tmp_path: Path) -> None:
         hydraulis.plan([10_000_000], "4*tp1", costs)
     with pytest.raises(ConfigurationError, match="neither of --global-batch-size"):
         hydraulis.propose([9], costs, num_ranks=4)
-    with pytest.raises(ConfigurationError, match="'fast' is none of the 12 ways"):
+    with pytest.raises(ConfigurationError, match="'fast' is none of the 6 ways"):
         hydraulis.simulate([9], "4*tp1", costs, global_batch_size=1, ways=["fast"])
     result = hydraulis.simulate(
         [9, 8], "4*tp1", costs, global_batch_size=2, iterations=1, ways=["pool"]

@@ -45,10 +45,9 @@ class DyingCostModel(ProfileCostModel):
         return 0.0
 
 
-@pytest.mark.parametrize("shortlists", [False, True])
-def test_plans_do_not_depend_on_the_number_of_processes(shortlists: bool) -> None:
+def test_plans_do_not_depend_on_the_number_of_processes() -> None:
     def plans_of(planning: BatchPlanning) -> list[TimedPlan]:
-        return list(planning.plans(pool(), Limits(profile()), batches(), shortlists=shortlists))
+        return list(planning.plans(pool(), Limits(profile()), batches()))
 
     alone = plans_of(BatchPlanning())
     before = multiprocessing.active_children()

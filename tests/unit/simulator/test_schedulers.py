@@ -1,4 +1,4 @@
-"""Megatron's schedulers by their rules: what they promise, and what upstream's own code gives."""
+"""Megatron's scheduler of dynamic context parallelism: what upstream's own code gives."""
 
 from collections import Counter
 from collections.abc import Sequence
@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from megatron.core.pipeline_parallel.hybrid_cp_schedule import BalancedCPScheduler
 
-from megatron.hydraulis.simulator.schedulers import Wave, context_waves, packed_rows
+from megatron.hydraulis.simulator.schedulers import Wave, context_waves
 
 SEEDS = range(40)
 
@@ -47,25 +47,6 @@ def test_waves_are_those_of_megatron_s_scheduler(seed: int) -> None:
         assert all(lengths[i] <= 400 * size for size, group in wave for i in group)
 
 
-@pytest.mark.parametrize("seed", SEEDS)
-def test_rows_hold_every_sequence_once_and_replicas_as_many_rows(seed: int) -> None:
-    lengths = batch(seed)
-    shares = packed_rows(lengths, 6400, 4)
-    indices = [index for rows in shares for row in rows for index in row]
-    assert sorted(indices) == list(range(len(lengths)))
-    assert all(sum(lengths[i] for i in row) <= 6400 for rows in shares for row in rows)
-    if len(lengths) >= 4:
-        assert len({len(rows) for rows in shares}) == 1
-
-
-def test_rows_are_filled_in_order_and_divided_from_the_end() -> None:
-    assert packed_rows([3, 3, 5, 4, 2, 2], 8, 2) == [[[0, 1], [3, 4]], [[2], [5]]]
-    assert packed_rows([3, 3, 3], 9, 2) == [[[0, 1]], [[2]]]
-    assert packed_rows([3], 8, 3) == [[[0]], [], []]
-
-
 def test_a_sequence_that_fits_nowhere_is_refused() -> None:
-    with pytest.raises(ValueError, match="a row of 8 tokens cannot hold one of 9"):
-        packed_rows([9], 8, 2)
     with pytest.raises(ValueError, match="4 ranks of 8 tokens cannot hold one of 33"):
         context_waves([33], 8, 4)

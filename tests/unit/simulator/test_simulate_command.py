@@ -15,6 +15,7 @@ from megatron.hydraulis.errors import ConfigurationError
 from megatron.hydraulis.lengths.command import add_batch_arguments, batch_sizes
 from megatron.hydraulis.observability.trace import read_trace
 from megatron.hydraulis.observability.trace_analysis import Spans, rank_shares
+from megatron.hydraulis.simulator.ways import WAYS
 
 PNG_HEAD = b"\x89PNG"
 SCHEMES = [
@@ -143,10 +144,20 @@ def test_a_table_shows_all_ways_and_what_is_skipped(
     assert simulate() == 0
     text, mark, _ = capsys.readouterr().out.partition("next: ")
     assert mark
-    for way in ("static, padding", "static, packing", "best per batch", "pool"):
+    for way in ("static, fixed rows", "static, packing", "static, balanced", "pool"):
         assert f"\n {way} " in text or f"\n{way} " in text
-    assert "'cp only' is skipped: the cost of cp is unknown" in text
+    assert "'megatron, cp' is skipped: the cost of cp is unknown" in text
     assert max(map(len, text.splitlines())) <= 100
+
+
+def test_a_way_that_no_longer_exists_is_refused_with_those_that_do(
+    simulate: Callable[..., int], capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit):
+        simulate("--ways", "cp only")
+    error = capsys.readouterr().err
+    assert "cp only" in error
+    assert all(way in error for way in WAYS)
 
 
 @pytest.mark.parametrize(
@@ -177,7 +188,7 @@ def test_rows_of_the_limit_have_room_for_padding(
     path = tmp_path / "profile.json"
     cp4 = {**SCHEMES[-1], "tp": 1, "cp": 4}
     path.write_text(json.dumps(PROFILE | {"schemes": [*SCHEMES, cp4]}))
-    flags = ("--cost-profile", str(path), "--ways", "static, packing", "megatron, packing")
+    flags = ("--cost-profile", str(path), "--ways", "static, packing", "static, fixed rows")
     assert simulate(*flags, "--seq-length", "500") == 0
     assert "skipped" not in capsys.readouterr().out
 
@@ -236,8 +247,8 @@ def test_the_model_in_the_profile_and_its_device_are_the_defaults(
 def test_widths_of_cp_that_were_not_measured_have_an_overhead_too(
     figures: Callable[..., dict[str, Any]], regroup: list[str]
 ) -> None:
-    (way,) = figures(*regroup, "--ways", "cp only", "--seq-length", "900")["ways"]
-    assert any("cp2" in strategy["replicas"] for strategy in way["strategies"])
+    (way,) = figures(*regroup, "--ways", "megatron, cp", "--seq-length", "900")["ways"]
+    assert any("cp4~" in strategy["replicas"] for strategy in way["strategies"])
     assert way["received_bytes_per_iteration"] > 0
 
 
@@ -357,7 +368,7 @@ def test_the_model_can_be_described_by_flags(
         (["--inter-node-gb-per-s", "3"], "--device is not given"),
         (["--trace-iterations", "7"], "begin with 7 but --iterations is 2"),
         (["--lengths", "nowhere.csv"], "nowhere.csv"),
-        (["--ways", "cp only"], "no strategy for cp only"),
+        (["--ways", "megatron, cp"], "no strategy for megatron, cp"),
     ],
 )
 def test_bad_input_is_refused_in_a_line(

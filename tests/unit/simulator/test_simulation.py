@@ -260,11 +260,9 @@ class TestStages:
 
 
 def test_padding_is_computed_and_counted_separately() -> None:
-    padded = MicroBatchWork.padded([3, 5], 5)
-    assert (padded.num_tokens, padded.num_padding, padded.segments) == (8, 2, (5, 5))
-    assert padded.time_ms(Coefficients(1.0, 10.0, 0.5)) == 50 + 100 + 0.5
     packed = MicroBatchWork.packed([3, 5], num_padding=2)
-    assert packed.segments == (3, 5)
+    assert (packed.num_tokens, packed.num_padding, packed.segments) == (8, 2, (3, 5))
+    assert packed.time_ms(Coefficients(1.0, 10.0, 0.5)) == 34 + 100 + 0.5
     # A window of 2 tokens in half of the layers leaves out (1 + 9) / 2.
     windowed = Coefficients(1.0, 10.0, 0.5, AttentionWindow(2, 0.5))
     assert packed.time_ms(windowed) == 34 - 5 + 100 + 0.5

@@ -24,17 +24,12 @@ from megatron.hydraulis.simulator.results import SimulationSettings, WayResult, 
 from megatron.hydraulis.simulator.ways import (
     BALANCED,
     CEILING,
-    CONTEXT_WAYS,
-    DISPATCH,
     FIXED_ROWS,
-    MEGATRON_PACKING,
+    MEGATRON_CP,
     PACKING,
-    PADDING,
-    PER_BATCH,
     POOL,
     WAYS,
     Ways,
-    context_group_pools,
 )
 from megatron.hydraulis.strategy import Pool, Scheme, Strategy
 from tests.support.simulation import SMALL_SHAPE
@@ -98,11 +93,9 @@ def test_every_way_trains_every_token(results: dict[str, WayResult]) -> None:
 
 
 def test_every_further_freedom_saves_time(results: dict[str, WayResult]) -> None:
-    order = (PADDING, FIXED_ROWS, PACKING, BALANCED, PER_BATCH)
-    times_s = [results[way].time_s for way in order]
+    times_s = [results[way].time_s for way in (FIXED_ROWS, PACKING, BALANCED, POOL)]
     assert times_s == sorted(times_s, reverse=True)
-    assert results[DISPATCH].time_s >= results[BALANCED].time_s - 1e-9
-    assert results[POOL].time_s < results[BALANCED].time_s
+    assert times_s[-1] < times_s[-2]
 
 
 def test_no_way_is_faster_than_the_ceiling() -> None:
@@ -122,7 +115,7 @@ def test_no_way_is_faster_than_the_ceiling() -> None:
             assert all(low <= time for low, time in zip(times_s[CEILING], of_way, strict=True)), way
 
 
-@pytest.mark.parametrize("way", [PADDING, FIXED_ROWS, PACKING, MEGATRON_PACKING, DISPATCH])
+@pytest.mark.parametrize("way", [FIXED_ROWS, PACKING])
 def test_no_candidate_is_faster_than_its_limit_by_which_it_is_left_out(way: str) -> None:
     generator = np.random.default_rng(7)
     small = (generator.integers(1, 51, size=generator.integers(1, 10)) for _ in range(100))
@@ -163,14 +156,14 @@ def test_every_phase_has_the_number_of_its_way() -> None:
         BatchSizes.constant(num_sequences=4),
         pool(),
         JobCosts(profile=profile()),
-        names=(PADDING, BALANCED, POOL),
+        names=(PACKING, BALANCED, POOL),
         num_iterations=2,
         long_sequence_window=1,
         plan_time_s=0.0,
         on_progress=lambda what, done, total: phases.setdefault(what),
     )
     assert list(phases) == [
-        f"1/3 {PADDING}",
+        f"1/3 {PACKING}",
         f"2/3 {BALANCED}, greedy plans",
         f"2/3 {BALANCED}",
         f"3/3 {POOL}",
@@ -186,36 +179,33 @@ def test_the_ceiling_takes_the_cheapest_rate_of_each_term() -> None:
     assert result.time_s == pytest.approx((0.001 * 1000 + 1.0 * 40) / 4 / 1e3)
 
 
-def test_baselines_train_each_sequence_once_within_limits() -> None:
-    for way in (MEGATRON_PACKING, *CONTEXT_WAYS):
-        costs = ways().costs
-        for candidate in ways().candidates(way):
-            for work, batch in zip(candidate.works(), BATCHES, strict=True):
-                found = [s for rows in work.replicas for row in rows for s in row.segments]
-                assert sorted(found) == sorted(batch)
-                for replica, rows in zip(work.strategy.replicas, work.replicas, strict=True):
-                    for row in rows:
-                        for cp, _, lengths in row.groups or ((replica.scheme.cp, 0, row.segments),):
-                            group = replica.scheme.of_context_group(cp)
-                            assert sum(lengths) <= costs.max_tokens(group)
+def test_megatron_s_groups_train_each_sequence_once_within_limits() -> None:
+    costs = ways().costs
+    for candidate in ways().candidates(MEGATRON_CP):
+        for work, batch in zip(candidate.works(), BATCHES, strict=True):
+            found = [s for rows in work.replicas for row in rows for s in row.segments]
+            assert sorted(found) == sorted(batch)
+            for replica, rows in zip(work.strategy.replicas, work.replicas, strict=True):
+                for row in rows:
+                    for cp, _, lengths in row.groups:
+                        group = replica.scheme.of_context_group(cp)
+                        assert sum(lengths) <= costs.max_tokens(group)
 
 
 def test_static_ways_hold_the_longest_sequence_of_all_batches(
     results: dict[str, WayResult],
 ) -> None:
-    for way in (PADDING, FIXED_ROWS, PACKING, DISPATCH, BALANCED):
+    for way in (FIXED_ROWS, PACKING, BALANCED):
         assert set(results[way].num_uses) <= {"2*tp2", "tp4"}
     assert {strategy.name for strategy in ways(seq_length=150).static()} == {"tp4"}
-    assert "short" in results[PER_BATCH].num_uses
 
 
 def test_padding_is_what_fixed_shapes_add(results: dict[str, WayResult]) -> None:
-    assert results[PADDING].padding_fraction > results[FIXED_ROWS].padding_fraction > 0.0
     assert all(results[way].padding_fraction == 0.0 for way in (PACKING, BALANCED, POOL))
-    # 6 sequences of at most 90 tokens, 4 of 30, 4 of 100.
-    num_computed = 6 * 90 + 4 * 30 + 4 * 100
+    # Rows of 100 tokens: 2 for each batch, since one replica of tp4 or two of tp2 fill them.
+    num_computed = 3 * 2 * 100
     num_tokens = sum(map(sum, BATCHES))
-    assert results[PADDING].padding_fraction == pytest.approx(1 - num_tokens / num_computed)
+    assert results[FIXED_ROWS].padding_fraction == pytest.approx(1 - num_tokens / num_computed)
 
 
 def test_shares_of_a_way_add_up(results: dict[str, WayResult]) -> None:
@@ -265,7 +255,7 @@ def test_a_strategy_s_own_limit_counts_in_static_ways() -> None:
     roomy = replace(strategy, token_limits=((Scheme(), 120),))
     all_ways = replace(ways(), pool=Pool.of(roomy))
     assert "roomy" in {each.name for each in all_ways.static()}
-    for way in (PADDING, FIXED_ROWS, PACKING, DISPATCH, BALANCED):
+    for way in (FIXED_ROWS, PACKING, BALANCED):
         made = [candidate.works() for candidate in all_ways.candidates(way)]
         works = [works for works in made if works[0].strategy == roomy]
         assert [work.num_tokens for work in works[0]] == [sum(batch) for batch in BATCHES]
@@ -278,19 +268,5 @@ def test_a_sequence_beyond_the_limit_is_refused() -> None:
         ways(seq_length=60)
 
 
-class TestContextParallelism:
-    @pytest.mark.parametrize("way", CONTEXT_WAYS)
-    def test_it_is_skipped_if_its_cost_is_unknown(self, way: str) -> None:
-        assert not list(ways(context=False).candidates(way))
-
-    def test_groups_fill_the_job_and_hold_the_longest_sequence(self) -> None:
-        costs = JobCosts(profile=profile())
-        pools = context_group_pools(costs, num_ranks=8, ranks_per_node=8, longest=120)
-        assert sorted(pools) == [(1, 1), (2, 1), (4, 1)]
-        for (tp, _), groups in pools.items():
-            for strategy in groups.strategies:
-                assert not strategy.idle_ranks
-                assert {scheme.tp for scheme in strategy.schemes} == {tp}
-                assert max(map(costs.max_tokens, strategy.schemes)) >= 120
-        assert "tp2cp2+2*tp2" in {strategy.name for strategy in pools[2, 1].strategies}
-        assert not context_group_pools(costs, num_ranks=8, ranks_per_node=8, longest=1000)
+def test_megatron_s_groups_are_skipped_if_their_cost_is_unknown() -> None:
+    assert not list(ways(context=False).candidates(MEGATRON_CP))
