@@ -123,11 +123,6 @@ _COMMANDS_BY_TOPIC = {
             "megatron.hydraulis.planner.command",
             takes_launch_options=True,
         ),
-        Command(
-            "check-plan",
-            "check a plan independently of the planner",
-            "megatron.hydraulis.plan_check.rules",
-        ),
     ),
     "runs": (
         Command(

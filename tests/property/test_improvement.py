@@ -12,7 +12,6 @@ from hypothesis import strategies as st
 
 import megatron.hydraulis.planner as planner_package
 from megatron.hydraulis.cost_model import Coefficients, pipeline_time_ms
-from megatron.hydraulis.plan_check.rules import simulated_time_ms
 from megatron.hydraulis.planner.ahead import PlannerProcess
 from megatron.hydraulis.planner.costs import Pipeline, ReplicaClass, SchemeCost
 from megatron.hydraulis.planner.greedy import dispatch, longest_first
@@ -32,6 +31,7 @@ from megatron.hydraulis.planner.planners import CertifiedPlanner
 from megatron.hydraulis.planner.relaxation import Relaxation
 from megatron.hydraulis.planner.solver import Deadline, Solver
 from megatron.hydraulis.strategy import Pool, Strategy
+from tests.support.plan_oracle import simulated_time_ms
 from tests.support.planning import TableCostModel
 
 LONGEST = 60

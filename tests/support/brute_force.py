@@ -94,7 +94,7 @@ def best_replica_times_ms(lengths: Sequence[int], figures: ReplicaFigures) -> Fl
             orders = orders[:1]
         for part in np.array_split(fitting, 1 + fitting.shape[0] * len(orders) // _MAX_ROWS):
             rows = works_ms[part][:, orders].reshape(-1, packings.shape[1])
-            times_ms = _simulated_ms(rows, figures).reshape(len(part), len(orders))
+            times_ms = simulated_ms(rows, figures).reshape(len(part), len(orders))
             np.minimum.at(best_ms, part.sum(axis=1), times_ms.min(axis=1))
     return best_ms
 
@@ -120,7 +120,7 @@ def _partitions_of_subsets(num_sequences: int) -> Iterator[tuple[int, ...]]:
             yield (*packing[:k], share | new, *packing[k + 1 :])
 
 
-def _simulated_ms(times_ms: FloatArray, figures: ReplicaFigures) -> FloatArray:
+def simulated_ms(times_ms: FloatArray, figures: ReplicaFigures) -> FloatArray:
     """End of 1F1B for many rows of micro-batch times, shape (num_rows, num_micro_batches)."""
     num_stages, num_micro_batches = figures.num_stages, times_ms.shape[1]
     forward_ms = figures.forward_share * times_ms.T

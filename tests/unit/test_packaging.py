@@ -192,7 +192,6 @@ VIOLATIONS = {
     "optimizer": "megatron.training",
     "strategy.strategy": "megatron.hydraulis.runtime",
     "observability.records": "megatron.hydraulis.strategy",
-    "plan_check.rules": "highspy",
     "library.planning": "verl",
     "loop.job": "megatron.hydraulis.library.verl_engine",
 }

@@ -19,7 +19,7 @@ from megatron.hydraulis.json_object import write_output
 from megatron.hydraulis.lengths.counts import read_lengths
 from megatron.hydraulis.planner.planned import WIDTH, plan_batch, replica_table, summary
 from megatron.hydraulis.strategy import Pool
-from megatron.hydraulis.terminal import print_json, print_next, results_console
+from megatron.hydraulis.terminal import print_json, results_console
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -92,11 +92,4 @@ def run(namespace: argparse.Namespace) -> int:
         console = results_console(WIDTH)
         console.print(planned.strategy_table())
         console.print(replica_table(plan, cost_model))
-    if namespace.out is not None:
-        print_next(
-            "hydraulis check-plan --plan",
-            *(namespace.out, "--lengths", namespace.lengths),
-            *("--cost-profile", namespace.cost_profile, "--pool", namespace.pool),
-            *(["--grad-reduce-in-bf16"] if namespace.grad_reduce_in_bf16 else []),
-        )
     return 0
