@@ -38,7 +38,7 @@ RUN python -c 'from importlib.metadata import version; print("torch==" + version
     && echo "megatron-core==${MEGATRON_CORE_VERSION}" >> pinned.txt \
     && mkdir -p megatron/hydraulis hydraulis_patches \
     && PIP_CONSTRAINT="$PWD/pinned.txt${PIP_CONSTRAINT:+ ${PIP_CONSTRAINT}}" \
-        python -m pip install --no-cache-dir --editable . \
+        python -m pip install --no-cache-dir --editable '.[train]' \
     && rm -r pinned.txt megatron hydraulis_patches
 
 # What the base lacks, if it can be built and used: without CUDA, importing Transformer Engine fails,

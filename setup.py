@@ -39,24 +39,25 @@ MEGATRON = [
     "setuptools>=68",
     # Upstream's HuggingFaceTokenizer, the one for tokenizers trained with `tokenizers`.
     "transformers>=4.57,<6",
-    # Raises the errors of its chat templates.
-    "jinja2>=3.1,<4",
 ]
 
+# What the distribution has without an extra: planning, advice, simulation and reports.
 PLANNING = [
+    # Pages of reports; chat templates.
+    "jinja2>=3.1,<4",
+    "matplotlib>=3.9,<4",
+    "rich>=13.7",
     # 1.14.0 can return wrong optima.
     "highspy>=1.15.1,<1.16",  # 1.16 prints a banner on stdout in every process that solves
     "numpy>=1.26,<3",
-    # The assignment of canonical shards to owners.
+    # Fits without negative coefficients; the assignment of canonical shards to owners.
     "scipy>=1.14",
 ]
 
-DATA_AND_OUTPUT = [
+DATA_AND_LOGS = [
     # Tokenizers by a name on the Hub.
     "huggingface_hub>=0.34,<3",
-    "matplotlib>=3.9,<4",
     "pyarrow>=17",
-    "rich>=13.7",
     # Parameters from and to Hugging Face folders.
     "safetensors>=0.4.3",
     "tensorboard>=2.17,<3",
@@ -67,16 +68,19 @@ DATA_AND_OUTPUT = [
     "tree-sitter-bash>=0.25,<0.26",
 ]
 
+TRAIN = MEGATRON + DATA_AND_LOGS
 EXTRAS = {
+    "train": TRAIN,
     # Fused attention and layers on GPU. Must stay away from a machine without CUDA: importing it
     # raises there, and megatron.core with it. From the version on whose context parallelism takes
     # packed rows by every way to communicate.
     # It loads libcurand, which torch's wheels have ceased to bring and a node may not have.
-    "te": ["transformer-engine[pytorch]>=2.20", "nvidia-curand>=10.4"],
+    "te": [*TRAIN, "transformer-engine[pytorch]>=2.20", "nvidia-curand>=10.4"],
     # Imports its engine, megatron.hydraulis.library.verl_engine, which is written for this version.
-    "verl": ["verl==0.9.1"],
-    "wandb": ["wandb"],
+    "verl": [*TRAIN, "verl==0.9.1"],
+    "wandb": [*TRAIN, "wandb"],
     "dev": [
+        *TRAIN,
         "hypothesis>=6.100",
         "import-linter>=2.3,<3",
         "mypy>=1.15",
@@ -120,7 +124,7 @@ setup(
     python_requires=">=3.12",
     packages=PACKAGES,
     entry_points={"console_scripts": ["hydraulis = megatron.hydraulis.__main__:main"]},
-    install_requires=MEGATRON + PLANNING + DATA_AND_OUTPUT,
+    install_requires=PLANNING,
     extras_require=EXTRAS,
     zip_safe=False,
 )

@@ -7,7 +7,11 @@ neither torch nor Megatron, which `Engine` needs.
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from megatron.hydraulis.quiet_imports import import_upstream_without_compiler
+from megatron.hydraulis.quiet_imports import (
+    explained_if_only_planning_is_installed,
+    import_upstream_without_compiler,
+    silence_warnings_of_imports,
+)
 
 if TYPE_CHECKING:
     from megatron.hydraulis.cost_model.profile import ProfileCostModel as ProfileCostModel
@@ -71,10 +75,9 @@ def __getattr__(name: str) -> Any:
     """A public name, imported now."""
     if name not in _MODULES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    from megatron.hydraulis.quiet_imports import silence_warnings_of_imports
-
     silence_warnings_of_imports()
-    found = getattr(import_module(f"{__name__}.{_MODULES[name]}"), name)
+    with explained_if_only_planning_is_installed():
+        found = getattr(import_module(f"{__name__}.{_MODULES[name]}"), name)
     globals()[name] = found  # so that the next use does not come here
     return found
 

@@ -15,7 +15,10 @@ from megatron.hydraulis.command_line import (
     quiet_without_reader,
 )
 from megatron.hydraulis.errors import HydraulisError, Problems
-from megatron.hydraulis.quiet_imports import silence_warnings_of_imports
+from megatron.hydraulis.quiet_imports import (
+    explained_if_only_planning_is_installed,
+    silence_warnings_of_imports,
+)
 
 _MEANT_OTHERWISE = (
     *("--cost-profile", "--strategy", "--strategy-pool"),
@@ -169,7 +172,8 @@ def _run(argv: Sequence[str] | None) -> int:
     program = "hydraulis" if is_script else "python -m megatron.hydraulis"
     command = _read_command(program, arguments[:1])
     try:
-        return _run_command(program, command, arguments[1:])
+        with explained_if_only_planning_is_installed():
+            return _run_command(program, command, arguments[1:])
     except HydraulisError as error:
         print(f"error: {error}", file=sys.stderr)
         return _EXIT_BAD_INPUT
@@ -278,10 +282,13 @@ def _command_table(program: str) -> str:
 
 
 def _version() -> str:
-    from importlib.metadata import version  # slow to import
+    from importlib.metadata import PackageNotFoundError, version  # slow to import
 
-    ours, megatron, torch = map(version, ("hydraulis-megatron", "megatron-core", "torch"))
-    return f"hydraulis {ours} (megatron-core {megatron}, torch {torch})"
+    ours = f"hydraulis {version('hydraulis-megatron')}"
+    try:
+        return f"{ours} (megatron-core {version('megatron-core')}, torch {version('torch')})"
+    except PackageNotFoundError:
+        return f"{ours} (planning only, without megatron-core and torch)"
 
 
 if __name__ == "__main__":

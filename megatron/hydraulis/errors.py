@@ -49,6 +49,16 @@ class OutOfMemoryError(HydraulisError):
     """Memory ran out, and the run cannot go on with smaller micro-batches."""
 
 
+class NotInstalledError(ConfigurationError):
+    """A package that training needs and the planning installation leaves out."""
+
+    def __init__(self, module: str | None) -> None:
+        super().__init__(
+            f"this needs the package {module}, but only planning is installed; run"
+            " pip install -e '.[train]' in the folder of the repository"
+        )
+
+
 class UpstreamVersionError(HydraulisError):
     """The installed megatron-core is not a version that ``hydraulis_patches`` knows."""
 

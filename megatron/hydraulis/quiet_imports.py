@@ -9,7 +9,10 @@ import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from importlib.machinery import ModuleSpec, PathFinder
+from importlib.util import find_spec
 from types import ModuleType
+
+from megatron.hydraulis.errors import NotInstalledError
 
 _ONLY_ERRORS = (
     "megatron.core.models.gpt.gpt_model",  # announces every model that is built
@@ -48,6 +51,17 @@ def silence_upstream(rank: int) -> None:
     warnings.filterwarnings("ignore", category=FutureWarning, module=r"(torch|megatron)\b.*")
     # Upstream's barriers name no device; they use the current one, which is this rank's.
     warnings.filterwarnings("ignore", message=r"barrier\(\): using the device under")
+
+
+@contextmanager
+def explained_if_only_planning_is_installed() -> Iterator[None]:
+    """Raise NotInstalledError for a module that is missing because [train] is not installed."""
+    try:
+        yield
+    except ModuleNotFoundError as error:
+        if find_spec("torch") is not None:
+            raise
+        raise NotInstalledError(error.name) from error
 
 
 @contextmanager

@@ -13,9 +13,11 @@ import sysconfig
 import tarfile
 import zipfile
 from dataclasses import dataclass
+from importlib import metadata
 from pathlib import Path
 
 import pytest
+from packaging.requirements import Requirement
 
 from tests.support.forked_job import free_port
 from tests.support.tiny_corpus import SEQ_LENGTH, document_lengths, tiny_command
@@ -29,6 +31,7 @@ folder = sys.argv[1]  # setuptools replaces sys.argv
 build_meta.build_wheel(folder)
 build_meta.build_sdist(folder)
 """
+_TRAIN = "import sys; from megatron.hydraulis.__main__ import main; sys.exit(main(['train']))"
 _ONE_AFTER_THE_OTHER = """
 import json, runpy, shutil, sys
 script = shutil.which("hydraulis")
@@ -94,6 +97,32 @@ def check_imports_come_from_the_wheel(environment: Environment) -> None:
         assert Path(path).is_relative_to(environment.site_packages)
 
 
+def link_what_planning_requires(environment: Environment) -> None:
+    """Link the distributions that the wheel requires without an extra, and what these require."""
+    source, target = Path(sysconfig.get_path("purelib")), environment.site_packages
+    (wheel,) = metadata.distributions(name="hydraulis-megatron", path=[str(target)])
+    distributions = [wheel]
+    linked = {wheel.name}
+    for distribution in distributions:
+        for requirement in map(Requirement, distribution.requires or []):
+            if requirement.name in linked:
+                continue
+            if requirement.marker is None or requirement.marker.evaluate({"extra": ""}):
+                linked.add(requirement.name)
+                distributions.append(metadata.distribution(requirement.name))
+        if distribution is not wheel:
+            for name in {file.parts[0] for file in distribution.files or []} - {".."}:
+                if not (target / name).exists():
+                    (target / name).symlink_to(source / name)
+
+
+def check_only_planning_is_installed(environment: Environment) -> None:
+    assert "planning only" in environment.run("hydraulis", "--version")
+    for code in ("import megatron.hydraulis as h; h.Engine", _TRAIN):
+        with pytest.raises(AssertionError, match=r"this needs the package \S+, .*\[train\]"):
+            environment.run("python", "-c", code)
+
+
 def check_planning(environment: Environment) -> None:
     inputs = [
         *("--lengths", str(EXAMPLES / "lengths_instance_b.json")),
@@ -101,6 +130,10 @@ def check_planning(environment: Environment) -> None:
         *("--pool", str(EXAMPLES / "pool_64_ranks.json")),
     ]
     assert "118900 tokens" in environment.run("hydraulis", "plan", *inputs)
+    corpus = ["--lengths", str(EXAMPLES / "lengths_instance_b.json"), "--seq-length", "32768"]
+    model = ["--model", str(EXAMPLES / "model_llama32b.json"), "--device", "a800-80g"]
+    job = ["--num-ranks", "32", "--global-batch-size", "16", "--num-batches", "1"]
+    assert "gain of the pool" in environment.run("hydraulis", "advise", *corpus, *model, *job)
 
 
 def check_training(environment: Environment, num_ranks: int, *launcher: str) -> None:
@@ -194,9 +227,11 @@ def test_the_wheel_plans_and_trains_outside_the_checkout(
     wheel, _ = distributions
     environment = Environment.make(tmp_path)
     environment.install("--quiet", "--no-index", "--no-deps", "--no-compile", str(wheel))
+    link_what_planning_requires(environment)
+    check_only_planning_is_installed(environment)
+    check_planning(environment)
     (environment.site_packages / "dependencies.pth").write_text(sysconfig.get_path("purelib"))
     check_imports_come_from_the_wheel(environment)
-    check_planning(environment)
     check_training(environment, 1)
 
 
@@ -208,7 +243,7 @@ def test_the_wheel_brings_all_its_dependencies(
     """As a user installs it: everything from the package index. Takes minutes and gigabytes."""
     wheel, _ = distributions
     environment = Environment.make(tmp_path)
-    environment.install("--quiet", str(wheel))
+    environment.install("--quiet", f"{wheel}[train]")
     assert environment.run("hydraulis", "--version").startswith("hydraulis ")
     check_imports_come_from_the_wheel(environment)
     check_planning(environment)
