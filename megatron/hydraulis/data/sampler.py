@@ -5,7 +5,6 @@ What is drawn depends on the lengths and the seed alone, never on ranks or strat
 
 import bisect
 import itertools
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Self
@@ -20,9 +19,6 @@ MAX_WAITING_SEQUENCES = 16
 
 The batch is closed when it is reached. A larger number fills batches better but moves long
 sequences further from their place in the order."""
-
-_SUMMED_AT_ONCE = 1 << 24
-"""Lengths that are summed at once: 128 MiB in float64."""
 
 EVALUATION_SEED = 0
 """Seed of the order of evaluation, whatever ``--seed`` is.
@@ -210,9 +206,6 @@ class LengthSampler:
             batch, in order; when ``MAX_WAITING_SEQUENCES`` wait, the batch is closed.
         num_consumed_sequences: by another program, before the first batch.
         num_consumed_tokens: likewise.
-        long_sequence_window: most batches that a sequence longer than `usual_tokens` is held, so
-            that long ones share a batch, after the idea of WLB-LLM (arXiv 2503.17924). They begin
-            the next batch when the first was held so long, or no more fit in a batch. 0 for none.
 
     Raises:
         ConfigurationError: a sequence longer than the smallest budget.
@@ -228,7 +221,6 @@ class LengthSampler:
         sizes: BatchSizes,
         num_consumed_sequences: int = 0,
         num_consumed_tokens: int = 0,
-        long_sequence_window: int = 0,
     ) -> None:
         self._order = SequenceOrder(groups, seed=seed)
         longest = int(lengths.max())
@@ -240,82 +232,32 @@ class LengthSampler:
             )
         self._lengths = lengths
         self._shortest = int(lengths.min())
-        self._longest = longest
         self._sizes = sizes
-        self._window = long_sequence_window
-        self.usual_tokens = usual_tokens(lengths, groups) if long_sequence_window else math.inf
-        """A longer sequence may wait for others."""
         self._waiting: list[int] = []
-        self._held: list[int] = []
-        """Long sequences, in the order in which they were drawn."""
-        self._held_since = 0
-        """Number of the batch for which the first of them was drawn."""
         self._num_batches = 0
         self._num_sequences = num_consumed_sequences
         self._num_tokens = num_consumed_tokens
-
-    @property
-    def num_held(self) -> int:
-        return len(self._held)
 
     def next_batch(self) -> GlobalBatch:
         """The next global batch; never empty."""
         in_tokens = self._sizes.in_tokens
         size = self._sizes.after(self._num_tokens if in_tokens else self._num_sequences)
-        takes_held = self._takes_held(size)
-        if takes_held:
-            self._waiting = [*self._held, *self._waiting]
-            self._held = []
-        fill = self._fill if in_tokens else self._take
-        ids = fill(size, holds=not takes_held)
+        ids = self._fill(size) if in_tokens else self._take(size)
         batch = GlobalBatch(tuple(ids), tuple(int(self._lengths[i]) for i in ids))
         self._num_batches += 1
         self._num_sequences += batch.num_sequences
         self._num_tokens += batch.num_tokens
         return batch
 
-    def _takes_held(self, size: int) -> bool:
-        """Whether the next batch begins with the long sequences that are held."""
-        if not self._held:
-            return False
-        is_due = self._num_batches - self._held_since >= self._window
-        # Those of a run with larger batches may be more than one batch holds.
-        return is_due or self._held_size() + self._size_of(self._longest) > size
-
-    def _hold(self, sequence_id: int, size: int) -> bool:
-        """Hold a sequence for a later batch if it is long and fits in one with those held."""
-        length = int(self._lengths[sequence_id])
-        if length <= self.usual_tokens:
-            return False
-        if self._held_size() + self._size_of(length) > size:
-            return False
-        if not self._held:
-            self._held_since = self._num_batches
-        self._held.append(sequence_id)
-        return True
-
-    def _held_size(self) -> int:
-        return sum(self._size_of(int(self._lengths[i])) for i in self._held)
-
-    def _size_of(self, length: int) -> int:
-        """What a sequence counts in a batch."""
-        return length if self._sizes.in_tokens else 1
-
-    def _take(self, num_sequences: int, *, holds: bool) -> list[int]:
+    def _take(self, num_sequences: int) -> list[int]:
         # A checkpoint written under a token budget may leave sequences waiting.
         ids, self._waiting = self._waiting[:num_sequences], self._waiting[num_sequences:]
-        while len(ids) < num_sequences:
-            sequence_id = self._order.draw()
-            if not (holds and self._hold(sequence_id, num_sequences)):
-                ids.append(sequence_id)
-        return ids
+        return ids + [self._order.draw() for _ in range(num_sequences - len(ids))]
 
-    def _fill(self, num_budget_tokens: int, *, holds: bool) -> list[int]:
+    def _fill(self, num_budget_tokens: int) -> list[int]:
         """Fill a batch first fit: those that waited, oldest first, then new ones.
 
-        Without a window, the oldest waiting sequence always finds the batch empty; with one, after
-        a batch that begins with long ones. So none waits forever and the queue is never full at the
-        start.
+        The oldest waiting sequence always finds the batch empty, so that none waits forever.
         """
         ids: list[int] = []
         waiting: list[int] = []
@@ -323,12 +265,9 @@ class LengthSampler:
         candidates = iter(self._waiting)
         while room >= self._shortest and len(waiting) < MAX_WAITING_SEQUENCES:
             sequence_id = next(candidates, None)
-            is_new = sequence_id is None
             if sequence_id is None:
                 sequence_id = self._order.draw()
             length = int(self._lengths[sequence_id])
-            if is_new and (holds or length > room) and self._hold(sequence_id, num_budget_tokens):
-                continue
             if length <= room:
                 ids.append(sequence_id)
                 room -= length
@@ -346,8 +285,6 @@ class LengthSampler:
         return {
             "order": self._order.state_dict(),
             "waiting": list(self._waiting),
-            "held": list(self._held),
-            "held_since": self._held_since,
             "num_batches": self._num_batches,
             "num_sequences": self._num_sequences,
             "num_tokens": self._num_tokens,
@@ -366,30 +303,12 @@ class LengthSampler:
         """
         if not counts_only:
             self._order.load_state_dict(state["order"])
-            self._waiting = [int(i) for i in state["waiting"]]
-            # Earlier versions held none.
-            self._held = [int(i) for i in state.get("held", ())]
-            self._held_since = int(state.get("held_since", 0))
+            # Earlier versions could also hold long sequences until others came.
+            self._waiting = [int(i) for i in (*state.get("held", ()), *state["waiting"])]
         self._num_batches = int(state["num_batches"])
         # Earlier versions, whose batches did not grow, wrote neither.
         self._num_sequences = int(state.get("num_sequences", 0))
         self._num_tokens = int(state.get("num_tokens", 0))
-
-
-def usual_tokens(lengths: npt.NDArray[np.integer[Any]], groups: Sequence[SequenceGroup]) -> float:
-    """Length of the sequence that a token is in, mean over the tokens that are drawn: Σs²/Σs.
-
-    Longer sequences are long. That follows from the data alone, as the order of the sequences must
-    not depend on strategies or ranks; where all are equally long, none is.
-    """
-    num_tokens = num_squares = 0.0
-    for group in groups:
-        end = group.first_sequence + group.num_sequences
-        for first in range(group.first_sequence, end, _SUMMED_AT_ONCE):
-            part = lengths[first : min(first + _SUMMED_AT_ONCE, end)].astype(np.float64)
-            num_tokens += float(part.sum()) * group.weight / group.num_sequences
-            num_squares += float(part @ part) * group.weight / group.num_sequences
-    return num_squares / num_tokens
 
 
 class EvaluationSampler(LengthSampler):

@@ -20,7 +20,6 @@ _CHANGE_UPDATE = (
     "global_batch_size",
     "global_batch_tokens",
     "grad_reduce_in_bf16",
-    "long_sequence_window",
     "loss_normalization",
     "lr_warmup_init",
     "lr_wsd_decay_iters",

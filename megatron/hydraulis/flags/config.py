@@ -89,11 +89,6 @@ class HydraulisConfig:
     """Size of a global batch (tokens), instead of --global-batch-size in sequences. A sequence that
     does not fit waits for the next batch. Default: --global-batch-size."""
 
-    long_sequence_window: int = field(default=0, metadata=_flag("K"))
-    """How long a long sequence may wait for others, so that long ones share an iteration
-    (iterations): one longer than that which a token is in on average, Σs²/Σs. The gain depends on
-    the pool; simulate shows it. Default: 0, none waits."""
-
     core_attention: Literal["auto", "te", "torch", "sdpa"] = "auto"
     """Transformer Engine's or torch's variable-length kernel, which need CUDA and bf16, or
     scaled_dot_product_attention sequence by sequence, which runs everywhere. Default: auto, the
@@ -329,7 +324,6 @@ FIELDS_BY_TOPIC: Mapping[str, tuple[str, ...]] = MappingProxyType(
             "global_batch_tokens",
             "long_sequences",
             "loss_normalization",
-            "long_sequence_window",
             "max_tokens_per_micro_batch",
             "row_quantum_tokens",
             "loss_chunk_tokens",

@@ -71,7 +71,7 @@ _OPTIONS: dict[Range, str] = {
     _FROM_0: """
         --lr-warmup-iters --eval-iters --start-eval-at-iter --manual-gc-interval
         --tiktoken-num-special-tokens --null-tokenizer-eod-id --logging-level --plan-ahead
-        --long-sequence-window --window-attn-skip-freq --no-rope-freq
+        --window-attn-skip-freq --no-rope-freq
         --moe-layer-freq --num-experts""",
     Range(1, _LARGEST_NUM_SAMPLES): "--train-samples --lr-decay-samples --lr-wsd-decay-samples",
     Range(0, _LARGEST_NUM_SAMPLES): "--lr-warmup-samples --rampup-batch-size",

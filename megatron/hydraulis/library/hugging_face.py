@@ -49,7 +49,7 @@ _OF_PYTHON = {
     *HONOURED_BY_TOPIC["Optimizer"],
     *HONOURED_BY_TOPIC["Checkpoints"],
     *HONOURED_BY_TOPIC["Data and tokenizer"],
-    *("--loss-normalization", "--long-sequences", "--long-sequence-window"),
+    *("--loss-normalization", "--long-sequences"),
 } - {
     *("--apply-wd-to-qk-layernorm", "--no-weight-decay-cond-type", "--grad-reduce-in-bf16"),
     *("--use-distributed-optimizer", "--accumulate-allreduce-grads-in-fp32"),

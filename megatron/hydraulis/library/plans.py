@@ -240,7 +240,6 @@ def simulate(
     ways: Collection[str] = WAYS,
     seq_length: int | None = None,
     long_sequences: LongSequences = "split",
-    long_sequence_window: int = 0,
     model: ModelLike | None = None,
     device: str | None = None,
     ranks_per_node: int | None = None,
@@ -257,7 +256,6 @@ def simulate(
         iterations: to simulate.
         ways: what to simulate; docs/metrics.md explains them.
         seq_length: most tokens of a sequence; None for the most that the pool holds.
-        long_sequence_window: iterations that a long sequence may wait for others.
         plan_ahead: iterations planned ahead.
         plan_time_s: time of a plan; None for the CPU time that it takes here.
         num_processes: that plan; more than one need a main module that can be imported.
@@ -278,7 +276,6 @@ def simulate(
             num_iterations=iterations,
             seq_length=seq_length,
             long_sequences=long_sequences,
-            long_sequence_window=long_sequence_window,
             seed=seed,
             plan_ahead=plan_ahead,
             plan_time_s=plan_time_s,

@@ -507,7 +507,6 @@ class Job:
                 sizes=self._resolved.sizes,
                 num_consumed_sequences=checkpoints.num_consumed_elsewhere,
                 num_consumed_tokens=checkpoints.num_consumed_elsewhere * args.seq_length,
-                long_sequence_window=hydraulis.long_sequence_window,
             )
             if is_training
             else EvaluationSampler(
@@ -517,12 +516,6 @@ class Job:
         if is_training and checkpoints.sampler_state is not None:
             sampler.load_state_dict(
                 checkpoints.sampler_state, counts_only=checkpoints.begins_other_data
-            )
-        if is_training and hydraulis.long_sequence_window and dist.get_rank() == 0:
-            print(
-                f"long sequences: those of more than {sampler.usual_tokens:,.0f} tokens may wait "
-                f"for others, at most {hydraulis.long_sequence_window} iterations",
-                flush=True,
             )
         batches = SampledBatches(
             sampler, first_iteration=checkpoints.first_iteration if is_training else 0

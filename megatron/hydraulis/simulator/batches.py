@@ -38,28 +38,14 @@ def sample_batches(
     num_batches: int,
     seed: int,
     sizes: BatchSizes,
-    long_sequence_window: int = 0,
 ) -> list[tuple[int, ...]]:
     """Global batches as the training program samples them.
 
-    With a window there are up to that many more batches, so that few long sequences are held after
-    the last one, whose time would not be counted.
-
     lengths: shape (num_sequences,), the corpus. Raises ConfigurationError as LengthSampler does.
     """
-    sampler = LengthSampler(
-        np.asarray(lengths),
-        [SequenceGroup(0, len(lengths), 1.0)],
-        seed=seed,
-        sizes=sizes,
-        long_sequence_window=long_sequence_window,
-    )
-    batches = [sampler.next_batch().lengths for _ in range(num_batches)]
-    num_held = [sampler.num_held]
-    for _ in range(long_sequence_window):
-        batches.append(sampler.next_batch().lengths)
-        num_held.append(sampler.num_held)
-    return batches[: num_batches + num_held.index(min(num_held))]
+    groups = [SequenceGroup(0, len(lengths), 1.0)]
+    sampler = LengthSampler(np.asarray(lengths), groups, seed=seed, sizes=sizes)
+    return [sampler.next_batch().lengths for _ in range(num_batches)]
 
 
 def default_num_processes() -> int:

@@ -98,14 +98,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "may have)",
     )
     add_long_sequences(batches)
-    batches.add_argument(
-        "--long-sequence-window",
-        type=int,
-        default=0,
-        metavar="K",
-        help="let a long sequence wait for others, at most K iterations, and compare the pool with "
-        "and without it (default: %(default)s)",
-    )
     add_seed(batches)
     batches.add_argument(
         "--ways",
@@ -173,7 +165,6 @@ def run(namespace: argparse.Namespace) -> int:
             num_iterations=namespace.iterations,
             seq_length=namespace.seq_length,
             long_sequences=namespace.long_sequences,
-            long_sequence_window=namespace.long_sequence_window,
             seed=namespace.seed,
             plan_ahead=namespace.plan_ahead,
             plan_time_s=namespace.plan_time,

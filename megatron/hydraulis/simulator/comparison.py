@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Iterator
-from dataclasses import dataclass, replace
-from functools import partial
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from rich.table import Table
@@ -44,10 +43,6 @@ class Comparison:
     """With the batches."""
     counts: LengthCounts
     """Lengths of the sequences of which batches are drawn: those of the corpus, cut."""
-    long_sequence_window: int = 0
-    """Iterations that a long sequence may wait for others."""
-    without_window: WayResult | None = None
-    """The pool on batches without the window, if there is one."""
 
     @property
     def reference(self) -> WayResult:
@@ -78,12 +73,6 @@ class Comparison:
     def _num_tokens(self) -> int:
         return sum(map(sum, self.ways.batches))
 
-    @property
-    def _gain_of_window(self) -> float | None:
-        if self.without_window is None:
-            return None
-        return self.result(POOL).tokens_per_s / self.without_window.tokens_per_s
-
     def __repr__(self) -> str:
         return f"<{type(self).__name__}: {self.title}>"
 
@@ -97,12 +86,7 @@ class Comparison:
         yield strategy_use_table(self.results)
 
     def remarks(self) -> Iterator[str]:
-        """Gain of the window; ways that are skipped, with the reason."""
-        if self._gain_of_window is not None:
-            yield (
-                f"Long sequences that wait up to {self.long_sequence_window} iterations: the pool "
-                f"trains {self._gain_of_window:.3f} × the tokens/s that it trains without."
-            )
+        """Ways that are skipped, with the reason."""
         for name, why in self.skipped.items():
             yield f"{name!r} is skipped: {why}."
 
@@ -116,7 +100,7 @@ class Comparison:
 
     def to_json(self) -> dict[str, Any]:
         """All figures by name, times in s."""
-        content = {
+        return {
             "num_ranks": self.ways.pool.num_ranks,
             "num_iterations": len(self.ways.batches),
             "num_tokens": self._num_tokens,
@@ -125,13 +109,6 @@ class Comparison:
             "ways": [result.to_json(self.reference) for result in self.results],
             "left_out": self.skipped,
         }
-        if self.without_window is not None:
-            content["long_sequence_window"] = {
-                "iterations": self.long_sequence_window,
-                "gain": self._gain_of_window,
-                "without": self.without_window.to_json(self.reference),
-            }
-        return content
 
 
 def compare_ways(
@@ -144,7 +121,6 @@ def compare_ways(
     num_iterations: int = 100,
     seq_length: int | None = None,
     long_sequences: LongSequences = "split",
-    long_sequence_window: int = 0,
     seed: int = 0,
     plan_ahead: int = 2,
     plan_time_s: float | None = None,
@@ -166,7 +142,6 @@ def compare_ways(
         seq_length: most tokens of a sequence; None for the most that a micro-batch of the pool may
             have.
         long_sequences: what to do with longer ones.
-        long_sequence_window: iterations that a long sequence may wait for others.
         seed: of the batches.
         plan_ahead: iterations that are planned ahead.
         plan_time_s: of a plan; None for the CPU time that it takes here.
@@ -189,10 +164,6 @@ def compare_ways(
             f"{', '.join(map(repr, WAYS))}"
         )
     check_seed(seed)
-    if long_sequence_window < 0:
-        raise ConfigurationError(
-            f"--long-sequence-window is at least 0 but is {long_sequence_window}; raise it"
-        )
     if plan_time_s is not None and not 0.0 <= plan_time_s < math.inf:
         raise ConfigurationError(
             f"--plan-time is finite and not negative but is {plan_time_s} s; give 0 for none"
@@ -205,7 +176,6 @@ def compare_ways(
     )
     longest = _longest_held(pool, Limits(costs.profile)) if seq_length is None else seq_length
     counts = counts.cut(longest, long_sequences)
-    sampled = partial(sample_batches, counts.sequences, seed=seed, sizes=sizes)
     known = [way for way in WAYS if way in names]
 
     def on_phase(what: str, done: int, total: int) -> None:
@@ -213,7 +183,9 @@ def compare_ways(
         on_progress(f"{number}/{len(known)} {what}", done, total)
 
     ways = Ways(
-        batches=sampled(num_batches=num_iterations, long_sequence_window=long_sequence_window),
+        batches=sample_batches(
+            counts.sequences, num_batches=num_iterations, seed=seed, sizes=sizes
+        ),
         pool=pool,
         costs=costs,
         seq_length=seq_length,
@@ -236,23 +208,7 @@ def compare_ways(
             f"--ways: no strategy for {', '.join(skipped)} can be simulated with "
             f"sequences of {ways.limit} tokens; simulate {POOL!r} too"
         )
-    without_window = None
-    if long_sequence_window and POOL in known:
-        others = replace(
-            ways,
-            batches=sampled(num_batches=len(ways.batches)),
-            on_progress=lambda what, *steps: on_phase(f"{what} without the window", *steps),
-        )
-        found = _simulated(POOL, others, settings)
-        without_window = found if isinstance(found, WayResult) else None
-    return Comparison(
-        results=tuple(results),
-        skipped=skipped,
-        ways=ways,
-        counts=counts,
-        long_sequence_window=long_sequence_window,
-        without_window=without_window,
-    )
+    return Comparison(results=tuple(results), skipped=skipped, ways=ways, counts=counts)
 
 
 def _simulated(name: str, ways: Ways, settings: SimulationSettings) -> WayResult | str:

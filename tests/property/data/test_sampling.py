@@ -1,4 +1,3 @@
-import json
 from collections import Counter
 
 import numpy as np
@@ -92,60 +91,6 @@ def test_resume_continues_the_stream(
     resumed.load_state_dict(uninterrupted.state_dict())
     for _ in range(5):
         assert resumed.next_batch() == uninterrupted.next_batch()
-
-
-@settings(deadline=None)
-@given(
-    corpus=corpora(),
-    seed=seeds,
-    window=st.integers(1, 6),
-    size=st.integers(0, 80),
-    in_tokens=st.booleans(),
-    num_batches=st.integers(1, 25),
-)
-def test_long_sequences_wait_at_most_the_window(
-    corpus: tuple[npt.NDArray[np.int64], tuple[SequenceGroup, ...]],
-    seed: int,
-    window: int,
-    size: int,
-    in_tokens: bool,
-    num_batches: int,
-) -> None:
-    lengths, groups = corpus
-    budget = int(lengths.max()) + size if in_tokens else size + 1
-
-    def make(window: int, num_sequences: int | None = None) -> LengthSampler:
-        sizes = BatchSizes(((0, num_sequences or budget),), in_tokens and num_sequences is None)
-        return LengthSampler(lengths, groups, seed=seed, sizes=sizes, long_sequence_window=window)
-
-    sampler, resumed = make(window), make(window)
-    usual = sampler.usual_tokens
-    consumed: Counter[int] = Counter()
-    for number in range(num_batches):
-        before = sampler.state_dict()
-        batch = sampler.next_batch()
-        resumed.load_state_dict(json.loads(json.dumps(before)))
-        assert resumed.next_batch() == batch
-        state = sampler.state_dict()
-        assert resumed.state_dict() == state
-        num = batch.num_tokens if in_tokens else batch.num_sequences
-        assert 0 < num <= budget
-        if not in_tokens:
-            assert num == budget
-        held = state["held"]
-        assert all(lengths[i] > usual for i in held)
-        if before["held"] and held[: len(before["held"])] != before["held"]:
-            # All that are held begin one batch.
-            assert list(batch.sequence_ids[: len(before["held"])]) == before["held"]
-            assert number - before["held_since"] <= window
-        if held:
-            assert number - state["held_since"] < window
-        consumed.update(batch.sequence_ids)
-    waiting = Counter([*state["waiting"], *state["held"]])
-    num_drawn = sum(consumed.values()) + sum(waiting.values())
-    one_by_one = make(0, num_sequences=1)
-    drawn = Counter(one_by_one.next_batch().sequence_ids[0] for _ in range(num_drawn))
-    assert drawn == consumed + waiting
 
 
 @settings(deadline=None)

@@ -15,7 +15,6 @@ from megatron.hydraulis.data.sampler import (
     SequenceGroup,
     epoch_permutation,
     largest_deficit,
-    usual_tokens,
 )
 from megatron.hydraulis.errors import ConfigurationError, DataError
 
@@ -185,61 +184,15 @@ def test_resume_with_another_kind_of_batch_loses_nothing() -> None:
     assert first[4 - rest :] == order[drawn : drawn + rest]
 
 
-def test_long_sequences_share_a_batch() -> None:
-    lengths = np.array([1] * 18 + [12, 12], dtype=np.int64)
-    groups = (SequenceGroup(0, 20, 20),)
-    sizes = BatchSizes.constant(num_sequences=4)
-
-    def make(window: int) -> LengthSampler:
-        return LengthSampler(lengths, groups, seed=1, sizes=sizes, long_sequence_window=window)
-
-    # Of 42 tokens 24 are in sequences of 12: (18·1 + 24·12) / 42.
-    assert make(5).usual_tokens == pytest.approx(306 / 42)
-    alone = make(0)
-    numbers = [n for n in range(5) if 12 in alone.next_batch().lengths]
-    assert len(numbers) == 2, "both long sequences in one batch prove nothing"
-    source = make(numbers[1] - numbers[0])
-    batches = [source.next_batch().lengths for _ in range(5)]
-    assert [batch.count(12) for batch in batches[: numbers[1]]] == [0] * numbers[1]
-    assert batches[numbers[1]].count(12) == 2
-    assert all(len(batch) == 4 for batch in batches)
-
-
-def test_without_a_window_those_held_before_are_next() -> None:
-    lengths = np.array([1] * 18 + [12, 12], dtype=np.int64)
-    groups = (SequenceGroup(0, 20, 20),)
-
-    def make(window: int, **size: int) -> LengthSampler:
-        sizes = BatchSizes.constant(**size)
-        return LengthSampler(lengths, groups, seed=1, sizes=sizes, long_sequence_window=window)
-
-    source = make(50, num_sequences=10)
-    source.next_batch()
+def test_long_sequences_that_an_earlier_version_held_come_next() -> None:
+    source = sampler(global_batch_tokens=12)
     source.next_batch()
     state = source.state_dict()
-    assert len(state["held"]) == 2
-    for size in ({"num_sequences": 4}, {"num_tokens": 13}, {"num_tokens": 24}):
-        other = make(0, **size)
-        other.load_state_dict(state)
-        found = [i for _ in range(2) for i in other.next_batch().sequence_ids]
-        assert set(state["held"]) <= set(found)
-
-
-def test_no_sequence_is_long_where_all_are_equal() -> None:
-    lengths = np.full(10, 7)
-    sizes = BatchSizes.constant(num_tokens=21)
-    source, plain = (
-        LengthSampler(lengths, ONE_GROUP, seed=7, sizes=sizes, long_sequence_window=window)
-        for window in (3, 0)
-    )
-    assert [source.next_batch() for _ in range(9)] == [plain.next_batch() for _ in range(9)]
-
-
-def test_usual_tokens_follow_the_weights_of_a_blend() -> None:
-    # Two of three sequences have 2 tokens, one has 8.
-    groups = (SequenceGroup(0, 2, 2.0), SequenceGroup(2, 1, 1.0))
-    lengths = np.array([2, 2, 8], dtype=np.uint32)
-    assert usual_tokens(lengths, groups) == pytest.approx((2 * 4 + 64) / (2 * 2 + 8))
+    held = source.next_batch().sequence_ids[:2]
+    resumed = sampler(global_batch_tokens=12)
+    resumed.load_state_dict({**state, "held": list(held), "held_since": 0})
+    assert resumed.state_dict()["waiting"] == [*held, *state["waiting"]]
+    assert resumed.next_batch().sequence_ids[0] == held[0]
 
 
 def test_state_is_a_copy() -> None:

@@ -207,29 +207,6 @@ def test_long_sequences_are_cut_as_in_training(
     assert (found["num_tokens"], found["longest_tokens"]) == (2 * num_tokens, 400)
 
 
-def test_a_window_for_long_sequences_is_compared_with_none(
-    figures: Callable[..., dict[str, Any]],
-    simulate: Callable[..., int],
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    # Σs²/Σs is 604: of 8 sequences one is longer.
-    flags = ("--global-batch-size", "2", "--iterations", "12")
-    plain, found = figures(*flags), figures(*flags, "--long-sequence-window", "3")
-    comparison = found["long_sequence_window"]
-    assert comparison["iterations"] == 3
-    assert 12 <= found["num_iterations"] <= 15
-    without = comparison["without"]
-    assert comparison["gain"] == found["ways"][0]["tokens_per_s"] / without["tokens_per_s"]
-    if found["num_iterations"] == 12:
-        assert without["time_s"] == plain["ways"][0]["time_s"]
-    assert "long_sequence_window" not in plain
-    assert simulate("--ways", "pool", *flags, "--long-sequence-window", "3") == 0
-    text = " ".join(capsys.readouterr().out.split())
-    assert (
-        f"the pool trains {comparison['gain']:.3f} × the tokens/s that it trains without." in text
-    )
-
-
 def test_the_model_in_the_profile_and_its_device_are_the_defaults(
     figures: Callable[..., dict[str, Any]],
     regroup: list[str],
@@ -361,7 +338,7 @@ def test_the_model_can_be_described_by_flags(
         (["--plan-time", "-1"], "--plan-time is finite and not negative but is -1.0 s"),
         (["--plan-time", "inf"], "--plan-time is finite and not negative but is inf s"),
         (["--seq-length", "0"], "a sequence has at least 1 token but --seq-length is 0"),
-        (["--long-sequence-window", "-1"], "--long-sequence-window is at least 0 but is -1"),
+        (["--long-sequence-window", "2"], "no sequence waits for another"),
         (["--seed", "-1"], "--seed is from 0 to 2147483647 but is -1"),
         (["--plan-ahead", "-1"], "plan_ahead is -1"),
         (["--device", "a800-80g"], "the model, which is not described"),

@@ -158,7 +158,6 @@ def test_every_phase_has_the_number_of_its_way() -> None:
         JobCosts(profile=profile()),
         names=(PACKING, BALANCED, POOL),
         num_iterations=2,
-        long_sequence_window=1,
         plan_time_s=0.0,
         on_progress=lambda what, done, total: phases.setdefault(what),
     )
@@ -167,7 +166,6 @@ def test_every_phase_has_the_number_of_its_way() -> None:
         f"2/3 {BALANCED}, greedy plans",
         f"2/3 {BALANCED}",
         f"3/3 {POOL}",
-        f"3/3 {POOL} without the window",
     ]
 
 
