@@ -667,7 +667,7 @@ TAKEN: Mapping[str, Taken] = MappingProxyType(_taken())
 
 
 def refusals() -> tuple[Refused, ...]:
-    """All of them, as docs/configuration-errors.md lists them."""
+    """All rows of options that training refuses."""
     return (*_REFUSED, _IN_NO_ROW)
 
 
