@@ -4,7 +4,7 @@
 #     bash scripts/documented_runs.sh
 #
 # Run it on a machine without other work. It writes docs/images/summary.png and report.png from a run of
-# the quickstart, executes the README's five commands, and prints the figures that README.md,
+# the quickstart, executes the five commands of docs/operations.md, and prints the figures that README.md,
 # docs/metrics.md and docs/results.md quote with their date. The picture of the report needs Chromium.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
@@ -30,7 +30,7 @@ cp "$folder/quickstart/summary.png" docs/images/summary.png
     --user-data-dir="$PWD/$folder/browser" --window-size=1100,1281 \
     --screenshot="$PWD/docs/images/report.png" "file://$PWD/$folder/quickstart/report.html"
 
-commands="$(awk '/^## Your job in five commands/ {on = 1} on && /^```/ {fences++; next} on && fences == 1' README.md)"
+commands="$(awk '/^## Your job in five commands/ {on = 1} on && /^```/ {fences++; next} on && fences == 1' docs/operations.md)"
 bash -euo pipefail -c "${commands//runs\/mine/$folder/mine}" | tee "$folder/five_commands.log"
 
 echo "load of the machine before the runs: $load"
