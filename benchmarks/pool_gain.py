@@ -38,7 +38,7 @@ from megatron.hydraulis.library.building import (
     definition_of,
 )
 from megatron.hydraulis.library.planning import Planning, analytic_cost_model, read_cost_profile
-from megatron.hydraulis.loop.refit import micro_batch_times_ms
+from megatron.hydraulis.loop.drift import micro_batch_times_ms
 from megatron.hydraulis.optimizer.sharded_adamw import AdamWSettings
 from megatron.hydraulis.planner.plan import IterationPlan
 from megatron.hydraulis.planner.planners import CertifiedPlanner

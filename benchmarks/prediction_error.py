@@ -4,7 +4,7 @@ Three real programs, one after the other, each on the same number of ranks of th
 command ``profile``, then ``pretrain_gpt.py`` with the profile that it wrote, on sequences of a long
 tail. Every iteration of the run has the time that its plan predicted before it ran and the time
 that it took; the figure is the median of ``|measured / predicted - 1|``. Nothing is fitted to the
-run, except in the additional runs of --refit.
+run.
 
 With --pool it compares the gain of a proposed pool instead, see `pool_gain.py`.
 """
@@ -53,7 +53,6 @@ NUM_FIRST_LEFT_OUT = 2
 class RunErrors:
     """Prediction errors of one training run."""
 
-    name: str
     strategy: str
     num_iterations: int
     median: float
@@ -76,7 +75,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("--iterations", type=int, default=24, metavar="N", help="of each run")
     parser.add_argument("--global-batch-tokens", type=int, default=8192, metavar="N")
-    parser.add_argument("--refit", action="store_true", help="one more run each, refitted online")
     parser.add_argument(
         "--pool", action="store_true", help="instead: the gain of a proposed pool, in turn"
     )
@@ -90,11 +88,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         if arguments.pool:
             return pool_gain.run(folder, MODEL_FLAGS, arguments)
         corpus = _write_corpus(folder)
-        found = [
-            errors
-            for strategy in strategies
-            for errors in _errors_of(strategy, folder, corpus, arguments)
-        ]
+        found = [_errors_of(strategy, folder, corpus, arguments) for strategy in strategies]
     console = results_console()
     table = figures_table(
         f"{datetime.date.today()}, {num_ranks} ranks on {os.cpu_count()} cores",
@@ -103,7 +97,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     for errors in found:
         table.add_row(
-            errors.name,
+            errors.strategy,
             str(errors.num_iterations),
             f"{errors.median:.1%}",
             f"{errors.worst:.1%}",
@@ -118,7 +112,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _errors_of(
     strategy: str, folder: Path, corpus: Path, arguments: argparse.Namespace
-) -> list[RunErrors]:
+) -> RunErrors:
     """Make a profile for a strategy, then train with it."""
     name = "".join(c if c.isalnum() else "_" for c in strategy)
     profile = folder / f"{name}.json"
@@ -128,31 +122,24 @@ def _errors_of(
         *("-m", "megatron.hydraulis", "profile", "--out", str(profile)),
         *("--lengths", str(lengths), "--", *MODEL_FLAGS, *LIMIT_FLAGS, "--strategy", strategy),
     )
-    runs: list[tuple[str, tuple[str, ...]]] = [(strategy, ())]
-    if arguments.refit:
-        runs.append((f"{strategy}, refitted", ("--refit-cost-profile",)))
-    found = []
-    for index, (label, flags) in enumerate(runs):
-        run_dir = folder / f"{name}_{index}"
-        torchrun(
-            arguments.num_ranks,
-            *("pretrain_gpt.py", *MODEL_FLAGS, *LIMIT_FLAGS, "--strategy", strategy),
-            *("--data-path", str(corpus), "--split", "100,0,0", "--run-dir", str(run_dir)),
-            *("--cost-profile", str(profile), "--train-iters", str(arguments.iterations)),
-            *("--global-batch-tokens", str(arguments.global_batch_tokens)),
-            *("--lr", "1e-3", "--min-lr", "1e-4", *flags),
-        )
-        found.append(figures(label, strategy, read_metrics(run_dir)[NUM_FIRST_LEFT_OUT:]))
-    return found
+    run_dir = folder / name
+    torchrun(
+        arguments.num_ranks,
+        *("pretrain_gpt.py", *MODEL_FLAGS, *LIMIT_FLAGS, "--strategy", strategy),
+        *("--data-path", str(corpus), "--split", "100,0,0", "--run-dir", str(run_dir)),
+        *("--cost-profile", str(profile), "--train-iters", str(arguments.iterations)),
+        *("--global-batch-tokens", str(arguments.global_batch_tokens)),
+        *("--lr", "1e-3", "--min-lr", "1e-4"),
+    )
+    return figures(strategy, read_metrics(run_dir)[NUM_FIRST_LEFT_OUT:])
 
 
-def figures(name: str, strategy: str, records: Sequence[IterationRecord]) -> RunErrors:
+def figures(strategy: str, records: Sequence[IterationRecord]) -> RunErrors:
     """The errors of the records of a run; all of them have a predicted time."""
     ratios = [record.iteration_time_s / record.predicted_time_s for record in records]
     errors = [abs(ratio - 1.0) for ratio in ratios]
     low, middle, high = np.quantile(ratios, (0.25, 0.5, 0.75)).tolist()
     return RunErrors(
-        name=name,
         strategy=strategy,
         num_iterations=len(records),
         median=statistics.median(errors),

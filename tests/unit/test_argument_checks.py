@@ -112,7 +112,7 @@ _BAD_INPUT = [
     ("--keep-last 3", (), ["--keep-last has an effect only with --save", "give --save"]),
     ("--take-over-save", (), ["--take-over-save has an effect only with --save"]),
     ("--load-fallback", (), ["--load-fallback has an effect only with --load"]),
-    ("--refit-drift 0.2", (), ["only with --refit-cost-profile", "remove --refit-drift"]),
+    ("--refit-drift 0.2", (), ["--refit-drift is not honoured", "use --report-drift 0.1"]),
     ("--max-skipped-in-a-row 3", (), ["only with --skip-nan-iterations, which is missing"]),
     ("--null-tokenizer-eod-id 200", (), ["is 200", "--vocab-size 200", "at most 199"]),
     ("--null-tokenizer-pad-id 1000", (), ["is 1000", "--vocab-size 200", "at most 199"]),
@@ -437,7 +437,7 @@ def test_the_whole_command_line_is_checked_at_once(tmp_path: Path) -> None:
     """From the words to the pool; nothing is said of what depends on a wrong or missing flag."""
     typed = (
         "--lr-warmup-iters -1 --adam-eps nan --no-such-option --mtp-num-layers 8 --plan-ahead -2 "
-        "--strategy 2*tp8 --elastic --regroup-owners-for x --refit-drift 0.2 --min-lr 1 "
+        "--strategy 2*tp8 --elastic --regroup-owners-for x --keep-last 3 --min-lr 1 "
         "--clip-grad -1 --exit-signal-handler --exit-signal SIGKILL --data-path nowhere "
         "--padded-vocab-size 100"
     )
@@ -454,7 +454,7 @@ def test_the_whole_command_line_is_checked_at_once(tmp_path: Path) -> None:
         "a flag without a default is missing; give --train-iters",
         "--regroup-owners-for x counts on them",
         "there is no --strategy-pool",
-        "--refit-drift has an effect only with",
+        "--keep-last has an effect only with",
         "SIGKILL cannot be caught",
         "--min-lr 1.0, which must lie between",
         "there is no nowhere.idx",
@@ -466,11 +466,11 @@ def test_the_whole_command_line_is_checked_at_once(tmp_path: Path) -> None:
 
 
 def test_what_strategy_and_model_make_wrong_is_listed_with_the_rest(tmp_path: Path) -> None:
-    typed = "--strategy 2*tp4 --refit-drift 0.2 --ffn-hidden-size 90 --cp-comm-type no_such"
+    typed = "--strategy 2*tp4 --keep-last 3 --ffn-hidden-size 90 --cp-comm-type no_such"
     with pytest.raises(ConfigurationError) as caught:
         parse(tmp_path, *typed.split())
-    drift, width, exchange = str(caught.value).splitlines()[1:]
-    assert "only with --refit-cost-profile" in drift
+    kept, width, exchange = str(caught.value).splitlines()[1:]
+    assert "only with --save" in kept
     assert "tp must divide the ffn hidden size" in width
     assert "--cp-comm-type takes 1 of" in exchange
 

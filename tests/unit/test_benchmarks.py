@@ -158,7 +158,7 @@ def test_errors_are_medians_over_iterations() -> None:
         make_record(number, iteration_time_s=measured_s, predicted_time_s=predicted_s)
         for number, (measured_s, predicted_s) in enumerate(times_s, start=1)
     ]
-    errors = figures("run", "2*tp1", records)
+    errors = figures("2*tp1", records)
     assert errors.num_iterations == 5
     assert errors.median == pytest.approx(0.2)
     assert errors.worst == pytest.approx(0.3)

@@ -50,7 +50,7 @@ NO_UPDATE_DEPENDS_ON = """
     context_parallel_size expert_model_parallel_size expert_tensor_parallel_size
     regroup_owners_for no_regroup_overlap elastic ranks_per_node device
     distributed_backend distributed_timeout_minutes
-    cost_profile refit_cost_profile refit_drift memory_trial max_tokens_per_micro_batch
+    cost_profile report_drift memory_trial max_tokens_per_micro_batch
     row_quantum_tokens loss_chunk_tokens plan_ahead plan_time_limit plan_dir replay_plans
     skip_nan_iterations max_skipped_in_a_row ignore_unknown_options
     eval_interval eval_iters eval_global_batch_size start_eval_at_iter

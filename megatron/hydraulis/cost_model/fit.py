@@ -100,39 +100,6 @@ def fit_coefficients(samples: Sequence[Sample]) -> Fit:
 
     Raises ConfigurationError without a sample.
     """
-    return _fit(samples, None, 0.0)
-
-
-def fit_near(samples: Sequence[Sample], prior: Coefficients, *, prior_weight: float) -> Fit:
-    """As `fit_coefficients`, close to known coefficients where samples do not determine them.
-
-    Micro-batches of a training run are similar: full packs hardly vary in Σs, so they cannot
-    separate b from c. Then the term ``prior_weight · Σ_j (x_j - prior_j)²`` decides, with x_j the
-    share of the j-th term in the mean predicted time.
-
-    prior_weight: number of samples that the prior counts for.
-    """
-    return _fit(samples, prior, prior_weight)
-
-
-def shrunk_mean(values: Sequence[float], prior: float) -> float:
-    """The mean of noisy values, shrunk towards what was known before: the prior for one value.
-
-    The positive part of the James-Stein estimator: of a deviation of k standard errors the share
-    1 - 1/k² is kept, and nothing within one standard error. So noise leaves the prior as it is,
-    and a clear deviation is followed, however large it is.
-    """
-    if len(values) < 2:
-        return prior
-    deviation = statistics.fmean(values) - prior
-    error = statistics.variance(values) / len(values)
-    # Also if both squares are too small for a float and 0.
-    if error >= deviation**2:
-        return prior
-    return prior + deviation * (1.0 - error / deviation**2)
-
-
-def _fit(samples: Sequence[Sample], prior: Coefficients | None, prior_weight: float) -> Fit:
     if not samples:
         raise ConfigurationError(
             "coefficients are fitted to measured micro-batches but there is none; measure at "
@@ -144,12 +111,7 @@ def _fit(samples: Sequence[Sample], prior: Coefficients | None, prior_weight: fl
     # Columns get a mean of 1, because the coefficients differ by ten orders of magnitude.
     scales = rows.mean(axis=0)
     rows, wanted = rows / scales, np.ones(len(samples))
-    if prior is not None and prior_weight > 0.0:
-        root = np.sqrt(prior_weight)
-        known = np.array([prior.a_ms_per_token2, prior.b_ms_per_token, prior.c_ms]) * scales
-        rows = np.vstack([rows, root * np.eye(3)])
-        wanted = np.concatenate([wanted, root * known])
-    # Not above: it takes half a second of every start, and few runs fit anything.
+    # Not above: it takes half a second of every start, and few commands fit anything.
     from scipy.optimize import nnls
 
     solution, _ = nnls(rows, wanted)

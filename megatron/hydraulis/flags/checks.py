@@ -458,7 +458,6 @@ _NEEDED = {
     "allow_other_data": "load",
     "allow_changed_settings": "load",
     "max_skipped_in_a_row": "skip_nan_iterations",
-    "refit_drift": "refit_cost_profile",
     "device": "dry_run",
 }
 """Setting of ours -> the one without which it has no effect."""

@@ -53,14 +53,10 @@ class HydraulisConfig:
     fastest; or auto, a pool that is proposed at the first start from the lengths of the training
     data, and kept in the run folder. Default: one strategy."""
 
-    refit_cost_profile: bool = False
-    """Refit the cost profile during training to the measured time of every micro-batch, and plan
-    later batches with it; the log names drift and slow ranks. Plans then depend on measured times,
-    updates do not."""
-
-    refit_drift: float = field(default=0.1, metadata=_flag("X"))
-    """With --refit-cost-profile: the deviation at which a scheme, or a rank compared with others,
-    is named in the log (share of its time). Default: 0.1."""
+    report_drift: float | None = field(default=None, metadata=_flag("X"))
+    """Measure every micro-batch, and name in the log each scheme whose times differ from the
+    predicted ones by more than this share, and each rank that takes that much longer than ranks
+    with the same part, for example 0.1. Default: neither."""
 
     strategy_schedule: str | None = field(default=None, metadata=_flag("NAMES"))
     """Names of strategies of the pool, for example 'short,long,short', which training iterations
@@ -209,7 +205,6 @@ class HydraulisConfig:
         problems = Problems()
         for check in (
             self._check_ranges,
-            self._check_refit_flags,
             self._check_elastic_flags,
             self._check_pool_flags,
             self._check_schedule,
@@ -241,13 +236,6 @@ class HydraulisConfig:
             raise ConfigurationError(
                 f"--num-ranks {self.num_ranks} is for --dry-run only, a job has as many ranks as "
                 f"torchrun starts; remove --num-ranks or add --dry-run"
-            )
-
-    def _check_refit_flags(self) -> None:
-        if self.refit_cost_profile and self.replay_plans is not None:
-            raise ConfigurationError(
-                f"--refit-cost-profile is for new plans but --replay-plans "
-                f"{self.replay_plans} supplies all of them; give one of them"
             )
 
     def _check_elastic_flags(self) -> None:
@@ -334,8 +322,7 @@ FIELDS_BY_TOPIC: Mapping[str, tuple[str, ...]] = MappingProxyType(
         ),
         "Planning and costs": (
             "cost_profile",
-            "refit_cost_profile",
-            "refit_drift",
+            "report_drift",
             "plan_ahead",
             "plan_time_limit",
             "plan_dir",

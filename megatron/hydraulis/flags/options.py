@@ -395,7 +395,7 @@ _TAKEN_FOR = {
         --pytorch-profiler-collect-shapes --pytorch-profiler-collect-callstack
         --pytorch-profiler-collect-chakra --profile-ranks --record-memory-history
         --memory-snapshot-path --record-shapes --nvtx-ranges""",
-    "--refit-cost-profile names slow ranks": """
+    "--report-drift names slow ranks": """
         --log-straggler --straggler-ctrlr-port --straggler-minmax-count
         --disable-straggler-on-startup --gpu-sniff-test-interval --run-workload-inspector-server""",
     _ONE_LOGGER: """
@@ -484,6 +484,8 @@ FORMER_OPTIONS = (
     "--emulate-device",
     "--emulate-scale",
     "--long-sequence-window",
+    "--refit-cost-profile",
+    "--refit-drift",
 )
 """Options of our own that earlier versions had."""
 
@@ -498,9 +500,16 @@ _REFUSED = (
     ),
     Refused(
         "long sequences that wait",
-        "no sequence waits for another: the pool of the examples trained 0.93 × the tokens/s with it",
+        "no sequence waits for another: the pool of the examples trained 0.93 × the tokens/s so",
         "remove it; a checkpoint written with it loads, and trains first what it held",
         r"long-sequence-window",
+    ),
+    Refused(
+        "refitted cost profiles",
+        "plans keep the cost profile during a run",
+        "use --report-drift 0.1, which names drift and slow ranks, and measure again by "
+        "hydraulis profile",
+        r"refit-(cost-profile|drift)",
     ),
     Refused(
         "former names",

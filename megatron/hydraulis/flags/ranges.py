@@ -81,7 +81,7 @@ _OPTIONS: dict[Range, str] = {
     Range(0, 2): "--timing-log-level",
     _POSITIVE: """
         --norm-epsilon --activation-func-clamp-value --init-method-std --rope-scaling-factor
-        --moe-router-topk-scaling-factor --adam-eps --plan-time-limit --refit-drift""",
+        --moe-router-topk-scaling-factor --adam-eps --plan-time-limit --report-drift""",
     _NOT_NEGATIVE: """
         --mscale --mscale-all-dim
         --lr --min-lr --decoupled-lr --decoupled-min-lr --lr-warmup-init --weight-decay

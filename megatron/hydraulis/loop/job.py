@@ -18,7 +18,6 @@ import torch.distributed as dist
 from hydraulis_patches.training_loop import apply_training_loop
 from megatron.hydraulis.checkpoint.collective_errors import on_all_ranks, on_rank_0
 from megatron.hydraulis.cost_model.device import described_device
-from megatron.hydraulis.cost_model.layer_arguments import gradient_bytes
 from megatron.hydraulis.cost_model.profile import ProfiledModel
 from megatron.hydraulis.data.corpus import Corpus, DatasetFingerprint
 from megatron.hydraulis.data.sampler import BatchSizes, EvaluationSampler, LengthSampler
@@ -54,12 +53,12 @@ from megatron.hydraulis.library.planning import (
 )
 from megatron.hydraulis.loop.batch_reader import BatchReader, PlannedData
 from megatron.hydraulis.loop.checkpoints import RunCheckpoints
+from megatron.hydraulis.loop.drift import RunDrift
 from megatron.hydraulis.loop.faults import heed_signals
 from megatron.hydraulis.loop.hang_guard import HangGuard
 from megatron.hydraulis.loop.memory_safety import MemorySafety
 from megatron.hydraulis.loop.model_container import ContainerConfig
 from megatron.hydraulis.loop.plan_feed import PlanExchange, PlanFeed, SampledBatches
-from megatron.hydraulis.loop.refit import RunRefit
 from megatron.hydraulis.loop.sft_data import convert_data
 from megatron.hydraulis.loop.step import Iterators, RunParts, TrainingLoop
 from megatron.hydraulis.loop.tracing import RunTrace
@@ -380,18 +379,13 @@ class Job:
                 has_cuda=self._has_cuda,
             )
         memory = MemorySafety(self._planning, hydraulis, log=partial(print, flush=True))
-        refit = None
-        if hydraulis.refit_cost_profile:
-            refit = RunRefit(
-                hydraulis,
-                lambda: memory.planning,
-                store,
-                model=self._profiled_model,
-                gradient_bytes=gradient_bytes(args),
-                has_cuda=self._has_cuda,
+        drift = None
+        if hydraulis.report_drift is not None:
+            drift = RunDrift(
+                self._planning.cost_model, hydraulis.report_drift, store, has_cuda=self._has_cuda
             )
         guard = HangGuard(store, rank, num_ranks, 60.0 * args.distributed_timeout_minutes)
-        return RunParts(metrics, trace, memory, refit, checkpoints, guard)
+        return RunParts(metrics, trace, memory, drift, checkpoints, guard)
 
     def _pretrain(self, parts: RunParts, corpora: Corpora, store: dist.Store) -> None:
         """Hand our step, data and model to upstream's pretrain()."""
@@ -430,7 +424,7 @@ class Job:
 
     def _model_config(self, parts: RunParts) -> ContainerConfig:
         assert self._core_attention is not None
-        recorders = (each.spans for each in (parts.trace, parts.refit) if each is not None)
+        recorders = (each.spans for each in (parts.trace, parts.drift) if each is not None)
         config = model_config(self._resolved, self._core_attention.name, ContainerConfig)
         config.engine_factory = partial(self._make_engine, spans=combine_recorders(*recorders))
         config.model_provider = self._hooks.model_provider
@@ -568,8 +562,6 @@ class Job:
         """The rank's trace, cost profile and, of ``run``, summary.png."""
         if parts.trace is not None:
             parts.trace.close()
-        if parts.refit is not None:
-            parts.refit.write(self._run_dir)
         if run is not None:
             # Not above: matplotlib would take every start half a second.
             from megatron.hydraulis.observability.report_figures import write_summary

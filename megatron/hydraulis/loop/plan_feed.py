@@ -159,10 +159,6 @@ class PlanFeed:
             self._exchange.forget(fetched)
             self._strategies.pop(fetched, None)
 
-    def replace_planner(self, planner: Planner, stand_in: Planner) -> None:
-        """Plan the batches that have not been requested yet with another planner."""
-        self._planner.replace(planner, stand_in=stand_in)
-
     def replace_plans(self, planner: Planner, stand_in: Planner) -> None:
         """Plan all batches that have not been taken with another planner.
 
@@ -172,7 +168,7 @@ class PlanFeed:
         for iteration in range(self._num_published, self._num_requested):
             with contextlib.suppress(PlanError):
                 self._planner.take(iteration)
-        self.replace_planner(planner, stand_in)
+        self._planner.replace(planner, stand_in=stand_in)
         self._strategies.clear()
         self._num_published = self._num_requested = self._batches.iteration
 

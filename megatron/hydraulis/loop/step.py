@@ -30,10 +30,10 @@ from megatron.hydraulis.flags.arguments import Resolved
 from megatron.hydraulis.flags.samples import counts_iterations, num_iterations, sample_tokens
 from megatron.hydraulis.loop.batch_reader import PlannedBatch, PlannedData
 from megatron.hydraulis.loop.checkpoints import LoopCounters, RunCheckpoints
+from megatron.hydraulis.loop.drift import RunDrift
 from megatron.hydraulis.loop.hang_guard import HangGuard
 from megatron.hydraulis.loop.memory_safety import MemorySafety
 from megatron.hydraulis.loop.model_container import ModelContainer
-from megatron.hydraulis.loop.refit import RunRefit
 from megatron.hydraulis.loop.tracing import RunTrace
 from megatron.hydraulis.model_shape import AttentionWindow
 from megatron.hydraulis.observability.console import EtaEstimator, iteration_suffix
@@ -78,7 +78,7 @@ class RunParts:
     """On the last rank, which logs."""
     trace: RunTrace | None
     memory: MemorySafety
-    refit: RunRefit | None
+    drift: RunDrift | None
     checkpoints: RunCheckpoints
     guard: HangGuard
 
@@ -101,7 +101,7 @@ class TrainingLoop:
         self._max_skipped_in_a_row = (
             hydraulis.max_skipped_in_a_row if hydraulis.skip_nan_iterations else 0
         )
-        self._refit = parts.refit
+        self._drift = parts.drift
         self._trace = parts.trace
         self._make_iterators = make_iterators
         self._metrics = parts.metrics
@@ -183,8 +183,8 @@ class TrainingLoop:
             args.consumed_train_samples += planned.batch.num_sequences - args.global_batch_size
             iteration_time_s = time.perf_counter() - start_s
             self._record(args, number, planned, outcome, optimizer, iteration_time_s)
-            if self._refit is not None:
-                self._refit.end(number, planned, iteration_time_s, data_iterator.feed)
+            if self._drift is not None:
+                self._drift.end(number, planned.plan, len(planned.share.micro_batches))
         losses = {
             name: torch.tensor([loss], dtype=torch.float32) for name, loss in _losses(outcome)
         }
@@ -197,8 +197,8 @@ class TrainingLoop:
         """The next batch, run; once more with lower limits if memory runs out."""
         planned = self._next(number, data)
         self._set_end(get_args(), data)
-        if self._refit is not None:
-            self._refit.begin()
+        if self._drift is not None:
+            self._drift.begin()
         phase = self._guard.around(_upstreams_timer)
         while True:
             with self._traced(number, planned), self._memory.explained():
@@ -212,8 +212,8 @@ class TrainingLoop:
             if not outcome.num_ranks_without_memory:
                 return planned, outcome
             self._memory.lower_after(number, outcome)
-            if self._refit is not None:
-                self._refit.spans.take()
+            if self._drift is not None:
+                self._drift.spans.take()
             planned = self._next(number, data)
 
     # --- replaced: save_checkpoint, load_checkpoint -----------------------------------------

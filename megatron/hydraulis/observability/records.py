@@ -21,8 +21,6 @@ CONFIG_FILE_NAME = "config.json"
 SUMMARY_FILE_NAME = "summary.png"
 REPORT_FILE_NAME = "report.html"
 REPORT_PICTURES_FOLDER_NAME = "report"
-REFITTED_PROFILE_FILE_NAME = "cost_profile_refitted.json"
-"""Written by ``--refit-cost-profile`` at the end of a run."""
 HAS_ENDED = "has_ended"
 """Key of ``config.json``: whether the run ended without an error."""
 
@@ -33,7 +31,6 @@ _LEFT_BY_A_RUN = (
     "tensorboard",
     REPORT_FILE_NAME,
     REPORT_PICTURES_FOLDER_NAME,
-    REFITTED_PROFILE_FILE_NAME,
 )
 
 _LOWEST: dict[str, float] = {

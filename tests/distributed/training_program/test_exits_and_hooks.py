@@ -133,7 +133,7 @@ def test_a_full_disk_is_one_error_of_the_rank_that_writes(writer: str, tmp_path:
     assert not json.loads((run_dir / "config.json").read_text())["has_ended"]
 
 
-@pytest.mark.parametrize("failing", ["trace", "merging", "refit"])
+@pytest.mark.parametrize("failing", ["trace", "merging"])
 def test_results_that_cannot_be_written_do_not_hide_the_table(failing: str, tmp_path: Path) -> None:
     def program(argv: Sequence[str]) -> None:
         rank = int(os.environ["RANK"])
@@ -145,13 +145,10 @@ def test_results_that_cannot_be_written_do_not_hide_the_table(failing: str, tmp_
             job.RunTrace.close = no_room  # type: ignore[method-assign]
         if (failing, rank) == ("merging", 0):
             job.RunTrace.merge = no_room  # type: ignore[method-assign]
-        if (failing, rank) == ("refit", 0):
-            job.RunRefit.write = no_room  # type: ignore[method-assign]
         entry.main(argv)
 
     trace = ("--trace", str(tmp_path / "trace"))
-    flags = ("--refit-cost-profile",) if failing == "refit" else trace
-    outcome = run_failing(tmp_path, program, "--train-iters", "1", *flags)
+    outcome = run_failing(tmp_path, program, "--train-iters", "1", *trace)
     assert outcome.statuses == (2, 2)
     assert "Training finished" in outcome.ranks[1].stdout
     assert outcome.ranks[0].stderr.splitlines()[-1] == "error: no room for results"

@@ -1,15 +1,14 @@
 """The fit recovers the true coefficients, with and without noise, and none is negative."""
 
 import random
-import statistics
 from dataclasses import replace
 
 import pytest
-from hypothesis import example, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron.hydraulis.cost_model import Coefficients
-from megatron.hydraulis.cost_model.fit import Sample, fit_coefficients, fit_near, shrunk_mean
+from megatron.hydraulis.cost_model.fit import Sample, fit_coefficients
 from megatron.hydraulis.errors import ConfigurationError
 from megatron.hydraulis.model_shape import AttentionWindow
 from megatron.hydraulis.profiler.measurements import grid
@@ -106,48 +105,9 @@ def test_coefficients_are_never_negative(samples: list[Sample]) -> None:
     assert len(fit.residuals) == len(samples)
 
 
-@given(truth=coefficients, factor=st.floats(0.5, 2.0))
-def test_equal_micro_batches_scale_the_earlier_coefficients(
-    truth: Coefficients, factor: float
-) -> None:
-    """Packs that are all the same determine only the sum of the terms of a, b and c."""
-    lengths = [1024, 512, 512]
-    samples = [Sample.of(lengths, truth.time_ms(lengths) * factor)] * 50
-    scaled = Coefficients(
-        a_ms_per_token2=truth.a_ms_per_token2 * factor,
-        b_ms_per_token=truth.b_ms_per_token * factor,
-        c_ms=truth.c_ms * factor,
-    )
-    fit = fit_near(samples, scaled, prior_weight=8.0)
-    for point in POINTS:
-        wanted = scaled.time_ms(point.lengths)
-        assert fit.coefficients.time_ms(point.lengths) == pytest.approx(wanted, rel=1e-3)
-
-
-@given(prior=coefficients, truth=coefficients)
-def test_many_different_micro_batches_outweigh_the_earlier_coefficients(
-    prior: Coefficients, truth: Coefficients
-) -> None:
-    samples = measured(truth)
-    far = fit_near(samples, prior, prior_weight=1e-9)
-    for point in POINTS:
-        wanted = truth.time_ms(point.lengths)
-        assert far.coefficients.time_ms(point.lengths) == pytest.approx(wanted, rel=0.02)
-
-
 def test_no_measurements_and_impossible_times_are_refused() -> None:
     with pytest.raises(ConfigurationError, match="measure at least one"):
         fit_coefficients([])
     for time_ms in (0.0, -1.0, float("nan"), float("inf")):
         with pytest.raises(ConfigurationError, match="measure it again"):
             Sample.of([4], time_ms)
-
-
-@given(values=st.lists(st.floats(-1e3, 1e3), min_size=1, max_size=6), prior=st.floats(-1e3, 1e3))
-@example(values=[1e-170, 3e-170], prior=0.0)
-def test_a_shrunk_mean_lies_between_the_prior_and_the_mean(
-    values: list[float], prior: float
-) -> None:
-    ends = sorted((prior, statistics.fmean(values)))
-    tolerance = 1e-12 * max(map(abs, ends))
-    assert ends[0] - tolerance <= shrunk_mean(values, prior) <= ends[1] + tolerance
