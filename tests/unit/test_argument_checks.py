@@ -110,7 +110,6 @@ _BAD_INPUT = [
     ("--ranks-per-node 3", (), ["nodes have 3 ranks", "8 ranks", "start 9 ranks"]),
     ("--ranks-per-node 9", (), ["--ranks-per-node is 9", "the job has 8", "at most 8"]),
     ("--keep-last 3", (), ["--keep-last has an effect only with --save", "give --save"]),
-    ("--take-over-save", (), ["--take-over-save has an effect only with --save"]),
     ("--load-fallback", (), ["--load-fallback has an effect only with --load"]),
     ("--refit-drift 0.2", (), ["--refit-drift is not honoured", "use --report-drift 0.1"]),
     ("--max-skipped-in-a-row 3", (), ["only with --skip-nan-iterations, which is missing"]),

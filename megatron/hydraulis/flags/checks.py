@@ -453,7 +453,6 @@ def check_schedule_source(args: argparse.Namespace) -> None:
 
 _NEEDED = {
     "keep_last": "save",
-    "take_over_save": "save",
     "load_fallback": "load",
     "allow_other_data": "load",
     "allow_changed_settings": "load",

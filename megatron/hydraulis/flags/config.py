@@ -138,8 +138,9 @@ class HydraulisConfig:
     """Newest checkpoints kept in --save (checkpoints); older ones are deleted. Default: all."""
 
     take_over_save: bool = False
-    """Write to --save at once although another job seems to write there; the log names that job.
-    Default: wait 180 s, then stop with an error if it is running."""
+    """Write to --save, --run-dir, --trace and --plan-dir at once although another job seems to
+    write there; the log names that job. Default: watch for 180 s whether it is running, which is
+    an error."""
 
     load_fallback: bool = False
     """If the checkpoint that --load names is damaged or incomplete, load the newest earlier one

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import random
 from argparse import Namespace
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
@@ -22,7 +22,6 @@ from megatron.core import tensor_parallel
 from megatron.core.dist_checkpointing.mapping import ShardedObject
 from megatron.training.global_vars import get_args
 
-from megatron.hydraulis.checkpoint.collective_errors import on_rank_0
 from megatron.hydraulis.checkpoint.folder import RELEASE, CheckpointFolder
 from megatron.hydraulis.checkpoint.loading import (
     Accept,
@@ -33,7 +32,6 @@ from megatron.hydraulis.checkpoint.loading import (
     read_rng_state,
 )
 from megatron.hydraulis.checkpoint.manifest import Manifest, model_of
-from megatron.hydraulis.checkpoint.save_lock import SaveLock, Writer, writer_of
 from megatron.hydraulis.checkpoint.saving import CheckpointSaver, SavedState, upstream_entries
 from megatron.hydraulis.data.corpus import (
     DatasetFingerprint,
@@ -68,17 +66,21 @@ class RunCheckpoints:
 
     Args:
         data: the training data, equal on all ranks.
+        check_lock: raises CheckpointError if another job has taken the ``--save`` folder over.
     """
 
     def __init__(
-        self, resolved: Resolved, planning: Planning, data: Sequence[DatasetFingerprint]
+        self,
+        resolved: Resolved,
+        planning: Planning,
+        data: Sequence[DatasetFingerprint],
+        check_lock: Callable[[], None],
     ) -> None:
         self._resolved = resolved
         self._planning = planning
         self._data = tuple(data)
         self._saver: CheckpointSaver | None = None
-        self._lock: SaveLock | None = None
-        """On rank 0, of the folder that it saves to."""
+        self._check_lock = check_lock
         self.counters = LoopCounters()
         self.first_iteration = 0
         """Number of iterations that earlier starts have trained."""
@@ -202,12 +204,9 @@ class RunCheckpoints:
 
     # --- around the loop --------------------------------------------------------------------
 
-    def open_save_folder(self) -> None:
-        """Take the lock of the ``--save`` folder and remove what an interrupted save left there.
-
-        Collective. Raises ConfigurationError if another job writes to it, or if it has checkpoints
-        from which the run would not continue.
-        """
+    def check_save_folder(self) -> None:
+        """Raise ConfigurationError if the ``--save`` folder has checkpoints from which the run
+        would not continue."""
         save, load = self._resolved.args.save, self._resolved.args.load
         if save is None:
             return
@@ -225,21 +224,10 @@ class RunCheckpoints:
             if starts_over:
                 start = "with --finetune the run starts from iteration 1"
                 fix += " without --finetune"
-            writer = writer_of(folder.root)
-            of_writer = "" if writer is None else f", and belongs to {writer}"
             raise ConfigurationError(
-                f"--save {save} holds checkpoints, the newest {existing[-1].name}{of_writer}, but "
+                f"--save {save} holds checkpoints, the newest {existing[-1].name}, but "
                 f"{start} and would replace them; {fix}, or another --save"
             )
-
-        def take() -> None:
-            folder.root.mkdir(parents=True, exist_ok=True)
-            log = partial(print, flush=True)
-            self._lock = SaveLock(folder.root, Writer.of_this_process(), log=log)
-            self._lock.acquire(take_over=self._resolved.hydraulis.take_over_save)
-            folder.remove_leftovers()
-
-        on_rank_0(take, f"--save {save} cannot be used")
 
     def poll(self) -> None:
         """Complete an asynchronous save that has ended. Collective; raises CheckpointError."""
@@ -250,17 +238,11 @@ class RunCheckpoints:
         """Complete all saves. Collective; raises CheckpointError."""
         if self._saver is not None:
             self._saver.finish()
-        self._release_lock()
 
     def abandon(self) -> None:
         """Give up saves that are not complete, because the run ends with an error."""
         if self._saver is not None:
             self._saver.abandon()
-        self._release_lock()
-
-    def _release_lock(self) -> None:
-        if self._lock is not None:
-            self._lock.release()
 
     def _saver_of(self, container: ModelContainer) -> CheckpointSaver:
         if self._saver is None:
@@ -269,7 +251,7 @@ class RunCheckpoints:
                 container.engine,
                 asynchronous=self._resolved.args.async_save,
                 keep_last=self._resolved.hydraulis.keep_last,
-                check_lock=(lambda: None) if self._lock is None else self._lock.check,
+                check_lock=self._check_lock,
                 log=partial(print, flush=True),
             )
         return self._saver

@@ -17,6 +17,8 @@ import torch.distributed as dist
 
 from hydraulis_patches.training_loop import apply_training_loop
 from megatron.hydraulis.checkpoint.collective_errors import on_all_ranks, on_rank_0
+from megatron.hydraulis.checkpoint.folder import CheckpointFolder
+from megatron.hydraulis.checkpoint.folder_lock import STALE_S, FolderLocks, Writer
 from megatron.hydraulis.cost_model.device import described_device
 from megatron.hydraulis.cost_model.profile import ProfiledModel
 from megatron.hydraulis.data.corpus import Corpus, DatasetFingerprint
@@ -92,6 +94,8 @@ from megatron.hydraulis.runtime.process_groups import (
 )
 from megatron.hydraulis.runtime.spans import SpanRecorder, combine_recorders
 
+_LOCKED = "hydraulis_locked"
+"""Key in the store: rank 0 has the locks of the folders, or has failed."""
 _STATE_BYTES = 16
 """Of a parameter in the canonical shards: itself, its gradient and two moments in fp32."""
 
@@ -120,6 +124,8 @@ class Job:
         self._hooks = hooks
         self._has_cuda = has_cuda
         self._engine: Engine | None = None
+        self._locks: FolderLocks | None = None
+        """On rank 0, of the folders that it writes to."""
         self._core_attention: CoreAttention | None = None
         self._description: dict[str, Any] | None = None
         """On rank 0, once it has written it as ``config.json``."""
@@ -229,6 +235,17 @@ class Job:
                 num_shares=dist.get_world_size(),
             )
 
+    @property
+    def _folders(self) -> dict[str, str | Path | None]:
+        """The folders that one job at a time writes to, by option."""
+        hydraulis = self._resolved.hydraulis
+        return {
+            "--plan-dir": hydraulis.plan_dir,
+            "--trace": hydraulis.trace,
+            "--run-dir": hydraulis.run_dir,
+            "--save": self._resolved.args.save,
+        }
+
     def make_folders(self) -> None:
         """Make the folders of the run, on every rank, before ranks wait for each other.
 
@@ -237,13 +254,6 @@ class Job:
         distinguished.
         """
         args, hydraulis = self._resolved.args, self._resolved.hydraulis
-        folders = {
-            "--run-dir": hydraulis.run_dir,
-            "--plan-dir": hydraulis.plan_dir,
-            "--trace": hydraulis.trace,
-            "--tensorboard-dir": args.tensorboard_dir,
-            "--save": args.save,
-        }
         if hydraulis.plan_dir is not None and args.load is None:
             num_plans = sum(1 for _ in Path(hydraulis.plan_dir).glob(PLAN_FILES))
             if num_plans:
@@ -251,6 +261,7 @@ class Job:
                     f"--plan-dir {hydraulis.plan_dir} is for the plans of one run but holds "
                     f"{num_plans} of an earlier one; name another folder or empty it"
                 )
+        folders = {**self._folders, "--tensorboard-dir": args.tensorboard_dir}
         for option, folder in folders.items():
             if folder is None:
                 continue
@@ -273,8 +284,16 @@ class Job:
         if self._has_cuda:
             self._agree_on_device(corpora)
         checkpoints = self._make_checkpoints(corpora)
-        # Before anything of another job that writes to the same folders is moved.
-        checkpoints.open_save_folder()
+        checkpoints.check_save_folder()
+        try:
+            # Before anything of another job that writes to the same folders is moved.
+            self._lock_folders(store)
+            self._train(corpora, store, checkpoints)
+        finally:
+            if self._locks is not None:
+                self._locks.release()
+
+    def _train(self, corpora: Corpora, store: dist.Store, checkpoints: RunCheckpoints) -> None:
         try:
             if dist.get_rank() == 0:
                 self._start_run_folder(corpora)
@@ -327,6 +346,31 @@ class Job:
         self._description = content | {"corpus": corpus, "notes": list(self._hooks.notes)}
         self._write_description(self._description | {HAS_ENDED: False})
 
+    def _lock_folders(self, store: dist.Store) -> None:
+        """Take the locks, and remove what an interrupted save left. Collective."""
+        args, hydraulis = self._resolved.args, self._resolved.hydraulis
+        folders = {name: Path(folder) for name, folder in self._folders.items() if folder}
+
+        def lock() -> None:
+            writer = Writer.of_this_process()
+            self._locks = FolderLocks(folders, writer, log=partial(print, flush=True))
+            try:
+                self._locks.acquire(take_over=hydraulis.take_over_save)
+            finally:
+                store.set(_LOCKED, "")
+            if args.save is not None:
+                CheckpointFolder(folders["--save"]).remove_leftovers()
+
+        if dist.get_rank() > 0:
+            # The lock of a job that was killed is watched for longer than a collective may take.
+            timeout = timedelta(seconds=STALE_S, minutes=args.distributed_timeout_minutes)
+            store.wait([_LOCKED], timeout)
+        on_rank_0(lock, "the folders of the run cannot be locked")
+
+    def _check_locks(self) -> None:
+        if self._locks is not None:
+            self._locks.check()
+
     def _write_description(self, content: dict[str, Any]) -> None:
         write_output(self._run_dir / CONFIG_FILE_NAME, content, "--run-dir")
 
@@ -363,7 +407,7 @@ class Job:
         data: tuple[DatasetFingerprint, ...] = ()
         if args.save is not None or args.load is not None:
             data = on_rank_0(corpora.train.fingerprints, "the training data cannot be read")
-        return RunCheckpoints(self._resolved, self._planning, data)
+        return RunCheckpoints(self._resolved, self._planning, data, self._check_locks)
 
     def _make_parts(self, store: dist.Store, checkpoints: RunCheckpoints) -> RunParts:
         """Collective."""

@@ -11,7 +11,6 @@ import signal
 import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,13 +19,14 @@ import pytest
 import torch
 
 from megatron.hydraulis.__main__ import main
+from megatron.hydraulis.checkpoint import folder_lock
 from megatron.hydraulis.checkpoint.folder import LATEST_FILE_NAME, CheckpointFolder
+from megatron.hydraulis.checkpoint.folder_lock import LOCK_FILE_NAME, FolderLocks, Writer
 from megatron.hydraulis.checkpoint.loading import upstream_state
 from megatron.hydraulis.checkpoint.manifest import Manifest
-from megatron.hydraulis.checkpoint.save_lock import LOCK_FILE_NAME, SaveLock, Writer
 from megatron.hydraulis.checkpoint.torch_dist import StoredCheckpoint
 from megatron.hydraulis.errors import CheckpointError
-from megatron.hydraulis.loop import checkpoints, entry
+from megatron.hydraulis.loop import entry
 from megatron.hydraulis.loop.entry import EXIT_STATUS_OF_ERROR
 from megatron.hydraulis.observability.records import METRICS_FILE_NAME
 from tests.support.checkpoints import whole_tensors
@@ -278,13 +278,14 @@ def test_all_that_keeps_a_run_from_resuming_is_one_message(
 
 
 def test_a_folder_that_another_job_writes_to_is_refused_and_can_be_taken_over(
-    corpus_prefix: str, tmp_path: Path
+    corpus_prefix: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     save = tmp_path / "save"
     save.mkdir()
     messages: list[str] = []
     theirs = Writer("Slurm's job 7", "node3", 11, "pid:[1]", "their token")
-    lock = SaveLock(save, theirs, log=messages.append, heartbeat_s=0.2)
+    monkeypatch.setattr(folder_lock, "HEARTBEAT_S", 0.2)
+    lock = FolderLocks({"--save": save}, theirs, log=messages.append)
     argv = tiny_command(
         *(corpus_prefix, tmp_path / "run", "--strategy", "2*tp1", *MAIN_FLAGS),
         *("--train-iters", "3", "--save", str(save), "--save-interval", "3"),
@@ -297,7 +298,7 @@ def test_a_folder_that_another_job_writes_to_is_refused_and_can_be_taken_over(
         assert os.listdir(save) == [LOCK_FILE_NAME]
         taken = run_job([*argv, "--take-over-save"], 2, tmp_path / "taken")
         assert taken.statuses == (0, 0)
-        assert "it is taken over (--take-over-save)" in taken.stdout
+        assert "taken over (--take-over-save)" in taken.stdout
         with pytest.raises(CheckpointError, match="was taken over by"):
             lock.check()
     finally:
@@ -367,15 +368,18 @@ def test_a_checkpoint_without_a_record_of_its_data_loads(
     assert "does not record its data: these may be others" in run.outcome.stdout
 
 
+@pytest.mark.parametrize("shared", ["--save", "--run-dir"])
 def test_of_two_jobs_the_second_is_refused_until_the_first_is_killed(
-    corpus_prefix: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    corpus_prefix: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, shared: str
 ) -> None:
-    monkeypatch.setattr(checkpoints, "SaveLock", partial(SaveLock, heartbeat_s=0.2))
-    save, killed = tmp_path / "save", tmp_path / "killed"
+    monkeypatch.setattr(folder_lock, "HEARTBEAT_S", 0.2)
+    save, run_dir, killed = tmp_path / "save", tmp_path / "run", tmp_path / "killed"
     argv = tiny_command(
-        *(corpus_prefix, tmp_path / "run", "--strategy", "tp1", *MAIN_FLAGS),
-        *("--train-iters", "2", "--save", str(save), "--load", str(save)),
+        *(corpus_prefix, run_dir, "--strategy", "tp1", *MAIN_FLAGS, "--train-iters", "2")
     )
+    if shared == "--save":
+        argv += ["--save", str(save), "--load", str(save)]
+    others = argv if shared == "--run-dir" else [*argv, "--run-dir", str(tmp_path / "another")]
 
     def until_killed(loss_mask: torch.Tensor, output: torch.Tensor) -> Any:
         while not killed.exists():
@@ -388,16 +392,17 @@ def test_of_two_jobs_the_second_is_refused_until_the_first_is_killed(
     with ThreadPoolExecutor(1) as thread:
         first = thread.submit(run_job, argv, 1, tmp_path / "first", program=first_program)
         try:
-            metrics = tmp_path / "run" / METRICS_FILE_NAME
+            metrics = run_dir / METRICS_FILE_NAME
             while not metrics.exists():
                 assert not first.done(), first.result().stderr
                 time.sleep(0.05)
-            second = run_job(argv, 1, tmp_path / "second")
+            second = run_job(others, 1, tmp_path / "second")
         finally:
             killed.touch()
     assert second.statuses == (EXIT_STATUS_OF_ERROR,)
-    assert re.search(rf"error: --save {save} is in use by process \d+ on \S+, wh", second.stderr)
-    assert "which is running; end it, name another --save" in second.stderr
+    folder = {"--save": save, "--run-dir": run_dir}[shared]
+    in_use = rf"error: {shared} {folder} is in use by process \d+ on \S+, which is running; "
+    assert re.search(in_use + f"end it, name another {shared}", second.stderr)
     assert metrics.exists(), "the second job moved the first one's run folder"
     assert first.result().statuses == (-signal.SIGKILL,)
     third = run_job(argv, 1, tmp_path / "third")

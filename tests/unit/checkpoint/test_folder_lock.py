@@ -1,4 +1,4 @@
-"""The lock of a checkpoint folder: one job writes, and locks of dead jobs are taken over."""
+"""The locks of folders: one job writes, and locks of dead jobs are taken over."""
 
 import dataclasses
 import json
@@ -13,11 +13,12 @@ from pathlib import Path
 
 import pytest
 
-from megatron.hydraulis.checkpoint.save_lock import (
+from megatron.hydraulis.checkpoint import folder_lock
+from megatron.hydraulis.checkpoint.folder_lock import (
     HEARTBEAT_S,
     LOCK_FILE_NAME,
     STALE_S,
-    SaveLock,
+    FolderLocks,
     Writer,
 )
 from megatron.hydraulis.errors import CheckpointError, ConfigurationError
@@ -34,7 +35,7 @@ class Locks:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self.messages: list[str] = []
-        self._open: list[SaveLock] = []
+        self._open: list[FolderLocks] = []
 
     @property
     def path(self) -> Path:
@@ -44,16 +45,11 @@ class Locks:
     def holder(self) -> str:
         return str(json.loads(self.path.read_text())["job"])
 
-    def lock(self, writer: Writer) -> SaveLock:
-        self._open.append(
-            SaveLock(
-                self.folder,
-                writer,
-                log=self.messages.append,
-                heartbeat_s=BEAT_S,
-                stale_s=STALE_IN_TEST_S,
-            )
-        )
+    def lock(self, writer: Writer, **folders: Path) -> FolderLocks:
+        by_option = {
+            f"--{name}": folder for name, folder in (folders or {"save": self.folder}).items()
+        }
+        self._open.append(FolderLocks(by_option, writer, log=self.messages.append))
         return self._open[-1]
 
     def leave(self, writer: Writer) -> None:
@@ -66,10 +62,18 @@ class Locks:
 
 
 @pytest.fixture
-def locks(tmp_path: Path) -> Iterator[Locks]:
+def locks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Locks]:
+    monkeypatch.setattr(folder_lock, "HEARTBEAT_S", BEAT_S)
+    monkeypatch.setattr(folder_lock, "STALE_S", STALE_IN_TEST_S)
     locks = Locks(tmp_path)
     yield locks
     locks.close()
+
+
+@pytest.fixture
+def run_dir(tmp_path: Path) -> Path:
+    (folder := tmp_path / "run").mkdir()
+    return folder
 
 
 def test_the_lock_names_its_job_has_a_heartbeat_and_is_released(locks: Locks) -> None:
@@ -96,6 +100,41 @@ def test_a_job_that_is_running_keeps_its_folder(locks: Locks) -> None:
         locks.lock(OURS).acquire()
     assert locks.holder == OTHER.job
     assert "waiting for a sign of life for 0.5 s" in locks.messages[0]
+
+
+def test_a_job_takes_the_locks_of_all_its_folders_or_of_none(locks: Locks, run_dir: Path) -> None:
+    theirs = locks.lock(OTHER)
+    theirs.acquire()
+    ours = locks.lock(OURS, save=locks.folder, run_dir=run_dir)
+    with pytest.raises(
+        ConfigurationError, match=r"--save .* in use .* running; .* another --save,"
+    ):
+        ours.acquire()
+    assert os.listdir(run_dir) == []
+    theirs.release()
+    (ours := locks.lock(OURS, save=locks.folder, run_dir=run_dir)).acquire()
+    assert os.listdir(run_dir) == [LOCK_FILE_NAME]
+    with pytest.raises(ConfigurationError, match=r"--run_dir .* in use by Slurm's job 8"):
+        locks.lock(OTHER, run_dir=run_dir).acquire()
+    ours.release()
+    assert os.listdir(run_dir) == []
+    assert not locks.path.exists()
+
+
+def test_stale_locks_of_several_folders_are_watched_at_once(locks: Locks, run_dir: Path) -> None:
+    locks.leave(OTHER)
+    (run_dir / LOCK_FILE_NAME).write_text(locks.path.read_text())
+    start_s = time.monotonic()
+    locks.lock(OURS, save=locks.folder, run_dir=run_dir).acquire()
+    assert STALE_IN_TEST_S <= time.monotonic() - start_s < 2 * STALE_IN_TEST_S
+    assert locks.holder == OURS.job
+
+
+def test_two_options_with_one_folder_have_one_lock(locks: Locks) -> None:
+    lock = locks.lock(OURS, save=locks.folder, run_dir=locks.folder)
+    lock.acquire()
+    lock.check()
+    assert locks.messages == []
 
 
 def test_a_lock_that_does_not_change_is_stale(locks: Locks) -> None:
@@ -183,7 +222,7 @@ def test_two_steps_of_a_slurm_job_are_two_writers_until_it_is_requeued(locks: Lo
         return dataclasses.replace(found, host=host)
 
     locks.lock(writer("0", "9")).acquire()
-    with pytest.raises(ConfigurationError, match=r"Slurm's job 12, step 0 .* which is running"):
+    with pytest.raises(ConfigurationError, match=r"Slurm's job 12 .* which is running"):
         locks.lock(writer("1", "9", "node4")).acquire()
     assert writer("0", "9").gives_way_to(writer("1", "10", "node4"))
     assert not writer("0", "10").gives_way_to(writer("0", "9", "node4"))
