@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import math
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -18,9 +18,13 @@ from megatron.hydraulis.cost_model.analytic import AnalyticCostModel
 from megatron.hydraulis.cost_model.estimate_command import estimated_profile, possible_schemes
 from megatron.hydraulis.cost_model.job_costs import JobCosts
 from megatron.hydraulis.cost_model.layer_arguments import parameter_bytes
-from megatron.hydraulis.cost_model.layouts import EVERY_LAYER
 from megatron.hydraulis.cost_model.limits import add_row_quantum
-from megatron.hydraulis.cost_model.profile import NOTHING_HIDDEN, ProfileCostModel
+from megatron.hydraulis.cost_model.profile import (
+    AS_MEASURED,
+    BY_RULE,
+    NOTHING_HIDDEN,
+    ProfileCostModel,
+)
 from megatron.hydraulis.cost_model.shape_arguments import (
     add_job_arguments,
     add_regroup_arguments,
@@ -299,8 +303,11 @@ _OF_PROPOSAL = (
 )
 """Options that decide what `propose` finds, too."""
 _WORTH_RECOMPUTING = 1.03
-"""Time of the pool over the bound with every layer recomputed from which that is worth a try, if
-then fewer ranks hold the longest sequence."""
+"""Gain of recomputing every layer from which it is advised."""
+RECOMPUTE_EVERY_LAYER = (
+    *("--recompute-granularity", "full", "--recompute-method", "uniform"),
+    *("--recompute-num-layers", "1"),
+)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -360,6 +367,11 @@ def run(namespace: argparse.Namespace) -> int:
             seed=namespace.seed,
             on_progress=on_progress,
         )
+        more = None
+        if namespace.cost_profile is None and not namespace.json:
+            more = recompute_text(
+                namespace, costs.profile, advice, batches, counts.longest, on_progress
+            )
     assert costs.model is not None
     profile, device, pool = costs.profile, costs.model.device, advice.proposal.pool
     try:
@@ -387,7 +399,6 @@ def run(namespace: argparse.Namespace) -> int:
     assumed = profile.assumed_schemes(pool)
     if namespace.cost_profile is None:
         console.print(f"Times are estimates for {device.name}, not measured.", highlight=False)
-        more = recompute_text(costs.model, advice, batches)
         if more is not None:
             console.print(more, highlight=False)
     elif assumed:
@@ -439,11 +450,15 @@ def verdict(advice: Advice) -> str:
     """One sentence: what to do, and what it gains."""
     over_static, over_fixed = advice.gain(advice.static), advice.gain(advice.fixed_rows)
     reach = advice.bound_s / advice.pool.time_s(advice.kind)
+    pool = "the pool"
     if is_worth_a_pool(advice):
+        what, strategies = pool, advice.proposal.pool.strategies
+        if len(strategies) == 1:
+            what, pool = f"--strategy '{strategies[0]}'", "this strategy"
         what = (
-            f"Train with the pool: {over_static:.2f} × as fast as the best static strategy with "
-            f"balanced plans, {advice.static.strategy}, and {over_fixed:.2f} × as fast as Megatron "
-            f"with rows of fixed length"
+            f"Train with {what}: {over_static:.2f} × as fast as the best static strategy of one "
+            f"scheme with balanced plans, {advice.static.strategy}, and {over_fixed:.2f} × as fast "
+            f"as Megatron with rows of fixed length"
         )
     else:
         what = (
@@ -453,7 +468,7 @@ def verdict(advice: Advice) -> str:
             f"fast as that"
         )
     near = " (little is left to gain)" if reach >= _NEAR_CEILING else ""
-    return f"{what}; no plan could be more than {1 / reach:.2f} × as fast as the pool{near}."
+    return f"{what}; no plan could be more than {1 / reach:.2f} × as fast as {pool}{near}."
 
 
 def choice_table(advice: Advice, peak_flops_per_s: float) -> Table:
@@ -481,7 +496,18 @@ def choice_table(advice: Advice, peak_flops_per_s: float) -> Table:
 
 def gain_table(advice: Advice) -> Table:
     """The pool's gain by how regrouping counts."""
-    table = figures_table("gain of the pool, ×", ("over",), advice.kinds)
+    of_kinds = {
+        NOTHING_HIDDEN: "all of regrouping and optimizer counts",
+        BY_RULE: "what is not overlapped with compute, by the runtime's rule",
+        AS_MEASURED: "the profile's times",
+    }
+    table = figures_table(
+        "gain of the pool, ×",
+        ("over",),
+        advice.kinds,
+        caption=". ".join(f"{kind.capitalize()}: {of_kinds[kind]}" for kind in advice.kinds)
+        + ". Overlap shortens the other ways too, so it may lower a gain.",
+    )
     for choice in (advice.static, advice.packing, advice.fixed_rows):
         table.add_row(choice.name, *(f"{advice.gain(choice, kind):.3f}" for kind in advice.kinds))
     return table
@@ -513,32 +539,51 @@ def to_json(advice: Advice, profile: ProfileCostModel, peak_flops_per_s: float) 
 
 
 def recompute_text(
-    model: AnalyticCostModel, advice: Advice, batches: Sequence[Sequence[int]]
+    namespace: argparse.Namespace,
+    profile: ProfileCostModel,
+    advice: Advice,
+    batches: Sequence[Sequence[int]],
+    longest: int,
+    on_progress: OnProgress,
 ) -> str | None:
-    """A line if recomputing every layer might pay: by how much at most, and how to try it."""
-    if model.recompute.granularity == "full":
+    """What recomputing every layer gains with the pool that is then the best; None if little.
+
+    It costs time and saves memory: a pool is only proposed where fewer ranks hold the longest
+    sequence with it, and where the bound allows a gain.
+    """
+    if namespace.recompute_granularity == "full":
         return None
-    cluster = model.cluster
-    schemes = possible_schemes(model.shape, cluster.num_ranks, cluster.ranks_per_node)
-    kept = estimated_profile(model, schemes)
-    profile = estimated_profile(replace(model, recompute=EVERY_LAYER), schemes)
-    num_ranks = cluster.num_ranks
-    bound_ms = fmean(least_makespan_ms(profile, each, num_ranks) for each in batches)
-    most = advice.pool.time_s(advice.kind) * _MS_PER_S / bound_ms
-    longest = max(map(max, batches))
+    num_ranks, ranks_per_node = job_ranks(namespace)
+    flags = {"recompute_granularity": "full", "recompute_method": "uniform"}
+    flags |= {"recompute_num_layers": 1, "recompute_activations": False}
+    given = argparse.Namespace(**vars(namespace) | flags)
+    with_it = _costs(given, num_ranks, ranks_per_node).profile
     fewest, fewest_with = (
         min(
-            (row.scheme.num_ranks for row in each.schemes if row.max_tokens >= longest),
-            default=num_ranks,
+            (r.scheme.num_ranks for r in each.schemes if r.max_tokens >= longest), default=num_ranks
         )
-        for each in (kept, profile)
+        for each in (profile, with_it)
     )
-    # The bound is not reached: without a limit of memory it says nothing of recomputation.
-    if most < _WORTH_RECOMPUTING or fewest <= fewest_with:
+    time_s = advice.pool.time_s(advice.kind)
+    bound_ms = fmean(least_makespan_ms(with_it, each, num_ranks) for each in batches)
+    if fewest <= fewest_with or time_s * _MS_PER_S < _WORTH_RECOMPUTING * bound_ms:
+        return None
+    recomputed = propose(
+        Candidates.of(with_it, num_ranks, ranks_per_node, batches=batches, longest=longest),
+        with_it,
+        batches,
+        max_strategies=namespace.max_strategies,
+        longest=longest,
+        seed=namespace.seed,
+        row_quantum=namespace.row_quantum_tokens,
+        on_progress=lambda what, done, total: on_progress(f"recomputed: {what}", done, total),
+    )
+    gain = time_s / recomputed.mean_s
+    if gain < _WORTH_RECOMPUTING:
         return None
     return (
-        f"If every layer were recomputed, plans could be up to {most:.2f} × as fast as this pool; "
-        f"try it: --recompute-granularity full --recompute-method uniform --recompute-num-layers 1"
+        f"With every layer recomputed, the best pool is {gain:.2f} × as fast as this "
+        f"pool: {' '.join(RECOMPUTE_EVERY_LAYER)}"
     )
 
 

@@ -287,7 +287,10 @@ class RegroupCosts:
         saved_ms = in_fp32_ms - in_bf16_ms
         if saved_ms <= _LEAST_SAVING * iteration_ms:
             return None
-        return f"--grad-reduce-in-bf16 would save {saved_ms:.1f} ms an iteration"
+        return (
+            f"--grad-reduce-in-bf16 would save {saved_ms:,.1f} ms of an iteration's "
+            f"{iteration_ms:,.1f} ms"
+        )
 
     def _of(self, strategy: Strategy) -> RegroupTimes:
         strategy.check_model(self.shape)

@@ -258,7 +258,9 @@ def print_batch(sizes: BatchSizes, counts: LengthCounts, seq_length: int | None)
     """
     mean_length = counts.num_tokens / counts.num_sequences
     text = sizes.text(mean_length, seq_length)
-    results_console().print(f"global batch: {text}", highlight=False)
+    # A clause a line: an option must not be parted from its number.
+    clauses = text.replace("; ", ";\n  ")
+    results_console().print(f"global batch: {clauses}", highlight=False)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -73,7 +73,8 @@ from megatron.hydraulis.observability.records import (
     set_aside_earlier_run,
     set_aside_earlier_trace,
 )
-from megatron.hydraulis.observability.report_data import Run, read_run
+from megatron.hydraulis.observability.report_data import read_run
+from megatron.hydraulis.observability.report_numbers import Run
 from megatron.hydraulis.optimizer.sharded_adamw import AdamWSettings
 from megatron.hydraulis.planner.planners import PLAN_FILES
 from megatron.hydraulis.runtime.core_attention import CoreAttention

@@ -14,8 +14,7 @@ from megatron.hydraulis.observability.console import (
     seconds_text,
     share_text,
 )
-from megatron.hydraulis.observability.report_data import Run
-from megatron.hydraulis.observability.report_numbers import ReplicaNumbers
+from megatron.hydraulis.observability.report_numbers import Run, Statistics
 
 MAX_PREDICTION_ERROR = 0.10
 """Median error of iteration times from which measuring a cost profile is worthwhile."""
@@ -72,24 +71,24 @@ def _on_iterations(run: Run) -> Iterator[Advice]:
             "and groups.",
             "Train more iterations before you rely on times.",
         )
-    if totals.num_skipped:
+    if totals["num_skipped"]:
         yield Advice(
             "act",
-            f"{totals.num_skipped} of {totals.num_iterations} iterations updated nothing: no "
+            f"{totals['num_skipped']} of {totals['num_iterations']} iterations updated nothing: no "
             "trained token, or a loss or gradient that is not finite.",
             "Check the loss; lower --lr, or inspect the sequences of these iterations "
             "(--plan-dir).",
         )
-    if totals.plan_wait_fraction > MAX_PLAN_WAIT:
+    if totals["plan_wait_fraction"] > MAX_PLAN_WAIT:
         yield Advice(
             "act",
-            f"Training waited {seconds_text(totals.plan_wait_s)} for plans, "
-            f"{share_text(totals.plan_wait_fraction)} of its time; a plan takes "
-            f"{seconds_text(totals.plan_time_s)}, an iteration "
-            f"{seconds_text(totals.iteration_time_s)}.",
+            f"Training waited {seconds_text(totals['plan_wait_s'])} for plans, "
+            f"{share_text(totals['plan_wait_fraction'])} of its time; a plan takes "
+            f"{seconds_text(totals['plan_time_s'])}, an iteration "
+            f"{seconds_text(totals['iteration_time_s'])}.",
             _how_to_plan_faster(run),
         )
-    if prediction is not None and prediction.error > MAX_PREDICTION_ERROR:
+    if prediction is not None and prediction["error"] > MAX_PREDICTION_ERROR:
         profile = run.setting("hydraulis", "cost_profile")
         yield Advice(
             "act",
@@ -101,11 +100,11 @@ def _on_iterations(run: Run) -> Iterator[Advice]:
             f"machine ({PROFILE_COMMAND}) and train with --cost-profile. A factor common to all "
             "replicas does not change plans; differences between replicas do.",
         )
-    if totals.slowdown is not None and totals.slowdown > 1.0 + MAX_SLOWDOWN:
+    if totals["slowdown"] is not None and totals["slowdown"] > 1.0 + MAX_SLOWDOWN:
         yield Advice(
             "act",
             "Relative to their predictions, the last third of the iterations took "
-            f"{factor_text(totals.slowdown)} the time of the first third.",
+            f"{factor_text(totals['slowdown'])} the time of the first third.",
             "Something became slower during the run: another program on these machines, a device "
             "that got hot, a shared network.",
         )
@@ -115,7 +114,7 @@ def _how_to_plan_faster(run: Run) -> str:
     ahead = run.setting("hydraulis", "plan_ahead")
     if ahead == 0:
         return f"Plan in a separate process: --plan-ahead {DEFAULT_PLAN_AHEAD}."
-    if run.numbers.totals.plan_time_s >= run.numbers.totals.iteration_time_s:
+    if run.numbers.totals["plan_time_s"] >= run.numbers.totals["iteration_time_s"]:
         return (
             "Planning is slower than training, so planning further ahead only delays the wait: set "
             "--plan-time-limit below an iteration's time, or use a smaller pool."
@@ -129,15 +128,16 @@ def _on_replicas(run: Run) -> Iterator[Advice]:
     # By scheme: measured / predicted times of its replicas with enough traced iterations.
     traced: dict[str, list[float]] = {}
     for row in run.numbers.replicas:
-        if row.scheme and row.traced is not None and row.traced.num_compared >= MIN_ITERATIONS:
-            traced.setdefault(row.scheme, []).append(row.traced.factor)
+        one = row["traced"]
+        if row["scheme"] and one is not None and one["num_compared"] >= MIN_ITERATIONS:
+            traced.setdefault(row["scheme"], []).append(one["factor"])
     usual = {scheme: statistics.median(factors) for scheme, factors in traced.items()}
 
-    def slowness(row: ReplicaNumbers) -> float:
+    def slowness(row: Statistics) -> float:
         """Compared to the other replicas of the scheme."""
-        if row.traced is None or len(traced.get(row.scheme, ())) < 2:
+        if row["traced"] is None or len(traced.get(row["scheme"], ())) < 2:
             return 1.0
-        return row.traced.factor / usual[row.scheme]
+        return row["traced"]["factor"] / usual[row["scheme"]]
 
     if len(usual) > 1:
         middle = statistics.median(usual.values())
@@ -152,64 +152,81 @@ def _on_replicas(run: Run) -> Iterator[Advice]:
             )
     slowest = max(run.numbers.replicas, key=slowness, default=None)
     if slowest is not None and slowness(slowest) > 1.0 + MAX_REPLICA_DEVIATION:
-        ranks = ", ".join(map(str, slowest.ranks))
+        ranks = ", ".join(map(str, slowest["ranks"]))
+        which = "Replica {replica} of {strategy} ({scheme}, ranks ".format(**slowest)
         yield Advice(
             "act",
-            f"Replica {slowest.replica} of {slowest.strategy} ({slowest.scheme}, ranks {ranks}) "
-            f"takes {factor_text(slowness(slowest))} as long as replicas of its scheme usually "
-            "take for the same work.",
+            f"{which}{ranks}) takes {factor_text(slowness(slowest))} as long as replicas of its "
+            "scheme usually take for the same work.",
             "Check these ranks: another program on them, a slower device or link.",
         )
-    measured = totals.measured_idle_fraction
-    if (totals.idle_fraction if measured is None else measured) > MAX_IDLE:
+    measured, planned = totals["measured_idle_fraction"], share_text(totals["idle_fraction"])
+    if (totals["idle_fraction"] if measured is None else measured) > MAX_IDLE:
         yield Advice(
             "act",
             (
-                f"By the plans, ranks wait {share_text(totals.idle_fraction)} of the makespans for "
-                "the slowest replica"
+                f"By the plans, ranks wait {planned} of the makespans for the slowest replica"
                 if measured is None
                 else f"Ranks wait {share_text(measured)} of the makespans for the slowest replica, "
-                f"by the plans {share_text(totals.idle_fraction)}"
+                f"by the plans {planned}"
             )
-            + f" (worst imbalance {totals.worst_imbalance:.2f}).",
+            + f" (worst imbalance {totals['worst_imbalance']:.2f}).",
             "Use a larger global batch, which can be balanced better, or add a strategy with "
             "fewer, wider replicas for the long sequences to the pool."
-            if totals.idle_fraction > MAX_IDLE
+            if totals["idle_fraction"] > MAX_IDLE
             else "Plans balance these batches, but measured / predicted time differs by replica: "
             f"measure the schemes ({PROFILE_COMMAND}) and train with --cost-profile.",
         )
-    gather, scatter = totals.gather_wait_fraction, totals.scatter_wait_fraction
+    gather, scatter = totals["gather_wait_fraction"], totals["scatter_wait_fraction"]
     if gather is not None and scatter is not None and gather + scatter > MAX_REGROUP_WAIT:
         yield Advice(
             "act",
             f"The logging rank waits {share_text(gather)} of the time for parameters and "
             f"{share_text(scatter)} for gradients, which includes waiting for slower ranks to send "
             "them.",
-            "Remove --no-regroup-overlap."
-            if run.setting("hydraulis", "no_regroup_overlap")
-            else "Check in a trace (--trace) whether the wait is for the network or for a late "
-            "rank; larger batches or strategies with more tp·pp transfer fewer bytes per token"
-            + (
-                ", and --grad-reduce-in-bf16 halves those of gradients."
-                if run.setting("settings", "bf16")
-                and not run.setting("settings", "grad_reduce_in_bf16")
-                else "."
-            ),
+            _how_to_wait_less(run),
         )
-    if totals.padding_fraction > MAX_PADDING:
+    if totals["padding_fraction"] > MAX_PADDING:
         yield Advice(
             "act",
-            f"{share_text(totals.padding_fraction)} of the computed tokens are padding: lengths "
+            f"{share_text(totals['padding_fraction'])} of the computed tokens are padding: lengths "
             "are rounded up to multiples that tp and cp need.",
             "Use replicas with less tp for short sequences, or join very short documents in the "
             "corpus.",
         )
 
 
+def _how_to_wait_less(run: Run) -> str:
+    """For parameters and gradients."""
+    if run.setting("hydraulis", "no_regroup_overlap"):
+        return "Remove --no-regroup-overlap."
+    fewer = "larger batches or strategies with more tp·pp transfer fewer bytes per token"
+    if run.setting("settings", "bf16") and not run.setting("settings", "grad_reduce_in_bf16"):
+        fewer += ", and --grad-reduce-in-bf16 halves those of gradients"
+    if not run.numbers.ranks:
+        return (
+            "Check in a trace (--trace) whether the wait is for the network or for a late rank; "
+            f"{fewer}."
+        )
+    busy = [row["busy_fraction"] for row in run.numbers.ranks]
+    trace = (
+        f"In the trace the busiest rank works {share_text(max(busy))} of the time, the least busy "
+        f"one {share_text(min(busy))}: "
+    )
+    if max(busy) > 1.0 - MAX_IDLE:
+        return (
+            f"{trace}the wait is for late ranks, not for the network. Measure the schemes "
+            f"({PROFILE_COMMAND}) and train with --cost-profile, so that plans balance them."
+        )
+    return f"{trace}no rank works all the time, so the wait is for the network; {fewer}."
+
+
 def _on_plans(run: Run) -> Iterator[Advice]:
     totals = run.numbers.totals
-    if totals.marked_plans:
-        listed = ", ".join(f"{number} {status}" for status, number in totals.marked_plans.items())
+    if totals["marked_plans"]:
+        listed = ", ".join(
+            f"{number} {status}" for status, number in totals["marked_plans"].items()
+        )
         limit = run.setting("hydraulis", "plan_time_limit")
         yield Advice(
             "act",
@@ -218,16 +235,16 @@ def _on_plans(run: Run) -> Iterator[Advice]:
             if limit
             else "The log of the run says why the solver or the search failed.",
         )
-    if totals.plan_gap is not None and totals.plan_gap > MAX_PLAN_GAP:
+    if totals["plan_gap"] is not None and totals["plan_gap"] > MAX_PLAN_GAP:
         yield Advice(
             "know",
             "A better plan with the same strategy could save up to "
-            f"{share_text(totals.plan_gap)} of the makespan (median; worst "
-            f"{share_text(totals.worst_plan_gap)}).",
+            f"{share_text(totals['plan_gap'])} of the makespan (median; worst "
+            f"{share_text(totals['worst_plan_gap'])}).",
             "The bound may be loose. Larger batches narrow it; hydraulis plan "
             "--explain shows a single batch.",
         )
-    unused = [row.name for row in run.numbers.strategies if not row.num_iterations]
+    unused = [row["name"] for row in run.numbers.strategies if not row["num_iterations"]]
     if unused and len(run.steady) >= MIN_ITERATIONS:
         yield Advice(
             "know",

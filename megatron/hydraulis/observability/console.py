@@ -6,12 +6,11 @@ import datetime
 import math
 import statistics
 from collections import defaultdict, deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from megatron.hydraulis.observability.records import IterationRecord
-from megatron.hydraulis.observability.report_data import Run
-from megatron.hydraulis.observability.report_numbers import Prediction, StaticStrategy
+from megatron.hydraulis.observability.report_numbers import Run, Statistics
 
 # Number of iterations whose median predicts the rest: enough to ignore an evaluation or a
 # checkpoint, few enough to follow a change of strategy.
@@ -83,44 +82,39 @@ def closing_table(run: Run) -> str:
 
 
 def _closing_rows(run: Run) -> Iterator[tuple[str, str]]:
-    totals, prediction = run.numbers.totals, run.numbers.iterations
-    used = [strategy for strategy in run.numbers.strategies if strategy.num_iterations]
+    totals, prediction, used = run.numbers.totals, run.numbers.iterations, run.numbers.used
 
-    yield "iterations", f"{totals.first_iteration} to {totals.last_iteration}"
+    def median_and_worst(name: str, middle: str = "") -> str:
+        return f"{text_of(name, totals[middle or name])} ({text_of(name, totals[f'worst_{name}'])})"
+
+    yield "iterations", f"{totals['first_iteration']} to {totals['last_iteration']}"
     if run.why_short is not None:
         yield f"of {run.num_train_iters}", run.why_short
-    yield "lm loss, first → last", f"{loss_text(totals.first_loss)} → {loss_text(totals.last_loss)}"
-    yield "tokens", tokens_text(totals.num_tokens, totals.trained_tokens)
-    yield "tokens/s", count_text(totals.tokens_per_s)
-    yield "padding", share_text(totals.padding_fraction)
-    yield "imbalance, median (worst)", f"{totals.imbalance:.2f} ({totals.worst_imbalance:.2f})"
-    if totals.expert_load is not None:
-        worst = totals.worst_expert_load
-        yield "expert load, median (worst)", f"{totals.expert_load:.2f} ({worst:.2f})"
+    losses = loss_text(totals["first_loss"]), loss_text(totals["last_loss"])
+    yield "lm loss, first → last", " → ".join(losses)
+    yield "tokens", tokens_text(totals["num_tokens"], totals["trained_tokens"])
+    yield "tokens/s", count_text(totals["tokens_per_s"])
+    yield "padding", share_text(totals["padding_fraction"])
+    yield "imbalance, median (worst)", median_and_worst("imbalance")
+    if totals["expert_load"] is not None:
+        yield "expert load, median (worst)", median_and_worst("expert_load")
     if len(used) == 1:
-        yield "strategy", used[0].name
+        yield "strategy", used[0]["name"]
     else:
         for strategy in used:
-            yield f"iterations of {strategy.name}", str(strategy.num_iterations)
-        yield "switches of strategy", str(totals.num_switches)
-    yield (
-        "plan wait, median (worst)",
-        f"{seconds_text(totals.median_plan_wait_s)} ({seconds_text(totals.worst_plan_wait_s)})",
-    )
-    if totals.plan_gap is not None:
-        yield (
-            "plan gap, median (worst)",
-            f"{share_text(totals.plan_gap)} ({share_text(totals.worst_plan_gap)})",
-        )
-    marked = ", ".join(f"{number} {status}" for status, number in totals.marked_plans.items())
+            yield f"iterations of {strategy['name']}", str(strategy["num_iterations"])
+        yield "switches of strategy", str(totals["num_switches"])
+    yield "plan wait, median (worst)", median_and_worst("plan_wait_s", "median_plan_wait_s")
+    if totals["plan_gap"] is not None:
+        yield "plan gap, median (worst)", median_and_worst("plan_gap")
+    marked = ", ".join(f"{number} {status}" for status, number in totals["marked_plans"].items())
     yield "plans cut short", marked or "none"
     if prediction is not None:
-        yield (
-            "prediction error, median (worst)",
-            f"{share_text(prediction.error)} ({share_text(prediction.worst_error)})",
-        )
-    if run.numbers.static is not None:
-        yield f"gain over {run.numbers.static.name} alone, predicted", gain_text(run.numbers.static)
+        error, worst = share_text(prediction["error"]), share_text(prediction["worst_error"])
+        yield "prediction error, median (worst)", f"{error} ({worst})"
+    static = run.numbers.static
+    if static is not None:
+        yield f"gain over {static['name']} alone, predicted", gain_text(static)
 
 
 _UNKNOWN = "–"
@@ -184,15 +178,15 @@ def factor_text(value: float | None) -> str:
     return _UNKNOWN if value is None else f"{value:.3g}×"
 
 
-def factors_text(prediction: Prediction) -> str:
+def factors_text(prediction: Statistics) -> str:
     """'1.2× (half of them 1.1× to 1.5×)': median and quartiles of measured / predicted time."""
-    low, high = map(factor_text, prediction.half)
-    return f"{factor_text(prediction.factor)} (half of them {low} to {high})"
+    low, high = map(factor_text, prediction["half"])
+    return f"{factor_text(prediction['factor'])} (half of them {low} to {high})"
 
 
-def gain_text(static: StaticStrategy) -> str:
+def gain_text(static: Statistics) -> str:
     """'1.004× to 1.020×'."""
-    return " to ".join(dict.fromkeys(f"{gain:.3f}×" for gain in static.gain))
+    return " to ".join(dict.fromkeys(f"{gain:.3f}×" for gain in static["gain"]))
 
 
 def bytes_text(value: float | None) -> str:
@@ -204,3 +198,32 @@ def bytes_text(value: float | None) -> str:
             break
         value /= 1000.0
     return f"{value:,.0f} {unit}" if unit == "B" else f"{value:,.1f} {unit}"
+
+
+def ratio_text(value: float | None) -> str:
+    """'1.07'."""
+    return _UNKNOWN if value is None else f"{value:.2f}"
+
+
+_TEXTS: dict[str, Callable[[Any], str]] = {
+    "_per_s": count_text,
+    "_s": seconds_text,
+    "_bytes": bytes_text,
+    "_tokens": count_text,
+    "num_iterations": count_text,
+    "_fraction": share_text,
+    "_gap": share_text,
+    "_loss": loss_text,
+    "imbalance": ratio_text,
+    "expert_load": ratio_text,
+    "factor": factor_text,
+}
+"""By the end of a name, which is its unit."""
+
+
+def text_of(name: str, value: Any) -> str:
+    """The value of a named statistic with its unit; other values as they are."""
+    for end, text in _TEXTS.items():
+        if name.endswith(end):
+            return text(value)
+    return _UNKNOWN if value is None or value == "" else str(value)

@@ -1,4 +1,4 @@
-"""The record of a run: what its folder holds.
+"""Reads a run from its folder.
 
 The closing table, ``summary.png``, the report and its advice are all made from a `Run`.
 """
@@ -10,20 +10,16 @@ import itertools
 import json
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, field
-from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 from megatron.hydraulis.errors import HydraulisError
 from megatron.hydraulis.observability.records import (
     CONFIG_FILE_NAME,
-    HAS_ENDED,
     METRICS_FILE_NAME,
-    IterationRecord,
     read_metrics,
 )
-from megatron.hydraulis.observability.report_numbers import Numbers, numbers_of
+from megatron.hydraulis.observability.report_numbers import PoolReplica, PoolStrategy, Run
 from megatron.hydraulis.observability.trace import MERGED_FILE_NAME, rank_files, read_trace
 from megatron.hydraulis.observability.trace_analysis import Spans
 
@@ -33,87 +29,8 @@ TRACE_FOLDER_NAME = "trace"
 MAX_TRACE_BYTES = 256 * 2**20
 """A larger trace would take longer to read than someone waits for a report."""
 
-_WHY_SHORT: dict[object, str] = {
-    True: "an --exit option ended it",
-    False: "it was interrupted or is still running",
-}
-"""By `HAS_ENDED`, which earlier versions did not write."""
 _EARLIER_FOLDER = re.compile(r"earlier\.(\d+)")
 _MS_PER_S = 1e3
-
-
-@dataclass(frozen=True, slots=True)
-class PoolReplica:
-    """A replica in the configuration."""
-
-    scheme: str
-    ranks: tuple[int, ...]
-    max_tokens: int | None
-    """Most tokens of a micro-batch."""
-    experts: str = ""
-    """Of a layer on each rank, in words; empty without experts, and in configurations of versions
-    that did not write it."""
-
-
-@dataclass(frozen=True, slots=True)
-class PoolStrategy:
-    """A strategy in the configuration."""
-
-    name: str
-    notation: str
-    replicas: tuple[PoolReplica, ...]
-    overhead_s: float | None
-    """Predicted; None in configurations of versions that did not write it."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Run:
-    """One run."""
-
-    folder: Path
-    records: tuple[IterationRecord, ...]
-    """At least one, in ascending order of iterations."""
-    starts: frozenset[int]
-    """The first iteration of every process that trained: it also builds models and groups."""
-    config: Mapping[str, Any] = field(default_factory=dict)
-    """``config.json``; empty if it is missing or unreadable."""
-    strategies: tuple[PoolStrategy, ...] = ()
-    """The pool, from the configuration."""
-    spans: Spans = field(default_factory=Spans)
-    """The trace; empty if there is none."""
-    notes: tuple[str, ...] = ()
-    """What a reader must know to interpret the figures, a sentence each."""
-
-    def setting(self, section: str, name: str) -> Any:
-        """A value from a section of the configuration; None if it is missing."""
-        values = self.config.get(section)
-        return values.get(name) if isinstance(values, Mapping) else None
-
-    @property
-    def num_train_iters(self) -> int | None:
-        """The iteration that the run is to end with; None if unknown."""
-        value = self.setting("settings", "train_iters")
-        return value if isinstance(value, int) else None
-
-    @property
-    def why_short(self) -> str | None:
-        """Why the last record is not that of `num_train_iters`; None if it is, or nothing says."""
-        wanted = self.num_train_iters
-        if wanted is None or self.records[-1].iteration >= wanted:
-            return None
-        return _WHY_SHORT.get(self.config.get(HAS_ENDED), "it ended early or is still running")
-
-    @property
-    def steady(self) -> tuple[IterationRecord, ...]:
-        """All records but those of `starts`; all of them if there are no others."""
-        return (
-            tuple(record for record in self.records if record.iteration not in self.starts)
-            or self.records
-        )
-
-    @cached_property
-    def numbers(self) -> Numbers:
-        return numbers_of(self)
 
 
 def read_run(

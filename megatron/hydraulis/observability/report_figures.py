@@ -1,8 +1,7 @@
-"""Figures of a run: those of the report, a function each, and ``summary.png``."""
+"""Figures of a run: those of the report, and ``summary.png``."""
 
 from __future__ import annotations
 
-import itertools
 import math
 import re
 import statistics
@@ -12,16 +11,14 @@ from pathlib import Path
 from typing import Any
 
 import matplotlib
-import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
 from megatron.hydraulis.observability.console import factor_text, factors_text, share_text
 from megatron.hydraulis.observability.pictures import CATEGORY_COLORS, figure_svg, save_picture
-from megatron.hydraulis.observability.records import SUMMARY_FILE_NAME
-from megatron.hydraulis.observability.report_data import Run
-from megatron.hydraulis.observability.report_numbers import busy_fraction
+from megatron.hydraulis.observability.records import SUMMARY_FILE_NAME, IterationRecord
+from megatron.hydraulis.observability.report_numbers import Run, busy_fraction
 
 INK = "#24292f"
 MUTED = "#8b949e"
@@ -49,8 +46,8 @@ MIN_ITERATIONS_TO_SMOOTH = 20
 HALF_WINDOWS_PER_RUN = 20
 MAX_HALF_WINDOW = 10
 MAX_RANK_BARS = 64
-MAX_REPLICA_LINES = 6
-"""More replicas are rows of a map in the summary."""
+MAX_LABELLED_REPLICAS = 6
+"""Of more replicas the summary draws slowest, median and fastest."""
 MIN_BAR_SLOTS = 3
 """Slots of an axis of bars, so that a single bar is not as wide as the picture."""
 INCHES_PER_ROW = 0.18
@@ -69,15 +66,17 @@ def _settings(font_size: float) -> dict[Any, Any]:
     sizes = ("axes.titlesize", "axes.labelsize", "xtick.labelsize", "ytick.labelsize")
     return {
         **dict.fromkeys(("font.size", "legend.fontsize", *sizes), font_size),
-        "font.family": "sans-serif",
-        "text.color": INK,
-        "axes.edgecolor": MUTED,
-        "axes.labelcolor": INK,
-        "xtick.color": MUTED,
-        "xtick.labelcolor": INK,
-        "ytick.color": MUTED,
+        **dict.fromkeys(("text.color", "axes.labelcolor", "xtick.labelcolor"), INK),
+        **dict.fromkeys(("axes.edgecolor", "xtick.color", "ytick.color"), MUTED),
         "ytick.labelcolor": INK,
+        "font.family": "sans-serif",
         "svg.fonttype": "none",
+        "legend.frameon": False,
+        "axes.spines.top": False,
+        "axes.spines.right": False,
+        "axes.axisbelow": True,
+        "grid.color": GRID,
+        "grid.linewidth": 0.5,
     }
 
 
@@ -123,45 +122,95 @@ class ReportFigure:
 
 def figures_of(run: Run) -> list[ReportFigure]:
     """The report's figures that the run has data for."""
-    rates = [
-        record.num_tokens / record.iteration_time_s if record.iteration_time_s else math.nan
-        for record in run.records
-    ]
-    idle = [100.0 * record.idle_share for record in run.records]
-    padding = [100.0 * record.padding_fraction for record in run.records]
+
+    def per_s(record: IterationRecord) -> float:
+        time_s = record.iteration_time_s
+        return record.num_tokens / time_s if time_s else math.nan
+
+    def values(name: str, scale: float = 1.0) -> list[float]:
+        return [scale * _or_nan(getattr(record, name)) for record in run.records]
+
+    measured, predicted = values("iteration_time_s"), values("predicted_time_s")
+    unit, scale = _unit([*measured, *predicted])
+    rates = [per_s(record) for record in run.records]
     with matplotlib.rc_context(SETTINGS):
-        figures = (
-            _curve(
-                *(run, "loss", "Loss", "lm loss per token", _losses(run), MEASURED),
-                caption="Mean loss of each global batch, by the weights of its tokens.",
+        figures = [
+            _curves(
+                *(run, "loss", "Loss"),
+                "Mean loss of each global batch, by the weights of its tokens.",
+                _Panel("lm loss per token", {"": (values("lm_loss"), MEASURED)}, is_smoothed=True),
             ),
-            _curve(
-                *(run, "throughput", "Tokens per second", "tokens/s", rates, MEASURED),
-                caption="Trained tokens of an iteration / its measured time; padding does not "
-                "count.",
-                min_top=0.0,
+            _curves(
+                *(run, "throughput", "Tokens per second"),
+                "Trained tokens of an iteration / its measured time; padding does not count.",
+                _Panel("tokens/s", {"": (rates, MEASURED)}, 0.0, is_smoothed=True),
             ),
-            _times(run),
+            _curves(
+                *(run, "times", "Time of an iteration"),
+                "Time that the plan predicted for an iteration, and its measured time.",
+                _Panel(
+                    f"time, {unit}",
+                    {
+                        "measured": ([scale * value for value in measured], MEASURED),
+                        "predicted": ([scale * value for value in predicted], PREDICTED),
+                    },
+                    0.0,
+                ),
+            ),
             _prediction(run),
             _strategies(run),
             _replicas(run),
             _ranks(run),
-            _curve(
-                *(run, "idle", "Idle share, predicted", "% of the makespan", idle, SERIES[2]),
-                caption="By the plan: share of the makespan that the ranks of replicas wait for "
-                "the slowest one.",
-                min_top=1.0,
+            _curves(
+                *(run, "idle", "Idle share, predicted"),
+                "By the plan: share of the makespan that the ranks of replicas wait for the "
+                "slowest one.",
+                _Panel(
+                    "% of the makespan", {"": (values("idle_share", 100.0), SERIES[2])}, 1.0, True
+                ),
             ),
-            _curve(
-                *(run, "padding", "Padding", "% of the computed tokens", padding, SERIES[3]),
-                caption="Tokens that only fill up lengths to multiples that tp and cp need; they "
-                "are not trained.",
-                min_top=0.1,
-                is_smoothed=False,
+            _curves(
+                *(run, "padding", "Padding"),
+                "Tokens that only fill up lengths to multiples that tp and cp need; they are not "
+                "trained.",
+                _Panel(
+                    "% of the computed tokens",
+                    {"": (values("padding_fraction", 100.0), SERIES[3])},
+                    0.1,
+                ),
             ),
-            _planning(run),
-            _regrouping(run),
-        )
+            _curves(
+                *(run, "planning", "Plans: gap and wait"),
+                "Above: largest share of the makespan that a better plan with the same strategy "
+                "could save. Below: time of planning, mostly in parallel with training, and how "
+                "long training waited for the plan.",
+                _Panel("gap, %", {"": (values("plan_gap", 100.0), SERIES[4])}, 0.5),
+                _Panel(
+                    "time, ms",
+                    {
+                        "planning": (values("plan_time_s", _MS_PER_S), MUTED),
+                        "waiting": (values("plan_wait_s", _MS_PER_S), SERIES[4]),
+                    },
+                    0.0,
+                ),
+            ),
+        ]
+        if any(record.regroup_bytes is not None for record in run.records):
+            bytes_mb = values("regroup_bytes", 1.0 / _BYTES_PER_MB)
+            waits = {
+                "waits for parameters": (values("gather_wait_s", _MS_PER_S), SERIES[5]),
+                "waits for gradients": (values("scatter_wait_s", _MS_PER_S), SERIES[3]),
+            }
+            figures.append(
+                _curves(
+                    *(run, "regrouping", "Regrouping: bytes and waits"),
+                    "On the logging rank. Above: bytes that it receives and sends to gather "
+                    "parameters and scatter gradients. Below: how long its compute waited for "
+                    "them, late ranks included.",
+                    _Panel("bytes, MB", {"": (bytes_mb, SERIES[5])}, 1.0),
+                    _Panel("time, ms", waits, 0.0),
+                )
+            )
         found = [figure for figure in figures if figure is not None]
         for one in found:
             # The layout uses the ticks of the previous draw: without it, longer labels are cut off.
@@ -169,82 +218,96 @@ def figures_of(run: Run) -> list[ReportFigure]:
     return found
 
 
-def _curve(
-    run: Run,
-    name: str,
-    title: str,
-    label: str,
-    values: Sequence[float],
-    color: str,
-    *,
-    caption: str,
-    min_top: float | None = None,
-    is_smoothed: bool = True,
-) -> ReportFigure:
-    """A value per iteration; with ``min_top`` the axis begins at 0 and reaches at least that."""
-    figure, axes = _figure()
-    if is_smoothed:
-        caption += _line_with_median(axes, run, values, color)
-    else:
-        _line(axes, run, values, color)
-    axes.set_ylabel(label)
-    if min_top is not None:
-        axes.set_ylim(0.0, max(axes.get_ylim()[1], min_top))
-    _iteration_axis(axes, run)
+@dataclass(frozen=True)
+class _Panel:
+    """Lines over the iterations."""
+
+    ylabel: str
+    lines: Mapping[str, tuple[Sequence[float], str]]
+    """By label, which is empty for a single line: a value for each iteration, colour."""
+    min_top: float | None = None
+    """If given, the axis begins at 0 and reaches at least this."""
+    is_smoothed: bool = False
+    """Whether many values are drawn grey, below their running median."""
+
+    def draw(self, axes: Axes, run: Run) -> str:
+        """Returns a sentence about the running median, or nothing."""
+        iterations, caption = [record.iteration for record in run.records], ""
+        has_markers = len(iterations) <= MAX_ITERATIONS_WITH_MARKERS
+        for label, (values, color) in self.lines.items():
+            is_smoothed = self.is_smoothed and len(values) >= MIN_ITERATIONS_TO_SMOOTH
+            axes.plot(
+                iterations,
+                values,
+                color=MUTED if is_smoothed else color,
+                linewidth=1.2,
+                marker="." if has_markers else "",
+                markersize=4,
+                label="each iteration" if is_smoothed else label,
+            )
+            if is_smoothed:
+                half = min(max(len(values) // HALF_WINDOWS_PER_RUN, 2), MAX_HALF_WINDOW)
+                window = f"median of {2 * half + 1} iterations"
+                medians = running_median(values, half)
+                axes.plot(iterations, medians, color=color, linewidth=1.8, label=window)
+                caption = f" In colour: {window}."
+        axes.set_ylabel(self.ylabel)
+        if self.min_top is not None:
+            axes.set_ylim(0.0, max(axes.get_ylim()[1], self.min_top) or 1.0)
+        _iteration_axis(axes, run)
+        return caption
+
+
+def _curves(run: Run, name: str, title: str, caption: str, *panels: _Panel) -> ReportFigure:
+    """Panels below each other."""
+    height = HEIGHT_INCHES if len(panels) == 1 else TALL_INCHES
+    figure = Figure(figsize=(WIDTH_INCHES, height), layout="constrained")
+    ratios = (1.0,) if len(panels) == 1 else (0.8, 1.0)
+    all_axes = figure.subplots(len(panels), 1, height_ratios=ratios, squeeze=False)[:, 0]
+    for axes, panel in zip(all_axes, panels, strict=True):
+        caption += panel.draw(axes, run)
+        if len(panel.lines) > 1:
+            _legend_above(axes, num_columns=2)
+        if axes is not all_axes[-1]:
+            axes.set_xlabel("")
     return ReportFigure(name, title, caption, figure)
-
-
-def _times(run: Run) -> ReportFigure:
-    figure, axes = _figure()
-    measured = [record.iteration_time_s for record in run.records]
-    predicted = [record.predicted_time_s for record in run.records]
-    unit, scale = _unit([*measured, *predicted])
-    _line(axes, run, [value * scale for value in measured], MEASURED, label="measured")
-    _line(axes, run, [value * scale for value in predicted], PREDICTED, label="predicted")
-    axes.set_ylabel(f"time, {unit}")
-    _legend_above(axes, num_columns=2)
-    _iteration_axis(axes, run)
-    caption = "Time that the plan predicted for an iteration, and its measured time."
-    return ReportFigure("times", "Time of an iteration", caption, figure)
 
 
 def _prediction(run: Run) -> ReportFigure | None:
     prediction = run.numbers.iterations
     if prediction is None:
         return None
-    figure, axes = _figure()
     points = [
         (record.strategy, record.predicted_time_s, record.iteration_time_s) for record in run.steady
     ]
-    _scatter(axes, points, prediction.factor, _colors_of_strategies(run))
     return ReportFigure(
         "prediction",
         "Predicted against measured: iterations",
         "A dot per iteration, without the first of a process. Median error "
-        f"{share_text(prediction.error)}; measured / predicted is {factors_text(prediction)}.",
-        figure,
+        f"{share_text(prediction['error'])}; measured / predicted is {factors_text(prediction)}.",
+        _scatter(points, prediction["factor"], _colors_of_strategies(run)),
     )
 
 
 def _strategies(run: Run) -> ReportFigure | None:
     rows = run.numbers.strategies
-    if sum(row.num_iterations > 0 for row in rows) == 1:
+    if len(run.numbers.used) == 1:
         return None
     colors = _colors_of_strategies(run)
     figure, axes = _figure(min(HEIGHT_INCHES * 0.45 + INCHES_PER_ROW * len(rows), TALL_INCHES * 2))
     for place, row in enumerate(rows):
-        iterations = [record.iteration for record in run.records if record.strategy == row.name]
+        iterations = [record.iteration for record in run.records if record.strategy == row["name"]]
         axes.plot(
             iterations,
             [place] * len(iterations),
-            color=colors.get(row.name, MUTED),
+            color=colors.get(row["name"], MUTED),
             linestyle="",
             marker="|" if len(run.records) > MAX_ITERATIONS_WITH_MARKERS else "s",
             markersize=6,
             rasterized=len(iterations) > MAX_DOTS,
         )
-    labels = _short([row.name for row in rows])
-    ticks = [f"{label} ({row.num_iterations})" for label, row in zip(labels, rows, strict=True)]
+    labels = _short([row["name"] for row in rows])
+    ticks = [f"{label} ({row['num_iterations']})" for label, row in zip(labels, rows, strict=True)]
     axes.set_yticks(range(len(rows)), ticks)
     axes.set_ylim(len(rows) - 0.4, -0.6)
     _iteration_axis(axes, run)
@@ -256,27 +319,29 @@ def _replicas(run: Run) -> ReportFigure | None:
     prediction, measured = run.numbers.replicas_traced, run.numbers.measured_replicas
     if prediction is None:
         return None
-    figure, axes = _figure()
     colors = _colors_of_strategies(run)
-    points = [(one.strategy, one.predicted_s, one.measured_s) for one in measured]
-    names = {
-        (row.strategy, row.replica): f"replica {row.replica} ({row.scheme})"
-        + ("" if row.traced is None else f" {factor_text(row.traced.factor)}")
-        for row in run.numbers.replicas
-    }
-    if len({one.strategy for one in measured}) == 1:
-        labels = [names[one.strategy, one.replica] for one in measured]
-        points = [(label, *point[1:]) for label, point in zip(labels, points, strict=True)]
+    labels = [one["strategy"] for one in measured]
+    if len(set(labels)) == 1:
+        names = {
+            row["replica"]: f"replica {row['replica']} ({row['scheme']})"
+            + (f" {factor_text(row['traced']['factor'])}" if row["traced"] else "")
+            for row in run.numbers.replicas
+            if row["strategy"] == labels[0]
+        }
+        labels = [names[one["replica"]] for one in measured]
         colors = _colors(list(dict.fromkeys(labels)))
-    _scatter(axes, points, None, colors)
-    num_traced = len({one.iteration for one in measured})
+    points = [
+        (label, one["predicted_s"], one["measured_s"])
+        for label, one in zip(labels, measured, strict=True)
+    ]
+    num_traced = len({one["iteration"] for one in measured})
     return ReportFigure(
         "replicas",
         "Predicted against measured: replicas",
         "A dot per replica of a traced iteration: from its first forward to the end of its last "
         f"backward ({num_traced} iterations are traced). Median error "
-        f"{share_text(prediction.error)}; the table of replicas has the factor of each.",
-        figure,
+        f"{share_text(prediction['error'])}; behind a replica: the median of measured / predicted.",
+        _scatter(points, None, colors),
     )
 
 
@@ -288,21 +353,16 @@ def _ranks(run: Run) -> ReportFigure | None:
     figure, axes = _figure(height)
     positions = list(range(len(ranks)))
     left = [0.0] * len(ranks)
-    for label, color, values in (
-        ("busy", SERIES[0], [row.busy_fraction for row in ranks]),
-        ("wait", SERIES[1], [row.wait_fraction for row in ranks]),
-        ("idle", IDLE, [row.idle_fraction for row in ranks]),
-    ):
-        widths = [100.0 * value for value in values]
+    for label, color in {"busy": SERIES[0], "wait": SERIES[1], "idle": IDLE}.items():
+        widths = [100.0 * row[f"{label}_fraction"] for row in ranks]
         axes.barh(positions, widths, left=left, color=color, label=label, height=0.75)
         left = [start + width for start, width in zip(left, widths, strict=True)]
-    axes.set_yticks(positions, [str(row.rank) for row in ranks])
+    axes.set_yticks(positions, [str(row["rank"]) for row in ranks])
     axes.set_ylim(len(ranks) - 0.4, -0.6)
     axes.set_xlim(0.0, 100.0)
     axes.set_xlabel("% of the time of the traced iterations")
     axes.set_ylabel("rank")
-    axes.spines[["top", "right"]].set_visible(False)
-    figure.legend(frameon=False, ncols=3, loc="outside upper left")
+    figure.legend(ncols=3, loc="outside upper left")
     caption = (
         "Measured, from the trace. Busy: forward, backward, optimizer. Wait: for a pipeline "
         "neighbour, for regrouping, for a plan."
@@ -311,66 +371,6 @@ def _ranks(run: Run) -> ReportFigure | None:
     if num_left_out:
         caption += f" The table has the {num_left_out} ranks that are not drawn."
     return ReportFigure("ranks", "Idle share, measured, by rank", caption, figure)
-
-
-def _planning(run: Run) -> ReportFigure:
-    return _two_panels(
-        run,
-        "planning",
-        "Plans: gap and wait",
-        "Above: largest share of the makespan that a better plan with the same strategy could "
-        "save. Below: time of planning, mostly in parallel with training, and how long training "
-        "waited for the plan.",
-        above=("gap, %", [100.0 * _or_nan(record.plan_gap) for record in run.records], SERIES[4]),
-        min_top=0.5,
-        plan_time_s=("planning", MUTED),
-        plan_wait_s=("waiting", SERIES[4]),
-    )
-
-
-def _regrouping(run: Run) -> ReportFigure | None:
-    if all(record.regroup_bytes is None for record in run.records):
-        return None
-    megabytes = [_or_nan(record.regroup_bytes) / _BYTES_PER_MB for record in run.records]
-    return _two_panels(
-        run,
-        "regrouping",
-        "Regrouping: bytes and waits",
-        "On the logging rank. Above: bytes that it receives and sends to gather parameters and "
-        "scatter gradients. Below: how long its compute waited for them, late ranks included.",
-        above=("bytes, MB", megabytes, SERIES[5]),
-        min_top=1.0,
-        gather_wait_s=("waits for parameters", SERIES[5]),
-        scatter_wait_s=("waits for gradients", SERIES[3]),
-    )
-
-
-def _two_panels(
-    run: Run,
-    name: str,
-    title: str,
-    caption: str,
-    *,
-    above: tuple[str, Sequence[float], str],
-    min_top: float,
-    **below: tuple[str, str],
-) -> ReportFigure:
-    """Above: label, values, colour; below: fields of the records in s, drawn in ms, with label and
-    colour."""
-    figure = Figure(figsize=(WIDTH_INCHES, TALL_INCHES), layout="constrained")
-    upper, lower = figure.subplots(2, 1, height_ratios=(0.8, 1.0))
-    label, values, color = above
-    _line(upper, run, values, color)
-    upper.set_ylabel(label)
-    upper.set_ylim(0.0, max(upper.get_ylim()[1], min_top))
-    for field, (label, color) in below.items():
-        values = [_or_nan(getattr(record, field)) * _MS_PER_S for record in run.records]
-        _line(lower, run, values, color, label=label)
-    lower.set_ylabel("time, ms")
-    _legend_above(lower, num_columns=2)
-    _iteration_axis(upper, run, is_labelled=False)
-    _iteration_axis(lower, run)
-    return ReportFigure(name, title, caption, figure)
 
 
 def write_summary(run: Run) -> Path:
@@ -386,32 +386,30 @@ def write_summary(run: Run) -> Path:
 
 
 def summary_of(run: Run) -> Figure:
-    """Three panels: loss; predicted time of each replica (as a share of the makespan if there are
-    too many for lines); share of the makespans with work.
+    """Three panels: loss; predicted time of each replica (of many: of the slowest, the median and
+    the fastest); predicted share of the makespans with work.
 
     Replicas of different strategies are not comparable: a run with several strategies shows
     makespans and shares by strategy instead.
     """
-    used = [row.name for row in run.numbers.strategies if row.num_iterations]
+    used = [row["name"] for row in run.numbers.used]
     figure = Figure(figsize=SUMMARY_SIZE_INCHES, layout="constrained")
     loss_axes, time_axes, share_axes = figure.subplots(3, 1, height_ratios=(1.15, 1.15, 0.8))
+    losses = [_or_nan(record.lm_loss) for record in run.records]
+    panel = _Panel("lm loss per token", {"": (losses, MEASURED)}, is_smoothed=True)
+    if panel.draw(loss_axes, run):
+        loss_axes.legend()
     loss_axes.set_title("Loss", loc="left")
-    if _line_with_median(loss_axes, run, _losses(run), MEASURED):
-        loss_axes.legend(frameon=False)
-    loss_axes.set_ylabel("lm loss per token")
-    _iteration_axis(loss_axes, run)
     if len(used) == 1:
         _draw_replicas(time_axes, share_axes, run)
     else:
         _draw_strategies(time_axes, share_axes, run)
-    _iteration_axis(time_axes, run)
     share_axes.set_ylabel("%")
-    share_axes.spines[["top", "right"]].set_visible(False)
     (title,) = _short(used, MAX_TITLE_CHARS) if len(used) == 1 else [f"{len(used)} strategies"]
     num = len(run.records)
     iterations = "1 iteration" if num == 1 else f"{num:,} iterations"
     figure.suptitle(
-        f"{title}   ·   {iterations}   ·   {run.numbers.totals.trained_tokens:,} trained tokens",
+        f"{title}   ·   {iterations}   ·   {run.numbers.totals['trained_tokens']:,} trained tokens",
         fontsize=11,
     )
     return figure
@@ -419,48 +417,35 @@ def summary_of(run: Run) -> Figure:
 
 def _draw_replicas(time_axes: Axes, share_axes: Axes, run: Run) -> None:
     rows = run.numbers.replicas
-    labels = [f"replica {row.replica}" + (f" ({row.scheme})" if row.scheme else "") for row in rows]
-    # Replicas that an iteration does not have stay NaN.
-    times_ms = np.full((len(rows), len(run.records)), np.nan)
-    for column, record in enumerate(run.records):
-        times_ms[: len(record.replica_times_s), column] = record.replica_times_s
-    times_ms *= _MS_PER_S
-    busy = [busy_fraction(run.records, replica=row.replica) or 0.0 for row in rows]
-    share_axes.set_title("Share of the makespan with work, over the whole run", loc="left")
-    if len(rows) <= MAX_REPLICA_LINES:
-        for color, label, values in zip(SERIES, labels, times_ms, strict=False):
-            _line(time_axes, run, list(values), color, label=label)
-        time_axes.set_ylabel("ms")
-        _legend_above(time_axes, num_columns=3, title="Work per replica: predicted time")
-        _draw_bars(share_axes, labels, busy, SERIES[: len(rows)])
-        return
-    iterations = [record.iteration for record in run.records]
-    # A column reaches half an iteration to each side; gaps go half to each neighbour.
-    middles = [(one + other) / 2 for one, other in itertools.pairwise(iterations)]
-    makespans_ms = np.where(np.isnan(times_ms), 0.0, times_ms).max(axis=0)
-    time_axes.set_title(
-        "Work per replica: predicted time, % of the iteration's makespan", loc="left"
+    times_ms = [[_MS_PER_S * time_s for time_s in r.replica_times_s] for r in run.records]
+    if len(rows) <= MAX_LABELLED_REPLICAS:
+        labels = [f"replica {r['replica']}" + f" ({r['scheme']})" * bool(r["scheme"]) for r in rows]
+        # Replicas that an iteration does not have stay NaN.
+        of_labels = {
+            label: [each_ms[place] if place < len(each_ms) else math.nan for each_ms in times_ms]
+            for place, label in enumerate(labels)
+        }
+    else:
+        labels = [""] * len(rows)
+        kinds = {"slowest": max, "median": statistics.median, "fastest": min}
+        of_labels = {
+            kind: [of(each_ms) if each_ms else math.nan for each_ms in times_ms]
+            for kind, of in kinds.items()
+        }
+    lines = {
+        label: (values, color)
+        for color, (label, values) in zip(SERIES, of_labels.items(), strict=False)
+    }
+    _Panel("ms", lines, 0.0).draw(time_axes, run)
+    _legend_above(time_axes, num_columns=3, title="Work per replica: predicted time")
+    busy = [busy_fraction(run.records, replica=row["replica"]) or 0.0 for row in rows]
+    colors = SERIES[: len(rows)] if any(labels) else [MEASURED] * len(rows)
+    _draw_bars(share_axes, labels, busy, colors)
+    share_axes.set_title(
+        "Predicted share of the makespan with work, over the whole run", loc="left"
     )
-    mesh = time_axes.pcolormesh(
-        [iterations[0] - 0.5, *middles, iterations[-1] + 0.5],
-        np.arange(len(rows) + 1) - 0.5,
-        100.0 * times_ms / np.maximum(makespans_ms, np.finfo(np.float64).tiny),
-        cmap="viridis",
-        vmin=0.0,
-        vmax=100.0,
-        rasterized=True,
-    )
-    time_axes.figure.colorbar(mesh, ax=time_axes, label="%", pad=0.01)
-    time_axes.invert_yaxis()
-    time_axes.yaxis.set_major_locator(MaxNLocator(integer=True, nbins=8))
-    time_axes.set_ylabel("replica")
-    edges = np.arange(len(rows) + 1) - 0.5
-    share_axes.stairs(np.full(len(rows), 100.0), edges, fill=True, color=IDLE)
-    share_axes.stairs(100.0 * np.array(busy), edges, fill=True, color=MEASURED)
-    share_axes.set_xlim(edges[0], edges[-1])
-    share_axes.set_ylim(0.0, 105.0)
-    share_axes.xaxis.set_major_locator(MaxNLocator(integer=True))
-    share_axes.set_xlabel("replica")
+    if not any(labels):
+        share_axes.set_xlabel("replica")
 
 
 def _draw_strategies(time_axes: Axes, share_axes: Axes, run: Run) -> None:
@@ -480,67 +465,38 @@ def _draw_strategies(time_axes: Axes, share_axes: Axes, run: Run) -> None:
         colors.append(color)
         busy.append(busy_fraction(own) or 0.0)
     time_axes.set_ylabel("ms")
+    time_axes.set_ylim(0.0, max(time_axes.get_ylim()[1], 0.0) or 1.0)
+    _iteration_axis(time_axes, run)
     _legend_above(time_axes, num_columns=3, title="Predicted makespan by strategy")
-    share_axes.set_title(
-        "Share of the makespan with work, mean over a strategy's replicas", loc="left"
-    )
     _draw_bars(share_axes, labels, busy, colors)
+    share_axes.set_title(
+        "Predicted share of the makespan with work, mean over a strategy's replicas", loc="left"
+    )
 
 
 def _draw_bars(
     axes: Axes, labels: Sequence[str], shares: Sequence[float], colors: Sequence[str]
 ) -> None:
-    """A bar per label, with its share of 100 % as a number above it."""
+    """A bar for each share of 100 %; over labelled ones its number."""
     positions = range(len(labels))
-    axes.bar(positions, [100.0] * len(labels), color=IDLE)
-    axes.bar(positions, [100.0 * share for share in shares], color=colors)
+    width = 0.8 if any(labels) else 1.0
+    axes.bar(positions, [100.0] * len(labels), color=IDLE, width=width)
+    axes.bar(positions, [100.0 * share for share in shares], color=colors, width=width)
+    axes.set_ylim(0.0, 118.0)
+    axes.set_yticks(range(0, 101, 20))
+    if not any(labels):
+        axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+        axes.set_xlim(-0.5, len(labels) - 0.5)
+        return
     for position, share in zip(positions, shares, strict=True):
         axes.text(position, 102.0, f"{share:.1%}", ha="center", va="bottom")
     axes.set_xticks(positions, labels, fontsize=8.0)
     axes.set_xlim(-0.6, max(len(labels), MIN_BAR_SLOTS) - 0.4)
-    axes.set_ylim(0.0, 118.0)
-    axes.set_yticks(range(0, 101, 20))
 
 
 def _figure(height_inches: float = HEIGHT_INCHES) -> tuple[Figure, Axes]:
     figure = Figure(figsize=(WIDTH_INCHES, height_inches), layout="constrained")
     return figure, figure.subplots()
-
-
-def _losses(run: Run) -> list[float]:
-    return [_or_nan(record.lm_loss) for record in run.records]
-
-
-def _line(
-    axes: Axes, run: Run, values: Sequence[float], color: str, *, label: str | None = None
-) -> None:
-    has_markers = len(values) <= MAX_ITERATIONS_WITH_MARKERS
-    axes.plot(
-        [record.iteration for record in run.records],
-        values,
-        color=color,
-        linewidth=1.2,
-        marker="." if has_markers else "",
-        markersize=4,
-        label=label,
-    )
-
-
-def _line_with_median(axes: Axes, run: Run, values: Sequence[float], color: str) -> str:
-    """Draws values, and the running median of many; returns a sentence about it, or nothing."""
-    if len(values) < MIN_ITERATIONS_TO_SMOOTH:
-        _line(axes, run, values, color)
-        return ""
-    half = min(max(len(values) // HALF_WINDOWS_PER_RUN, 2), MAX_HALF_WINDOW)
-    _line(axes, run, values, MUTED, label="each iteration")
-    axes.plot(
-        [record.iteration for record in run.records],
-        running_median(values, half),
-        color=color,
-        linewidth=1.8,
-        label=f"median of {2 * half + 1} iterations",
-    )
-    return f" In colour: median of {2 * half + 1} iterations."
 
 
 def running_median(values: Sequence[float], half: int) -> list[float]:
@@ -561,13 +517,11 @@ def running_median(values: Sequence[float], half: int) -> list[float]:
 
 
 def _scatter(
-    axes: Axes,
-    points: Sequence[tuple[str, float, float]],
-    factor: float | None,
-    colors: Mapping[str, str],
-) -> None:
+    points: Sequence[tuple[str, float, float]], factor: float | None, colors: Mapping[str, str]
+) -> Figure:
     """Points (label, predicted s, measured s), with lines for measured = predicted and for a
     factor."""
+    figure, axes = _figure()
     points = [point for point in points if min(point[1:]) > 0.0]
     unit, scale = _unit([value for point in points for value in point[1:]])
     for label, color, names in _groups(colors):
@@ -600,40 +554,28 @@ def _scatter(
     axes.set_ylim(0.0, max(top, right if right < 2.0 * top else 0.0))
     axes.set_xlabel(f"predicted, {unit}")
     axes.set_ylabel(f"measured, {unit}")
-    axes.spines[["top", "right"]].set_visible(False)
-    axes.grid(color=GRID, linewidth=0.5)
-    axes.set_axisbelow(True)
-    figure = axes.get_figure()
-    assert isinstance(figure, Figure)
-    figure.legend(frameon=False, loc="outside upper left", ncols=2 if len(colors) > 1 else 3)
+    axes.grid()
+    figure.legend(loc="outside upper left", ncols=2 if len(colors) > 1 else 3)
+    return figure
 
 
-def _iteration_axis(axes: Axes, run: Run, *, is_labelled: bool = True) -> None:
+def _iteration_axis(axes: Axes, run: Run) -> None:
     first, last = run.records[0].iteration, run.records[-1].iteration
     for start in sorted(run.starts):
         if start > first:
             axes.axvline(start - 0.5, color=INK, linewidth=0.8, linestyle=":")
     axes.set_xlim(first - 0.5, last + 0.5)
     axes.xaxis.set_major_locator(MaxNLocator(integer=True, min_n_ticks=1, nbins=8))
-    if is_labelled:
-        axes.set_xlabel("iteration")
-    axes.spines[["top", "right"]].set_visible(False)
-    axes.grid(axis="y", color=GRID, linewidth=0.5)
-    axes.set_axisbelow(True)
+    axes.set_xlabel("iteration")
+    axes.grid(axis="y")
 
 
 def _legend_above(axes: Axes, *, num_columns: int, title: str = "") -> None:
-    """A legend on top of an axis, which then begins at 0, with a title above it."""
-    axes.set_ylim(0.0, max(axes.get_ylim()[1], 0.0) or 1.0)
+    """A legend on top of an axis, with a title above it."""
     num_rows = math.ceil(len(axes.get_legend_handles_labels()[0]) / num_columns)
     if num_rows:
-        axes.legend(
-            frameon=False,
-            ncols=num_columns,
-            loc="lower left",
-            bbox_to_anchor=(0.0, 1.0),
-            borderaxespad=0.1,
-        )
+        place = {"loc": "lower left", "bbox_to_anchor": (0.0, 1.0), "borderaxespad": 0.1}
+        axes.legend(ncols=num_columns, **place)
     if title:
         axes.set_title(title, loc="left", pad=6.0 + POINTS_PER_LEGEND_ROW * num_rows)
 
@@ -647,7 +589,7 @@ def _colors(names: Sequence[str]) -> dict[str, str]:
 
 def _colors_of_strategies(run: Run) -> dict[str, str]:
     """The same in every figure; the most used first."""
-    return _colors([row.name for row in run.numbers.strategies if row.num_iterations])
+    return _colors([row["name"] for row in run.numbers.used])
 
 
 def _groups(

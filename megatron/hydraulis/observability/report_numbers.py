@@ -1,4 +1,9 @@
-"""The numbers that are derived from the record of a run."""
+"""A run, and the numbers that are derived from its records.
+
+Statistics are dicts by name. The end of a name is the unit: ``_s``, ``_bytes``, ``_fraction`` (0 to
+1), ``_per_s``, ``factor`` (measured / predicted time); None is unknown. docs/metrics.md defines
+them.
+"""
 
 from __future__ import annotations
 
@@ -6,443 +11,374 @@ import itertools
 import math
 import statistics
 from collections import Counter
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import Any
 
-from megatron.hydraulis.observability.records import IterationRecord
+from megatron.hydraulis.observability.records import HAS_ENDED, IterationRecord
 from megatron.hydraulis.observability.trace_analysis import Spans, rank_shares
 
-if TYPE_CHECKING:
-    from megatron.hydraulis.observability.report_data import Run
+Statistics = dict[str, Any]
 
 MIN_ITERATIONS_TO_COMPARE = 9
 """To compare the beginning of a run with its end: three each."""
-
+_WHY_SHORT: dict[object, str] = {
+    True: "an --exit option ended it",
+    False: "it was interrupted or is still running",
+}
+"""By `HAS_ENDED`, which earlier versions did not write."""
 _US_PER_S = 1e6
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Totals:
-    """Totals of the run. Times, throughput and waits leave out the first iteration of every
-    process, which also builds models and groups, unless there is no other."""
+@dataclass(frozen=True, slots=True)
+class PoolReplica:
+    """A replica in the configuration."""
 
-    num_iterations: int
-    first_iteration: int
-    last_iteration: int
-    num_train_iters: int | None
-    first_loss: float | None
-    last_loss: float | None
-    num_skipped: int
-    """Number of iterations without a loss or without an update."""
-    num_tokens: int
-    trained_tokens: int
-    num_sequences: int
-    tokens_per_s: float | None
-    iteration_time_s: float
-    """Median."""
-    padding_fraction: float
-    idle_fraction: float
-    """Predicted share of the makespans, weighted by ranks, that replicas wait for the slowest."""
-    measured_idle_fraction: float | None
-    """The same in the traced iterations; None if there are none."""
-    imbalance: float
-    """Median."""
-    worst_imbalance: float
-    plan_gap: float | None
-    """Median over the plans with a bound."""
-    worst_plan_gap: float | None
-    plan_time_s: float
-    """Median."""
-    plan_wait_s: float
-    """Sum."""
-    median_plan_wait_s: float
-    worst_plan_wait_s: float
-    plan_wait_fraction: float
-    """Share of the iterations' time."""
-    marked_plans: dict[str, int]
-    """Number of plans that were cut short, by status."""
-    num_switches: int
-    """How often an iteration ran another strategy than the one before."""
-    regroup_bytes: float | None
-    """Mean per iteration on the logging rank."""
-    gather_wait_fraction: float | None
-    """Share of the iterations' time, on the logging rank."""
-    scatter_wait_fraction: float | None
-    expert_load: float | None
-    """Median of `IterationRecord.expert_load`; None without experts."""
-    worst_expert_load: float | None
-    balancing_loss: float | None
-    """Of the last iteration that has one, like the next; None without any."""
-    router_bias_range: tuple[float, float] | None
-    slowdown: float | None
-    """Measured / predicted time in the last third over that in the first third; None if there are
-    few iterations."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Prediction:
-    """Comparison of predicted and measured times of the same things."""
-
-    num_compared: int
-    factor: float
-    """Median of measured / predicted time."""
-    error: float
-    """Median of |measured / predicted - 1|, as `prediction_error` of an iteration."""
-    worst_error: float
-    half: tuple[float, float]
-    """Quartiles of measured / predicted time: half of the things lie between them."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class StrategyNumbers:
-    """Numbers of the iterations that ran a strategy; times are medians of the steady ones."""
-
-    name: str
-    notation: str
-    num_iterations: int
-    """0 for a strategy of the pool that was never chosen."""
-    num_tokens: int
-    tokens_per_s: float | None
-    predicted_s: float | None
-    measured_s: float | None
-    factor: float | None
-    """Median of measured / predicted time."""
-    overhead_s: float | None
-    """Regrouping and optimizer beyond the makespan, predicted at the start."""
-    idle_fraction: float | None
-    """Predicted, weighted by ranks."""
-    regroup_bytes: float | None
-    """On the logging rank."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class ReplicaNumbers:
-    """Numbers of one replica of a strategy; times are medians."""
-
-    strategy: str
-    replica: int
     scheme: str
-    """Empty if the configuration is unknown."""
     ranks: tuple[int, ...]
-    predicted_s: float
-    idle_fraction: float
-    """Predicted: 1 - sum of its times / sum of the makespans; 0 if all makespans are 0."""
-    measured_idle_fraction: float | None
-    """The same in the traced iterations; None if there are none."""
-    traced: Prediction | None
-    """In the traced iterations; None if there are none."""
-    traced_predicted_s: float | None
-    traced_measured_s: float | None
+    max_tokens: int | None
+    """Most tokens of a micro-batch."""
+    experts: str = ""
+    """Of a layer on each rank, in words; empty without experts, and in configurations of versions
+    that did not write it."""
 
 
 @dataclass(frozen=True, slots=True)
-class MeasuredReplica:
-    """A replica in one traced iteration."""
-
-    iteration: int
-    strategy: str
-    replica: int
-    """Its place in the strategy."""
-    predicted_s: float
-    measured_s: float
-    """From the start of its first forward to the end of its last backward, on any of its ranks."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class RankNumbers:
-    """Measured shares of a rank's traced iterations; busy, wait and idle sum up to 1."""
-
-    rank: int
-    busy_fraction: float
-    wait_fraction: float
-    """Waiting for a pipeline neighbour, for regrouping or for a plan."""
-    idle_fraction: float
-    regroup_fraction: float
-    """With a transfer of parameters or gradients in progress."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class StaticStrategy:
-    """The strategy of the pool that would take the least time if it ran every iteration.
-
-    All times are predicted and sums over the same batches, from what the planner computed for each
-    strategy in each iteration, with what regrouping and optimizer add.
-    """
+class PoolStrategy:
+    """A strategy in the configuration."""
 
     name: str
-    num_iterations: int
-    """Iterations with such times; only strategies that hold all their batches are considered."""
-    chosen_s: float
-    """Of the strategies that the planner chose."""
-    found_s: float
-    """Of the plans found for this one strategy. They are little improved where it was soon ruled
-    out, so that it may be faster."""
-    bound_s: float
-    """With plans as good as those of the chosen strategies no strategy takes less."""
+    notation: str
+    replicas: tuple[PoolReplica, ...]
+    overhead_s: float | None
+    """Predicted; None in configurations of versions that did not write it."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Run:
+    """One run."""
+
+    folder: Path
+    records: tuple[IterationRecord, ...]
+    """At least one, in ascending order of iterations."""
+    starts: frozenset[int]
+    """The first iteration of every process that trained: it also builds models and groups."""
+    config: Mapping[str, Any] = field(default_factory=dict)
+    """``config.json``; empty if it is missing or unreadable."""
+    strategies: tuple[PoolStrategy, ...] = ()
+    """The pool, from the configuration."""
+    spans: Spans = field(default_factory=Spans)
+    """The trace; empty if there is none."""
+    notes: tuple[str, ...] = ()
+    """What a reader must know to interpret the figures, a sentence each."""
+
+    def setting(self, section: str, name: str) -> Any:
+        """A value from a section of the configuration; None if it is missing."""
+        values = self.config.get(section)
+        return values.get(name) if isinstance(values, Mapping) else None
 
     @property
-    def gain(self) -> tuple[float, float]:
-        """From and to: its time / that of the chosen strategies."""
-        return self.bound_s / self.chosen_s, self.found_s / self.chosen_s
+    def num_train_iters(self) -> int | None:
+        """The iteration that the run is to end with; None if unknown."""
+        value = self.setting("settings", "train_iters")
+        return value if isinstance(value, int) else None
+
+    @property
+    def why_short(self) -> str | None:
+        """Why the last record is not that of `num_train_iters`; None if it is, or nothing says."""
+        wanted = self.num_train_iters
+        if wanted is None or self.records[-1].iteration >= wanted:
+            return None
+        return _WHY_SHORT.get(self.config.get(HAS_ENDED), "it ended early or is still running")
+
+    @property
+    def steady(self) -> tuple[IterationRecord, ...]:
+        """All records but those of `starts`; all of them if there are no others."""
+        return (
+            tuple(record for record in self.records if record.iteration not in self.starts)
+            or self.records
+        )
+
+    @cached_property
+    def numbers(self) -> Numbers:
+        return Numbers(self)
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
 class Numbers:
-    """All numbers of a run."""
+    """All numbers of a run; `to_json` lists them."""
 
-    totals: Totals
-    static: StaticStrategy | None
-    """None if the planner had no choice, or no strategy holds every batch."""
-    iterations: Prediction | None
-    """Of steady iterations."""
-    replicas_traced: Prediction | None
-    strategies: tuple[StrategyNumbers, ...]
-    """The most used first, then those of the pool that were never chosen."""
-    replicas: tuple[ReplicaNumbers, ...]
-    measured_replicas: tuple[MeasuredReplica, ...]
-    ranks: tuple[RankNumbers, ...]
+    def __init__(self, run: Run) -> None:
+        self._run = run
+        self._pool = {strategy.name: strategy for strategy in run.strategies}
+        self.measured_replicas = self._measured_replicas()
+        """Per traced iteration and replica with sequences: predicted time, and measured time from
+        the start of its first forward to the end of its last backward on any of its ranks."""
+        kept = self._steady({one["iteration"] for one in self.measured_replicas})
+        self._measured = [one for one in self.measured_replicas if one["iteration"] in kept]
+        self.iterations = prediction((r.predicted_time_s, r.iteration_time_s) for r in run.steady)
+        """Prediction of steady iterations."""
+        self.replicas_traced = _traced(self._measured)
+        """Prediction of replicas in traced iterations."""
+        self.static = self._static_strategy()
+        """Of the pool's fastest strategy if it ran every iteration, by sums over the same batches
+        of the planner's times; None if the planner had no choice, or no strategy holds every
+        batch."""
+        self.totals = self._totals()
+        self.strategies = self._strategy_rows()
+        """The most used first, then those of the pool that were never chosen."""
+        self.replicas = self._replica_rows()
+        self.ranks = self._rank_rows()
+        """Measured shares of the traced iterations; busy, wait and idle sum up to 1."""
 
+    def to_json(self) -> Statistics:
+        return {name: value for name, value in vars(self).items() if not name.startswith("_")}
 
-def numbers_of(run: Run) -> Numbers:
-    """All numbers of a run."""
-    measured = _measured_replicas(run)
-    counted = _steady(run, {one.iteration for one in measured})
-    measured_steady = [one for one in measured if one.iteration in counted]
-    return Numbers(
-        totals=_totals(run, measured_steady),
-        static=_static_strategy(run),
-        iterations=_prediction(
-            (record.predicted_time_s, record.iteration_time_s) for record in run.steady
-        ),
-        replicas_traced=_prediction((one.predicted_s, one.measured_s) for one in measured_steady),
-        strategies=_strategy_numbers(run),
-        replicas=_replica_numbers(run, measured_steady),
-        measured_replicas=measured,
-        ranks=_rank_numbers(run),
-    )
+    @property
+    def used(self) -> list[Statistics]:
+        """The strategies that iterations used."""
+        return [row for row in self.strategies if row["num_iterations"]]
 
-
-def _static_strategy(run: Run) -> StaticStrategy | None:
-    times_s = [record.strategy_times_s for record in run.records if record.strategy_times_s]
-    # A strategy that does not hold a batch has no time for it.
-    names = set(times_s[0]).intersection(*times_s[1:]) if times_s else set()
-    if not names:
-        return None
-    chosen_s = [min(time["found_s"] for time in each.values()) for each in times_s]
-    found_s = {name: math.fsum(each[name]["found_s"] for each in times_s) for name in names}
-    # A bound is raised only until the strategy is ruled out; a faster plan would have been chosen.
-    bound_s = {
-        name: math.fsum(
-            max(each[name]["bound_s"], s) for each, s in zip(times_s, chosen_s, strict=True)
-        )
-        for name in names
-    }
-    best = min(sorted(names), key=lambda name: found_s[name])
-    return StaticStrategy(
-        name=best,
-        num_iterations=len(times_s),
-        chosen_s=math.fsum(chosen_s),
-        found_s=found_s[best],
-        bound_s=min(bound_s.values()),
-    )
-
-
-def _totals(run: Run, measured: Sequence[MeasuredReplica]) -> Totals:
-    records, steady = run.records, run.steady
-    losses = [record.lm_loss for record in records if record.lm_loss is not None]
-    gaps = [record.plan_gap for record in records if record.plan_gap is not None]
-    waits_s = [record.plan_wait_s for record in steady]
-    num_tokens = sum(record.num_tokens for record in records)
-    num_padding = math.fsum(record.num_padding for record in records)
-    imbalances = [record.imbalance for record in records]
-    loads = [record.expert_load for record in records if record.expert_load is not None]
-    return Totals(
-        num_iterations=len(records),
-        first_iteration=records[0].iteration,
-        last_iteration=records[-1].iteration,
-        num_train_iters=run.num_train_iters,
-        first_loss=losses[0] if losses else None,
-        last_loss=losses[-1] if losses else None,
-        num_skipped=sum(record.lm_loss is None or record.grad_norm is None for record in records),
-        num_tokens=num_tokens,
-        trained_tokens=sum(record.trained_tokens for record in records),
-        num_sequences=sum(record.num_sequences for record in records),
-        tokens_per_s=_tokens_per_s(steady),
-        iteration_time_s=statistics.median(record.iteration_time_s for record in steady),
-        padding_fraction=num_padding / max(num_tokens + num_padding, 1.0),
-        idle_fraction=_idle_fraction(records) or 0.0,
-        measured_idle_fraction=_measured_idle_fraction(run, measured),
-        imbalance=statistics.median(imbalances),
-        worst_imbalance=max(imbalances),
-        plan_gap=_median(gaps),
-        worst_plan_gap=max(gaps, default=None),
-        plan_time_s=statistics.median(record.plan_time_s for record in steady),
-        plan_wait_s=math.fsum(waits_s),
-        median_plan_wait_s=statistics.median(waits_s),
-        worst_plan_wait_s=max(waits_s),
-        plan_wait_fraction=_share_of_time(steady, "plan_wait_s") or 0.0,
-        marked_plans=_marked_plans(run),
-        num_switches=sum(
-            one.strategy != other.strategy for one, other in itertools.pairwise(records)
-        ),
-        regroup_bytes=_mean(record.regroup_bytes for record in records),
-        gather_wait_fraction=_share_of_time(steady, "gather_wait_s"),
-        scatter_wait_fraction=_share_of_time(steady, "scatter_wait_s"),
-        expert_load=_median(loads),
-        worst_expert_load=max(loads, default=None),
-        balancing_loss=_last(record.balancing_loss for record in records),
-        router_bias_range=_last(record.router_bias_range for record in records),
-        slowdown=_slowdown(steady),
-    )
-
-
-def _strategy_numbers(run: Run) -> tuple[StrategyNumbers, ...]:
-    counts = Counter(record.strategy for record in run.records)
-    notations = {strategy.name: strategy.notation for strategy in run.strategies}
-    overheads_s = {strategy.name: strategy.overhead_s for strategy in run.strategies}
-    names = [name for name, _ in counts.most_common()]
-    names += [name for name in notations if name not in counts]
-    found = []
-    for name in names:
-        records = [record for record in run.records if record.strategy == name]
-        steady = [record for record in run.steady if record.strategy == name]
-        prediction = _prediction((r.predicted_time_s, r.iteration_time_s) for r in steady)
-        found.append(
-            StrategyNumbers(
-                name=name,
-                notation=notations.get(name, name),
-                num_iterations=counts[name],
-                num_tokens=sum(record.num_tokens for record in records),
-                tokens_per_s=_tokens_per_s(steady),
-                predicted_s=_median(record.predicted_time_s for record in steady),
-                measured_s=_median(record.iteration_time_s for record in steady),
-                factor=None if prediction is None else prediction.factor,
-                overhead_s=overheads_s.get(name),
-                idle_fraction=_idle_fraction(records),
-                regroup_bytes=_mean(record.regroup_bytes for record in records),
+    def _static_strategy(self) -> Statistics | None:
+        times_s = [r.strategy_times_s for r in self._run.records if r.strategy_times_s]
+        # A strategy that does not hold a batch has no time for it.
+        names = set(times_s[0]).intersection(*times_s[1:]) if times_s else set()
+        if not names:
+            return None
+        chosen_s = [min(time["found_s"] for time in each.values()) for each in times_s]
+        found_s = {name: math.fsum(each[name]["found_s"] for each in times_s) for name in names}
+        # A bound is raised only until the strategy is ruled out; a faster plan would have been
+        # chosen.
+        bound_s = min(
+            math.fsum(
+                max(each[name]["bound_s"], s) for each, s in zip(times_s, chosen_s, strict=True)
             )
+            for name in names
         )
-    return tuple(found)
+        best = min(sorted(names), key=lambda name: found_s[name])
+        total_s = math.fsum(chosen_s)
+        return {
+            "name": best,
+            "num_iterations": len(times_s),
+            "chosen_s": total_s,
+            # Plans are little improved where the strategy was soon ruled out: it may be faster.
+            "found_s": found_s[best],
+            # With plans as good as the chosen ones no strategy takes less.
+            "bound_s": bound_s,
+            "gain": (bound_s / total_s, found_s[best] / total_s),
+        }
 
+    def _totals(self) -> Statistics:
+        run, records, steady = self._run, self._run.records, self._run.steady
+        losses = _known(record.lm_loss for record in records)
+        gaps = _known(record.plan_gap for record in records)
+        loads = _known(record.expert_load for record in records)
+        balancing = _known(record.balancing_loss for record in records)
+        biases = _known(record.router_bias_range for record in records)
+        waits_s = [record.plan_wait_s for record in steady]
+        imbalances = [record.imbalance for record in records]
+        num_tokens = sum(record.num_tokens for record in records)
+        num_padding = math.fsum(record.num_padding for record in records)
+        return {
+            "num_iterations": len(records),
+            "first_iteration": records[0].iteration,
+            "last_iteration": records[-1].iteration,
+            "num_train_iters": run.num_train_iters,
+            "first_loss": losses[0] if losses else None,
+            "last_loss": losses[-1] if losses else None,
+            # Without a loss or without an update.
+            "num_skipped": sum(r.lm_loss is None or r.grad_norm is None for r in records),
+            "num_tokens": num_tokens,
+            "trained_tokens": sum(record.trained_tokens for record in records),
+            "num_sequences": sum(record.num_sequences for record in records),
+            # Times, throughput and waits are those of steady iterations.
+            "tokens_per_s": _tokens_per_s(steady),
+            "iteration_time_s": _median(record.iteration_time_s for record in steady),
+            "padding_fraction": num_padding / max(num_tokens + num_padding, 1.0),
+            "idle_fraction": _idle_fraction(records) or 0.0,
+            "measured_idle_fraction": self._measured_idle_fraction(self._measured),
+            "imbalance": _median(imbalances),
+            "worst_imbalance": max(imbalances),
+            "plan_gap": _median(gaps),
+            "worst_plan_gap": max(gaps, default=None),
+            "plan_time_s": _median(record.plan_time_s for record in steady),
+            "plan_wait_s": math.fsum(waits_s),
+            "median_plan_wait_s": _median(waits_s),
+            "worst_plan_wait_s": max(waits_s),
+            "plan_wait_fraction": _share_of_time(steady, "plan_wait_s") or 0.0,
+            # Plans that were cut short, by status.
+            "marked_plans": _marked_plans(run),
+            "num_switches": sum(a.strategy != b.strategy for a, b in itertools.pairwise(records)),
+            # On the logging rank, like the waits.
+            "regroup_bytes": _mean(record.regroup_bytes for record in records),
+            "gather_wait_fraction": _share_of_time(steady, "gather_wait_s"),
+            "scatter_wait_fraction": _share_of_time(steady, "scatter_wait_s"),
+            "expert_load": _median(loads),
+            "worst_expert_load": max(loads, default=None),
+            "balancing_loss": balancing[-1] if balancing else None,
+            "router_bias_range": biases[-1] if biases else None,
+            "slowdown": _slowdown(steady),
+        }
 
-def _replica_numbers(run: Run, measured: Sequence[MeasuredReplica]) -> tuple[ReplicaNumbers, ...]:
-    pool = {strategy.name: strategy.replicas for strategy in run.strategies}
-    found = []
-    for name in dict.fromkeys(record.strategy for record in run.records):
-        records = [record for record in run.records if record.strategy == name]
-        num_replicas = max(len(record.replica_times_s) for record in records)
-        known = [(replica.scheme, replica.ranks) for replica in pool.get(name, ())]
-        if len(known) != num_replicas:
-            known = [("", ())] * num_replicas
-        for number, (scheme, ranks) in enumerate(known):
-            own = [record for record in records if len(record.replica_times_s) > number]
-            traced = [one for one in measured if (one.strategy, one.replica) == (name, number)]
-            busy = busy_fraction(own, replica=number)
-            found.append(
-                ReplicaNumbers(
-                    strategy=name,
-                    replica=number,
-                    scheme=scheme,
-                    ranks=ranks,
-                    predicted_s=statistics.median(record.replica_times_s[number] for record in own),
-                    idle_fraction=0.0 if busy is None else 1.0 - busy,
-                    measured_idle_fraction=_measured_idle_fraction(
-                        run, [one for one in measured if one.strategy == name], replica=number
-                    ),
-                    traced=_prediction((one.predicted_s, one.measured_s) for one in traced),
-                    traced_predicted_s=_median(one.predicted_s for one in traced),
-                    traced_measured_s=_median(one.measured_s for one in traced),
+    def _strategy_rows(self) -> list[Statistics]:
+        """Times are medians of steady iterations."""
+        counts = Counter(record.strategy for record in self._run.records)
+        rows = []
+        for name in dict.fromkeys((*(name for name, _ in counts.most_common()), *self._pool)):
+            records = [record for record in self._run.records if record.strategy == name]
+            steady = [record for record in self._run.steady if record.strategy == name]
+            compared = prediction((r.predicted_time_s, r.iteration_time_s) for r in steady)
+            known = self._pool.get(name)
+            rows.append(
+                {
+                    "name": name,
+                    "notation": known.notation if known else name,
+                    "num_iterations": counts[name],
+                    "num_tokens": sum(record.num_tokens for record in records),
+                    "tokens_per_s": _tokens_per_s(steady),
+                    "predicted_s": _median(record.predicted_time_s for record in steady),
+                    "measured_s": _median(record.iteration_time_s for record in steady),
+                    "factor": compared and compared["factor"],
+                    "overhead_s": known.overhead_s if known else None,
+                    "idle_fraction": _idle_fraction(records),
+                    "regroup_bytes": _mean(record.regroup_bytes for record in records),
+                }
+            )
+        return rows
+
+    def _replica_rows(self) -> list[Statistics]:
+        rows = []
+        for name in dict.fromkeys(record.strategy for record in self._run.records):
+            records = [record for record in self._run.records if record.strategy == name]
+            num_replicas = max(len(record.replica_times_s) for record in records)
+            known = self._replicas_of(name)
+            measured = [one for one in self._measured if one["strategy"] == name]
+            for number in range(num_replicas):
+                own = [record for record in records if len(record.replica_times_s) > number]
+                traced = [one for one in measured if one["replica"] == number]
+                busy, compared = busy_fraction(own, replica=number), _traced(traced)
+                has_scheme = len(known) == num_replicas
+                rows.append(
+                    {
+                        "strategy": name,
+                        "replica": number,
+                        "scheme": known[number].scheme if has_scheme else "",
+                        "ranks": known[number].ranks if has_scheme else (),
+                        "predicted_s": _median(r.replica_times_s[number] for r in own),
+                        "idle_fraction": 0.0 if busy is None else 1.0 - busy,
+                        "measured_idle_fraction": self._measured_idle_fraction(measured, number),
+                        "traced": compared,
+                        "factor": compared and compared["factor"],
+                        "traced_predicted_s": _median(one["predicted_s"] for one in traced),
+                        "traced_measured_s": _median(one["measured_s"] for one in traced),
+                    }
                 )
+        return rows
+
+    def _replicas_of(self, strategy: str) -> tuple[PoolReplica, ...]:
+        known = self._pool.get(strategy)
+        return known.replicas if known else ()
+
+    def _measured_replicas(self) -> list[Statistics]:
+        """If the trace and the ranks of the replicas are known."""
+        bounds_us: dict[tuple[int, int], tuple[float, float]] = {}
+        for span in self._run.spans.where(is_planned=False).named("forward", "backward"):
+            key = (int(span.detail.get("iteration", 0)), span.rank)
+            start_us, end_us = bounds_us.get(key, (span.start_us, span.end_us))
+            bounds_us[key] = (min(start_us, span.start_us), max(end_us, span.end_us))
+        found = []
+        for record in self._run.records:
+            replicas = self._replicas_of(record.strategy)
+            if len(replicas) != len(record.replica_times_s):
+                continue
+            for number, replica in enumerate(replicas):
+                keys = [(record.iteration, rank) for rank in replica.ranks]
+                own = [bounds_us[key] for key in keys if key in bounds_us]
+                if own and record.replica_times_s[number] > 0.0:
+                    elapsed_us = max(end for _, end in own) - min(start for start, _ in own)
+                    found.append(
+                        {
+                            "iteration": record.iteration,
+                            "strategy": record.strategy,
+                            "replica": number,
+                            "predicted_s": record.replica_times_s[number],
+                            "measured_s": elapsed_us / _US_PER_S,
+                        }
+                    )
+        return found
+
+    def _measured_idle_fraction(
+        self, measured: Sequence[Statistics], replica: int | None = None
+    ) -> float | None:
+        """Share of the measured makespans, by ranks, that replicas, or one, do not work."""
+        busy_s, whole_s = [], []
+        for (_, strategy), group in itertools.groupby(
+            measured, key=lambda one: (one["iteration"], one["strategy"])
+        ):
+            times_s = {one["replica"]: one["measured_s"] for one in group}
+            for number, known in enumerate(self._replicas_of(strategy)):
+                if replica in (None, number):
+                    # A replica without sequences has no time.
+                    busy_s.append(len(known.ranks) * times_s.get(number, 0.0))
+                    whole_s.append(len(known.ranks) * max(times_s.values()))
+        share = _ratio(math.fsum(busy_s), math.fsum(whole_s))
+        return None if share is None else 1.0 - share
+
+    def _rank_rows(self) -> list[Statistics]:
+        spans = self._run.spans
+        iterations = {int(span.detail["iteration"]) for span in spans.where(name="iteration")}
+        kept = self._steady(iterations)
+        parts = {"busy": "busy", "wait": "wait", "idle": "idle", "regroup": "transfer"}
+        return [
+            {
+                "rank": shares.rank,
+                **{
+                    f"{name}_fraction": _ratio(getattr(shares, f"{part}_us"), shares.window_us)
+                    or 0.0
+                    for name, part in parts.items()
+                },
+            }
+            for shares in rank_shares(
+                Spans(tuple(span for span in spans if span.detail.get("iteration") in kept))
             )
-    return tuple(found)
+        ]
+
+    def _steady(self, iterations: set[int]) -> set[int]:
+        """Without the first iterations of processes, if there are others."""
+        return (iterations - self._run.starts) or iterations
 
 
-def _measured_replicas(run: Run) -> tuple[MeasuredReplica, ...]:
-    """By iteration and replica, if the trace and the ranks of the replicas are known, without
-    replicas that had no sequences in an iteration."""
-    bounds_us: dict[tuple[int, int], tuple[float, float]] = {}
-    for span in run.spans.where(is_planned=False).named("forward", "backward"):
-        key = (int(span.detail.get("iteration", 0)), span.rank)
-        start_us, end_us = bounds_us.get(key, (span.start_us, span.end_us))
-        bounds_us[key] = (min(start_us, span.start_us), max(end_us, span.end_us))
-    pool = {strategy.name: strategy.replicas for strategy in run.strategies}
-    found = []
-    for record in run.records:
-        replicas = pool.get(record.strategy, ())
-        if len(replicas) != len(record.replica_times_s):
-            continue
-        for number, replica in enumerate(replicas):
-            keys = [(record.iteration, rank) for rank in replica.ranks]
-            own = [bounds_us[key] for key in keys if key in bounds_us]
-            predicted_s = record.replica_times_s[number]
-            if own and predicted_s > 0.0:
-                elapsed_us = max(end for _, end in own) - min(start for start, _ in own)
-                place = (record.iteration, record.strategy, number)
-                found.append(MeasuredReplica(*place, predicted_s, elapsed_us / _US_PER_S))
-    return tuple(found)
+def prediction(pairs: Iterable[tuple[float, float]]) -> Statistics | None:
+    """Compares (predicted, measured) times of the same things; None if no pair is positive.
 
-
-def _measured_idle_fraction(
-    run: Run, measured: Sequence[MeasuredReplica], *, replica: int | None = None
-) -> float | None:
-    """Share of the measured makespans, weighted by ranks, that replicas, or one, do not work."""
-    pool = {strategy.name: strategy.replicas for strategy in run.strategies}
-    busy_s, whole_s = [], []
-    by_iteration = itertools.groupby(measured, key=lambda one: (one.iteration, one.strategy))
-    for (_, strategy), group in by_iteration:
-        times_s = {one.replica: one.measured_s for one in group}
-        for number, known in enumerate(pool[strategy]):
-            if replica in (None, number):
-                # A replica without sequences has no time.
-                busy_s.append(len(known.ranks) * times_s.get(number, 0.0))
-                whole_s.append(len(known.ranks) * max(times_s.values()))
-    share = _ratio(math.fsum(busy_s), math.fsum(whole_s))
-    return None if share is None else 1.0 - share
-
-
-def _rank_numbers(run: Run) -> tuple[RankNumbers, ...]:
-    iterations = {int(span.detail["iteration"]) for span in run.spans.where(name="iteration")}
-    kept = _steady(run, iterations)
-    spans = Spans(tuple(span for span in run.spans if span.detail.get("iteration") in kept))
-    return tuple(
-        RankNumbers(
-            rank=shares.rank,
-            busy_fraction=_ratio(shares.busy_us, shares.window_us) or 0.0,
-            wait_fraction=_ratio(shares.wait_us, shares.window_us) or 0.0,
-            idle_fraction=_ratio(shares.idle_us, shares.window_us) or 0.0,
-            regroup_fraction=_ratio(shares.transfer_us, shares.window_us) or 0.0,
-        )
-        for shares in rank_shares(spans)
-    )
-
-
-def _steady(run: Run, iterations: set[int]) -> set[int]:
-    """Without the first iterations of processes, if there are others."""
-    return (iterations - run.starts) or iterations
-
-
-def _prediction(pairs: Iterable[tuple[float, float]]) -> Prediction | None:
-    """Compares (predicted, measured) times; None if there is no pair of positive times."""
-    known = [(predicted, measured) for predicted, measured in pairs if min(predicted, measured) > 0]
-    if not known:
+    ``half`` has the quartiles of measured / predicted time, ``factor`` their median, ``error`` and
+    ``worst_error`` median and maximum of |measured / predicted - 1|.
+    """
+    factors = [
+        measured / predicted for predicted, measured in pairs if min(predicted, measured) > 0
+    ]
+    if not factors:
         return None
-    factors = [measured / predicted for predicted, measured in known]
     errors = [abs(factor - 1.0) for factor in factors]
     # One value has no quartiles.
-    low, _, high = statistics.quantiles(
-        factors * (2 if len(factors) == 1 else 1), method="inclusive"
-    )
-    return Prediction(
-        num_compared=len(known),
-        factor=statistics.median(factors),
-        error=statistics.median(errors),
-        worst_error=max(errors),
-        half=(low, high),
-    )
+    low, _, high = statistics.quantiles(factors * (1 + (len(factors) == 1)), method="inclusive")
+    return {
+        "num_compared": len(factors),
+        "factor": statistics.median(factors),
+        "error": statistics.median(errors),
+        "worst_error": max(errors),
+        "half": (low, high),
+    }
+
+
+def _traced(measured: Iterable[Statistics]) -> Statistics | None:
+    return prediction((one["predicted_s"], one["measured_s"]) for one in measured)
 
 
 def _slowdown(records: Sequence[IterationRecord]) -> float | None:
+    """Measured / predicted time in the last third over that in the first third; None if there are
+    few iterations."""
     ratios = [
         record.iteration_time_s / record.predicted_time_s
         for record in records
@@ -481,6 +417,7 @@ def busy_fraction(
 
 
 def _idle_fraction(records: Sequence[IterationRecord]) -> float | None:
+    """Predicted share of the makespans, weighted by ranks, that replicas wait for the slowest."""
     times_s = [(max(r.replica_times_s, default=0.0), r.idle_share) for r in records]
     return _ratio(math.fsum(s * share for s, share in times_s), math.fsum(s for s, _ in times_s))
 
@@ -501,16 +438,15 @@ def _ratio(part: float, whole: float) -> float | None:
     return part / whole if whole > 0.0 else None
 
 
+def _known[T](values: Iterable[T | None]) -> list[T]:
+    return [value for value in values if value is not None]
+
+
 def _median(values: Iterable[float]) -> float | None:
     known = list(values)
     return statistics.median(known) if known else None
 
 
 def _mean(values: Iterable[float | None]) -> float | None:
-    known = [value for value in values if value is not None]
+    known = _known(values)
     return statistics.fmean(known) if known else None
-
-
-def _last[T](values: Iterable[T | None]) -> T | None:
-    known = [value for value in values if value is not None]
-    return known[-1] if known else None

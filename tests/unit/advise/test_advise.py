@@ -130,7 +130,7 @@ def test_an_estimate_and_the_next_commands(
     assert text.startswith("global batch: 60 sequences, about 35,122 tokens; ")
     assert "Times are estimates for h100, not measured." in text
     following = [line for line in text.splitlines() if line.startswith("next: ")]
-    takes_pool = text.partition("\n")[2].startswith("Train with the pool")
+    takes_pool = "next: hydraulis propose" in text
     starts = ["hydraulis profile ", *["hydraulis propose "] * takes_pool, "hydraulis train "]
     assert all(start in line for line, start in zip(following, starts, strict=True))
     shutil.copy(folder / "pool.json", tmp_path / "pool.json")
@@ -142,7 +142,9 @@ def test_an_estimate_and_the_next_commands(
         assert resolved.args.data_path == ["my data"]
         assert resolved.args.qk_layernorm
         assert str(resolved.hydraulis.cost_profile) == ("None" if start == "--" else "profile.json")
-    static = text.split("static strategy with balanced plans, " if takes_pool else "'")[1]
+    static = text.split(
+        "static strategy of one scheme with balanced plans, " if takes_pool else "'"
+    )[1]
     assert f" {static.split("'")[0].split(',')[0].split('*')[-1]} " in following[0]
     assert max(len(line) for line in text.splitlines() if line not in following) <= 100
     pool = Pool.read(folder / "pool.json")

@@ -122,7 +122,7 @@ def test_a_configuration_that_cannot_be_read_is_a_note(tmp_path: Path, content: 
     assert run.strategies == ()
     assert run.num_train_iters is None
     assert any("config.json" in note for note in run.notes)
-    assert all(row.scheme == "" for row in run.numbers.replicas)
+    assert all(row["scheme"] == "" for row in run.numbers.replicas)
 
 
 def test_a_folder_without_an_iteration_is_one_error(tmp_path: Path) -> None:
@@ -189,24 +189,24 @@ def test_a_trace_of_another_strategy_is_not_used(tmp_path: Path) -> None:
     write_run(tmp_path, make_pool_records())
     write_config(tmp_path)
     write_trace(tmp_path / "trace", make_records())
-    assert read_run(tmp_path).numbers.measured_replicas == ()
+    assert read_run(tmp_path).numbers.measured_replicas == []
 
 
 def test_totals_exclude_the_first_iteration_only_from_times(tmp_path: Path) -> None:
     numbers = run_of(tmp_path, make_records(plan_wait_s=0.0055)).numbers
     totals = numbers.totals
-    assert totals.tokens_per_s == pytest.approx(22_000 / 2.2)
-    assert totals.num_tokens == 8 * 22_000
-    assert totals.iteration_time_s == 2.2
-    assert (totals.first_loss, totals.last_loss) == (9.0 - 1 / 8, 8.0)
-    assert totals.plan_wait_s == pytest.approx(7 * 0.0055)
-    assert totals.plan_wait_fraction == pytest.approx(0.0025)
-    assert totals.regroup_bytes == 5_000_000
-    assert totals.gather_wait_fraction == pytest.approx(0.005)
-    assert totals.scatter_wait_fraction == pytest.approx(0.01)
-    assert totals.padding_fraction == pytest.approx(0.004)
-    assert totals.idle_fraction == pytest.approx(1 - 1 / 1.07)
-    assert totals.marked_plans == {}
+    assert totals["tokens_per_s"] == pytest.approx(22_000 / 2.2)
+    assert totals["num_tokens"] == 8 * 22_000
+    assert totals["iteration_time_s"] == 2.2
+    assert (totals["first_loss"], totals["last_loss"]) == (9.0 - 1 / 8, 8.0)
+    assert totals["plan_wait_s"] == pytest.approx(7 * 0.0055)
+    assert totals["plan_wait_fraction"] == pytest.approx(0.0025)
+    assert totals["regroup_bytes"] == 5_000_000
+    assert totals["gather_wait_fraction"] == pytest.approx(0.005)
+    assert totals["scatter_wait_fraction"] == pytest.approx(0.01)
+    assert totals["padding_fraction"] == pytest.approx(0.004)
+    assert totals["idle_fraction"] == pytest.approx(1 - 1 / 1.07)
+    assert totals["marked_plans"] == {}
 
 
 def test_prediction_of_iterations(tmp_path: Path) -> None:
@@ -216,15 +216,15 @@ def test_prediction_of_iterations(tmp_path: Path) -> None:
     ]
     prediction = run_of(tmp_path, records).numbers.iterations
     assert prediction is not None
-    assert prediction.num_compared == 3
-    assert prediction.factor == 2.5
+    assert prediction["num_compared"] == 3
+    assert prediction["factor"] == 2.5
     # Errors 2/1 - 1, 2.5/1 - 1, 4/1 - 1.
-    assert prediction.error == pytest.approx(1.5)
-    assert prediction.error == statistics.median(
+    assert prediction["error"] == pytest.approx(1.5)
+    assert prediction["error"] == statistics.median(
         record.prediction_error for record in records[1:] if record.prediction_error is not None
     )
     # Quartiles of three values are the middles between them.
-    assert prediction.half == pytest.approx((2.25, 3.25))
+    assert prediction["half"] == pytest.approx((2.25, 3.25))
 
 
 def test_the_static_strategy_has_the_times_of_the_planner(tmp_path: Path) -> None:
@@ -240,11 +240,11 @@ def test_the_static_strategy_has_the_times_of_the_planner(tmp_path: Path) -> Non
     static = run_of(tmp_path, records).numbers.static
     assert static is not None
     # c does not hold the second batch. a takes 1 + 3 s, b 1.5 + 2 s.
-    assert (static.name, static.num_iterations) == ("b", 2)
-    assert (static.chosen_s, static.found_s) == (3.0, 3.5)
+    assert (static["name"], static["num_iterations"]) == ("b", 2)
+    assert (static["chosen_s"], static["found_s"]) == (3.0, 3.5)
     # a takes at least 1 + 2 s, because it would have been chosen for the second batch; b 1.1 + 2 s.
-    assert static.bound_s == pytest.approx(3.0)
-    assert static.gain == pytest.approx((1.0, 3.5 / 3.0))
+    assert static["bound_s"] == pytest.approx(3.0)
+    assert static["gain"] == pytest.approx((1.0, 3.5 / 3.0))
     assert run_of(tmp_path / "none", records[2:]).numbers.static is None
     alone = make_record(3, strategy_times_s=times(c=(1.0, 1.0)))
     assert run_of(tmp_path / "two", [*records[:2], alone]).numbers.static is None
@@ -259,22 +259,22 @@ def test_idle_share_is_that_of_the_ranks_of_replicas() -> None:
 
 def test_strategies_of_a_pool_with_one_that_never_ran(tmp_path: Path) -> None:
     numbers = run_of(tmp_path, make_pool_records(), (STRATEGY, "long", "pairs")).numbers
-    assert [(row.name, row.num_iterations) for row in numbers.strategies] == [
+    assert [(row["name"], row["num_iterations"]) for row in numbers.strategies] == [
         ("pairs", 8),
         ("long", 4),
         (STRATEGY, 0),
     ]
-    assert sum(row.num_tokens for row in numbers.strategies) == numbers.totals.num_tokens
+    assert sum(row["num_tokens"] for row in numbers.strategies) == numbers.totals["num_tokens"]
     pairs, long, unused = numbers.strategies
-    assert pairs.idle_fraction == pytest.approx(0.05)
-    assert long.idle_fraction == 0.0
-    assert unused.measured_s is None
-    assert [(row.strategy, row.replica, row.scheme) for row in numbers.replicas] == [
+    assert pairs["idle_fraction"] == pytest.approx(0.05)
+    assert long["idle_fraction"] == 0.0
+    assert unused["measured_s"] is None
+    assert [(row["strategy"], row["replica"], row["scheme"]) for row in numbers.replicas] == [
         ("pairs", 0, "tp2"),
         ("pairs", 1, "tp2"),
         ("long", 0, "tp4"),
     ]
-    assert numbers.replicas[1].idle_fraction == pytest.approx(0.1)
+    assert numbers.replicas[1]["idle_fraction"] == pytest.approx(0.1)
 
 
 def test_measured_replicas_come_from_the_trace(tmp_path: Path) -> None:
@@ -285,25 +285,29 @@ def test_measured_replicas_come_from_the_trace(tmp_path: Path) -> None:
     assert len(numbers.measured_replicas) == 2 * len(records)
     prediction = numbers.replicas_traced
     assert prediction is not None
-    assert prediction.num_compared == 2 * (len(records) - 1)
-    assert prediction.factor == pytest.approx(2.0)
-    assert prediction.error == pytest.approx(1.0)
-    assert [row.traced_measured_s for row in numbers.replicas[:2]] == pytest.approx([2.0, 1.5])
+    assert prediction["num_compared"] == 2 * (len(records) - 1)
+    assert prediction["factor"] == pytest.approx(2.0)
+    assert prediction["error"] == pytest.approx(1.0)
+    assert [row["traced_measured_s"] for row in numbers.replicas[:2]] == pytest.approx([2.0, 1.5])
     # tp2 for 2 s, tp1 for 1.5 s and not at all: of 8 rank-seconds 2.5 are idle.
-    assert numbers.totals.measured_idle_fraction == pytest.approx(2.5 / 8)
-    assert [row.measured_idle_fraction for row in numbers.replicas] == pytest.approx([0, 0.25, 1])
-    assert numbers.replicas[2].traced is None
+    assert numbers.totals["measured_idle_fraction"] == pytest.approx(2.5 / 8)
+    assert [row["measured_idle_fraction"] for row in numbers.replicas] == pytest.approx(
+        [0, 0.25, 1]
+    )
+    assert numbers.replicas[2]["traced"] is None
     for row in numbers.ranks:
-        assert row.busy_fraction + row.wait_fraction + row.idle_fraction == pytest.approx(1.0)
-    assert numbers.ranks[0].busy_fraction == pytest.approx(2.0 / 2.2)
-    assert numbers.ranks[3].idle_fraction == pytest.approx(1.0)
+        assert row["busy_fraction"] + row["wait_fraction"] + row["idle_fraction"] == pytest.approx(
+            1.0
+        )
+    assert numbers.ranks[0]["busy_fraction"] == pytest.approx(2.0 / 2.2)
+    assert numbers.ranks[3]["idle_fraction"] == pytest.approx(1.0)
 
 
 def test_marked_plans_are_counted_over_processes(tmp_path: Path) -> None:
     counts = [(1, 0), (2, 1), (3, 1), (4, 2), (3, 1), (4, 1), (5, 2)]
     records = [make_record(n, num_marked_plans=m, plan_status="greedy") for n, m in counts]
     # Of iterations 3 and 4 the second process counts: 2, 3 and 5 are marked.
-    assert run_of(tmp_path, records).numbers.totals.marked_plans == {"greedy": 3}
+    assert run_of(tmp_path, records).numbers.totals["marked_plans"] == {"greedy": 3}
 
 
 def test_busy_share_counts_only_iterations_a_replica_takes_part_in() -> None:

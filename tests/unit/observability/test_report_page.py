@@ -224,7 +224,7 @@ def test_the_page_shows_experts_and_their_load(tmp_path: Path) -> None:
     ) in page.words
     assert "8 experts of ffn 96 in 3 layers, 2 a token: 1,115,264 parameters" in page.words
     assert ["tp2+2*tp1", "tp2", "0, 1", "1/2 of each", "4,096"] in page.rows
-    assert page.rows[-1][-1] == "2×"
+    assert page.rows[-1][-1] == "2.00"
 
 
 def test_json_writes_no_file_and_is_json_of_any_run(
