@@ -123,6 +123,7 @@ setup(
     license_files=["LICENSE"],
     python_requires=">=3.12",
     packages=PACKAGES,
+    package_data={"megatron.hydraulis.observability": ["*.jinja"]},
     entry_points={"console_scripts": ["hydraulis = megatron.hydraulis.__main__:main"]},
     install_requires=PLANNING,
     extras_require=EXTRAS,

@@ -21,12 +21,17 @@ ROOT = Path(__file__).resolve().parents[2]
 UPSTREAM = ("megatron.core", "megatron.training", "torch")
 
 
-def declared(extra: str | None = "train") -> dict[str, Requirement]:
-    """Requirements in setup.py by name: those of every installation and those of the extra."""
+def arguments_of_setup() -> dict[str, Any]:
     given: dict[str, Any] = {}
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(setuptools, "setup", given.update)
         runpy.run_path(str(ROOT / "setup.py"))
+    return given
+
+
+def declared(extra: str | None = "train") -> dict[str, Requirement]:
+    """Requirements in setup.py by name: those of every installation and those of the extra."""
+    given = arguments_of_setup()
     texts = given["install_requires"] + (given["extras_require"][extra] if extra else [])
     return {requirement.name: requirement for requirement in map(Requirement, texts)}
 
@@ -122,6 +127,17 @@ def test_every_package_is_installed() -> None:
     """A folder without __init__.py would be found as a namespace, but hides a forgotten file."""
     folders = {file.parent for file in (ROOT / "megatron" / "hydraulis").rglob("*.py")}
     assert {folder for folder in folders if not (folder / "__init__.py").is_file()} == set()
+
+
+def test_every_other_file_of_a_package_is_installed() -> None:
+    found: dict[str, set[str]] = {}
+    for file in (ROOT / "megatron" / "hydraulis").rglob("*"):
+        if file.is_file() and file.suffix not in (".py", ".pyc"):
+            package = ".".join(file.parent.relative_to(ROOT).parts)
+            found.setdefault(package, set()).add(f"*{file.suffix}")
+    assert "megatron.hydraulis.observability" in found
+    declared_data = arguments_of_setup()["package_data"]
+    assert found == {package: set(patterns) for package, patterns in declared_data.items()}
 
 
 def assignments_to_upstream(source: str) -> list[str]:

@@ -554,9 +554,9 @@ def recompute_text(
     if namespace.recompute_granularity == "full":
         return None
     num_ranks, ranks_per_node = job_ranks(namespace)
-    flags = {"recompute_granularity": "full", "recompute_method": "uniform"}
-    flags |= {"recompute_num_layers": 1, "recompute_activations": False}
-    given = argparse.Namespace(**vars(namespace) | flags)
+    given = argparse.Namespace(**vars(namespace))
+    given.recompute_granularity, given.recompute_activations = "full", False
+    given.recompute_method, given.recompute_num_layers = "uniform", 1
     with_it = _costs(given, num_ranks, ranks_per_node).profile
     fewest, fewest_with = (
         min(

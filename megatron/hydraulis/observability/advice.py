@@ -137,7 +137,7 @@ def _on_replicas(run: Run) -> Iterator[Advice]:
         """Compared to the other replicas of the scheme."""
         if row["traced"] is None or len(traced.get(row["scheme"], ())) < 2:
             return 1.0
-        return row["traced"]["factor"] / usual[row["scheme"]]
+        return float(row["factor"] / usual[row["scheme"]])
 
     if len(usual) > 1:
         middle = statistics.median(usual.values())

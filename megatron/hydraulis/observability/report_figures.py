@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import re
 import statistics
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -427,6 +427,7 @@ def _draw_replicas(time_axes: Axes, share_axes: Axes, run: Run) -> None:
         }
     else:
         labels = [""] * len(rows)
+        kinds: dict[str, Callable[[list[float]], float]]
         kinds = {"slowest": max, "median": statistics.median, "fastest": min}
         of_labels = {
             kind: [of(each_ms) if each_ms else math.nan for each_ms in times_ms]
@@ -486,7 +487,7 @@ def _draw_bars(
     axes.set_yticks(range(0, 101, 20))
     if not any(labels):
         axes.xaxis.set_major_locator(MaxNLocator(integer=True))
-        axes.set_xlim(-0.5, len(labels) - 0.5)
+        axes.set_xlim(-0.5, max(len(labels), 1) - 0.5)
         return
     for position, share in zip(positions, shares, strict=True):
         axes.text(position, 102.0, f"{share:.1%}", ha="center", va="bottom")
@@ -574,8 +575,9 @@ def _legend_above(axes: Axes, *, num_columns: int, title: str = "") -> None:
     """A legend on top of an axis, with a title above it."""
     num_rows = math.ceil(len(axes.get_legend_handles_labels()[0]) / num_columns)
     if num_rows:
-        place = {"loc": "lower left", "bbox_to_anchor": (0.0, 1.0), "borderaxespad": 0.1}
-        axes.legend(ncols=num_columns, **place)
+        axes.legend(
+            ncols=num_columns, loc="lower left", bbox_to_anchor=(0.0, 1.0), borderaxespad=0.1
+        )
     if title:
         axes.set_title(title, loc="left", pad=6.0 + POINTS_PER_LEGEND_ROW * num_rows)
 

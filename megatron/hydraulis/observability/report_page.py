@@ -6,13 +6,11 @@ import argparse
 import dataclasses
 import json
 import math
-import re
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import jinja2
-from markupsafe import Markup, escape
 
 from megatron.hydraulis.errors import HydraulisError, listed
 from megatron.hydraulis.observability import console
@@ -128,7 +126,6 @@ def make_page(run: Run, figures: Iterable[ReportFigure]) -> str:
     names = (name for name in vars(console) if name.endswith("_text") and name[0] != "_")
     environment.filters |= {name[: -len("_text")]: getattr(console, name) for name in names}
     environment.filters |= {
-        "flags": _with_whole_flags,
         "json": lambda content: json.dumps(content, indent=1),
         "text_of": _text_of,
     }
@@ -156,11 +153,6 @@ def make_page(run: Run, figures: Iterable[ReportFigure]) -> str:
 def _text_of(row: Mapping[str, Any], name: str) -> str:
     value = row[name]
     return _ranks(value) if isinstance(value, tuple) else console.text_of(name, value)
-
-
-def _with_whole_flags(text: str) -> Markup:
-    """The text with options that no line break parts."""
-    return Markup(re.sub(r"--[a-z0-9-]+", r'<span class="flag">\g<0></span>', str(escape(text))))
 
 
 def _ranks(ranks: Sequence[int]) -> str:

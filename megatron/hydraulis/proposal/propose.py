@@ -1,9 +1,10 @@
 """From lengths, a cost profile and a cluster to a pool of strategies."""
 
+import math
 import time
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
-from statistics import fmean
+from statistics import fmean, stdev
 from typing import Any
 
 import numpy as np
@@ -131,11 +132,19 @@ class Proposal:
     plans: tuple[tuple[str, float], ...]
     """Strategy of the pool and predicted iteration time in s of each batch."""
     num_batches: int
+    num_tokens: float
+    """Of a batch, mean."""
     num_mixes: int
     """Number of strategies that were estimated for all batches."""
     num_bounds: int
     num_plans: int
     seconds: float
+
+    @property
+    def error_s(self) -> float | None:
+        """Standard error of `mean_s`: other batches have other times; None of a single batch."""
+        times_s = [time_s for _, time_s in self.plans]
+        return stdev(times_s) / math.sqrt(len(times_s)) if len(times_s) > 1 else None
 
     @property
     def shares(self) -> dict[Strategy, float]:
@@ -163,8 +172,8 @@ class Proposal:
     def to_json(self) -> dict[str, Any]:
         """All fields but the profile; the pool as in its file."""
         tables = ("members", "sizes", "regimes")
-        pools = ("mean_s", "static", "static_s", "one_more_s", "one_more")
-        counts = ("num_batches", "num_mixes", "num_bounds", "num_plans", "seconds")
+        pools = ("mean_s", "error_s", "static", "static_s", "one_more_s", "one_more")
+        counts = ("num_batches", "num_tokens", "num_mixes", "num_bounds", "num_plans", "seconds")
         return {
             "pool": self.pool.to_json(),
             **{name: [asdict(row) for row in getattr(self, name)] for name in tables},
@@ -566,6 +575,7 @@ def _proposal(
             for batch, row in enumerate(fastest)
         ),
         num_batches=len(search.evaluator.batches),
+        num_tokens=fmean(map(sum, search.evaluator.batches)),
         num_mixes=search.explorer.num_mixes,
         num_bounds=search.evaluator.num_bounds,
         num_plans=search.evaluator.num_plans,
@@ -593,12 +603,14 @@ def _choice(
 def _pool_table(proposal: Proposal) -> Table:
     is_needed = any(member.gain_s is None for member in proposal.members)
     why = f" ({_NONE}: without it some sequences do not fit)" if is_needed else ""
+    error = "" if proposal.error_s is None else f" ± {proposal.error_s:.4f}"
     table = figures_table(
         "proposed pool",
         ("strategy", "replicas"),
         ("max tokens", "best for", "time, s", "overhead, s", "gain, %"),
-        caption=f"Expected: {proposal.mean_s:.4f} s per iteration, the mean of "
-        f"{proposal.num_batches} batches. Max tokens: the longest sequence that it holds. Best "
+        caption=f"Expected: {proposal.mean_s:.4f}{error} s per iteration, the mean of "
+        f"{proposal.num_batches} batches of {proposal.num_tokens:,.0f} tokens (±: standard error). "
+        f"Max tokens: the longest sequence that it holds. Best "
         f"for: share of the batches, and time: of these. Overhead: what regrouping and optimizer "
         f"add to its makespan. Gain: increase of the time without it"
         f"{why}.",

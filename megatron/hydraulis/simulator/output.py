@@ -53,6 +53,7 @@ def result_table(results: Sequence[WayResult], reference: WayResult, title: str)
         "tokens\n/s",
         "speed\nup",
         "iter.\ns",
+        "±\ns",
         *(_HEADS[part] for part in PARTS),
         "pad.\n%",
         "slow.\n/mean",
@@ -65,13 +66,15 @@ def result_table(results: Sequence[WayResult], reference: WayResult, title: str)
             f"{result.tokens_per_s:,.0f}",
             f"{reference.time_s / result.time_s:.2f}",
             f"{result.time_s / len(result.accounts):.3f}",
+            "–" if result.error_s is None else f"{result.error_s:.3f}",
             *(f"{_PERCENT * shares[part]:.1f}" for part in PARTS),
             f"{_PERCENT * result.padding_fraction:.1f}",
             f"{result.imbalance:.3f}",
             style="bold" if result is results[-1] else None,
         )
     table.caption = (
-        f"Speed-up over {reference.name!r}. Shares of all ranks' time. work: forward and backward, "
+        f"Speed-up over {reference.name!r}. ±: standard error of an iteration's mean time, which "
+        "other batches would change. Shares of all ranks' time. work: forward and backward, "
         "also of padding; fill: waiting in the pipeline or for parameters; imb.: waiting for the "
         "slowest replica; regr.: scatter and update that are not hidden; plan.: waiting for the "
         "plan. pad.: share of padding in the computed tokens. slow./mean: time of the slowest "

@@ -9,7 +9,7 @@ import math
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from statistics import fmean
+from statistics import fmean, stdev
 from typing import Any
 
 from megatron.hydraulis.cost_model.interface import CostModel
@@ -58,6 +58,12 @@ class WayResult:
         return math.fsum(each.time_ms for each in self.accounts) / _MS_PER_S
 
     @property
+    def error_s(self) -> float | None:
+        """Standard error of an iteration's mean time; None of a single one."""
+        times_s = [each.time_ms / _MS_PER_S for each in self.accounts]
+        return stdev(times_s) / math.sqrt(len(times_s)) if len(times_s) > 1 else None
+
+    @property
     def num_tokens(self) -> int:
         """Trained tokens of all iterations."""
         return sum(each.num_tokens for each in self.accounts)
@@ -103,6 +109,7 @@ class WayResult:
         return {
             "way": self.name,
             "time_s": self.time_s,
+            "error_of_iteration_s": self.error_s,
             "num_tokens": self.num_tokens,
             "tokens_per_s": self.tokens_per_s,
             "speed_up": None if reference is None else reference.time_s / self.time_s,

@@ -12,6 +12,7 @@ import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
+from statistics import stdev
 from typing import Any
 
 import numpy as np
@@ -132,6 +133,12 @@ def test_the_notebook_runs_and_draws() -> None:
         assert html.count("<pre") == 1
         assert ("<svg" in html) == (type(each).__name__ != "Proposal")
     assert all(gain > 1.0 for gain in shown[-1].values())
+    proposal, comparison = shown[2:4]
+    assert len(proposal.pool.strategies) > 1
+    times_s = [time_s for _, time_s in proposal.plans]
+    assert proposal.error_s == pytest.approx(stdev(times_s) / len(times_s) ** 0.5)
+    assert f"{proposal.mean_s:.4f} ± {proposal.error_s:.4f} s per iteration" in str(proposal)
+    assert f" {comparison.result('pool').error_s:.3f} " in str(comparison)
 
 
 def test_a_plan_is_that_of_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -66,6 +66,25 @@ def test_what_costs_time_is_reported_with_its_number(
     assert wanted in findings(advice_on(run))
 
 
+@pytest.mark.parametrize(
+    ("scale", "wanted"),
+    [
+        (1.0, "the busiest rank works 90.9% of the time, the least busy one 45.5%: the wait is for "
+         "late ranks"),
+        (0.5, "the busiest rank works 45.5% of the time, the least busy one 22.7%: no rank works "
+         "all the time, so the wait is for the network; "),
+    ],
+)  # fmt: skip
+def test_a_trace_shows_what_regrouping_waits_for(tmp_path: Path, scale: float, wanted: str) -> None:
+    records = make_records(scatter_wait_s=0.44)
+    assert "Check in a trace (--trace)" in findings(advice_on(run_of(tmp_path, records)))
+    # Every replica takes twice its 1, 0.75 and 0.5 s, times the scale, of 2.2 s.
+    write_trace(tmp_path / "trace", records, slower=dict.fromkeys(range(4), scale))
+    advice = findings(advice_on(read_run(tmp_path)))
+    assert f"In the trace {wanted}" in advice
+    assert "--trace" not in advice
+
+
 def test_idle_ranks_are_those_of_the_trace_if_there_is_one(tmp_path: Path) -> None:
     records = make_records(imbalance=1.02)
     assert "for the slowest replica" not in findings(advice_on(run_of(tmp_path, records)))

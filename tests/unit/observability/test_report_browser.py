@@ -76,7 +76,8 @@ window.addEventListener("load", () => {
     return node ? getComputedStyle(node).backgroundColor : "rgb(255, 255, 255)";
   };
   const result = {
-    figures, window: innerWidth, page: document.documentElement.scrollWidth,
+    figures, hints: [...document.querySelectorAll(".hint")].filter(one => one.offsetHeight).length,
+    window: innerWidth, page: document.documentElement.scrollWidth,
     background: getComputedStyle(document.body).backgroundColor,
     least_contrast: Math.min(
       ...texts.map(text => contrast(getComputedStyle(text).color, backOf(text)))),
@@ -166,6 +167,8 @@ def test_figures_are_seen_and_text_is_legible(
     assert found["page"] <= found["window"], "the page is wider than the window"
     assert (sum(map(int, re.findall(r"\d+", found["background"])[:3])) < 200) is is_dark
     assert found["least_contrast"] >= MIN_CONTRAST
+    # Of the tables of strategies and replicas, which a phone does not show whole.
+    assert found["hints"] >= 2 if width < 760 else found["hints"] == 0
     names = [figure["name"] for figure in found["figures"]]
     assert {"loss", "times", "prediction", "strategies", "replicas", "ranks"} <= set(names)
     for figure in found["figures"]:
