@@ -2,23 +2,24 @@
 
     python -m benchmarks.layout_calibration --layouts FILE [--no-cross-validation] [--json]
 
-FILE has the columns that `predict-layouts` reads, `status` (anything but ok is out of memory) and
-`step_time_s`; the cost profile is that of a 32B model on 64 A800. Prints the constants of
-software.py and device.py, the errors of every kernel, and those of groups of layouts that are
-excluded from the fit. Constants of memory are counts and not fitted. docs/cost-model.md explains
-the model.
+FILE is a CSV of Llamas trained with other software: seq_len, world_size, micro_batch_size, tp, pp,
+gbs (sequences a step), sequence_parallel, act_ckpt, kernel, layers, hidden, ffn, vocab, status
+(anything but ok is out of memory) and step_time_s. The profile is that of a 32B model on 64 A800.
+Prints the constants of `KernelConstants`, of device.py and of the other software, the errors of
+every kernel, and those of groups of layouts that are excluded from the fit. Constants of memory are
+counts and not fitted. docs/cost-model.md explains the model.
 """
 
 from __future__ import annotations
 
 import argparse
+import csv
 import dataclasses
 import json
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache
-from typing import Any
 
 import numpy as np
 from rich.console import Console
@@ -26,13 +27,15 @@ from rich.table import Table
 from scipy.optimize import least_squares
 from scipy.stats import spearmanr
 
-from benchmarks.inputs import COST_PROFILE, MODEL
+from benchmarks.inputs import COST_PROFILE, MODEL, llama_shape
 from megatron.hydraulis.cost_model import AnalyticCostModel, ModelShape, ProfileCostModel
+from megatron.hydraulis.cost_model.analytic import KERNELS, KernelConstants, Term
 from megatron.hydraulis.cost_model.device import DeviceConstants, device_constants
-from megatron.hydraulis.cost_model.layouts import FixedLengthJob, Layout, predict_layout, step_time
-from megatron.hydraulis.cost_model.predict_layouts_command import read_layouts
-from megatron.hydraulis.cost_model.software import SOFTWARE, TRAINING, OtherTraining, Software
-from megatron.hydraulis.errors import HydraulisError
+from megatron.hydraulis.cost_model.layer_memory import LayerMemory
+from megatron.hydraulis.cost_model.layouts import FixedLengthJob, Layout, cost_model_of
+from megatron.hydraulis.cost_model.pipeline import StageCosts, equal_micro_batches_time_ms
+from megatron.hydraulis.cost_model.regrouping import FP32_BYTES
+from megatron.hydraulis.strategy import Scheme
 from megatron.hydraulis.terminal import figures_table
 
 MEASURED_SPREAD = 0.03
@@ -44,13 +47,82 @@ ROBUST_RESIDUAL = 1.5
 PROFILE_LENGTHS = ((1024,), (512,) * 8, (4096,), (16384,))
 """Micro-batches for which profile and model are compared, in tokens."""
 NUM_PROFILE_RANKS, RANKS_PER_NODE = 64, 8
+HEAD_SIZE = 128
+MS_PER_S = 1e3
 
-FIRST_SOFTWARE = ("torch", "fused", "flash_attentionv1.0.8")
-WITHOUT_NORM_KERNEL = (*FIRST_SOFTWARE, "flash_attention2")
-WITH_NORM_KERNEL = ("flash_attention2 + RMS kernel",)
-LATER_SOFTWARE = ("flash_attention2", *WITH_NORM_KERNEL)
-OTHER_SOFTWARE = (*FIRST_SOFTWARE, *LATER_SOFTWARE)
-NAMES = tuple(software.name for software in SOFTWARE)
+
+BF16_BYTES = 2
+# Gradients in bf16 twice (reduce-scatter, all-gather), parameters once.
+DATA_PARALLEL_BYTES = 6
+OPTIMIZER_BYTES = 3 * FP32_BYTES
+HIDDEN_STATES = 2
+"""That a layer of other software keeps besides: residuals and dropout's output."""
+LOGIT_BYTES = 16
+"""Of an entry of the logits, which every tp rank gathers: logits and their gradient in bf16, and in
+fp32 their copy, its log-softmax and the gradient of it."""
+RESERVE_BYTES = 2.5e9
+"""Context, communicators and libraries."""
+VISIBLE_MEMORY = 81252 * 2**20 / 80e9
+"""Bytes that CUDA shows of a device over the nominal ones: 81,252 MiB of 80 GB."""
+WAIT_TOKENS = 2048
+"""Length of sequences up to which waits grow with it: that of the measured layouts."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Software(KernelConstants):
+    """Where other software differs, which ran 141 layouts of a 13B on 64 A100 (arXiv 2311.05610).
+
+    Replicas add up gradients, in bf16, by all-reduce and gather parameters (ZeRO-1) instead of
+    regrouping. What it keeps in memory are counts of its operations.
+    """
+
+    logit_products: float = 3.0
+    tp_link_share: float = 0.519
+    launch_share: float = 0.662
+    """Constant cost of a layer, over the device's."""
+    norm_passes: float = 57.7
+    """Hidden states that norms move without a kernel, in bf16 rows."""
+    attention_share: float = 1.0
+    """Rate of attention without stored scores for long sequences, over the device's."""
+    score_passes: float = 0.0
+    """How often the forward of attention that stores its scores moves one of them, as in bf16."""
+    network_share: float = 1.0
+    """Of what the network's links reach in this program: messages between stages and replicas."""
+    reduce_share: float = 1.0
+    """Of that: messages between replicas."""
+    wait_micro_batches: float
+    """What a pipeline loses in a step besides filling and draining, as a number of micro-batches of
+    sequences of at most WAIT_TOKENS. The cause is unknown."""
+    wait_share: float = 1.0
+    """Most that it loses, as a share of its micro-batches."""
+    norm_states: float = 6.0
+    """Hidden states that norms without a kernel keep: of both an fp32 copy and the normalised
+    input."""
+    attention_states: float = 2.0
+    """Kept states as wide as the queries, besides: those before the rotation."""
+    score_bytes: float = 0.0
+    """Kept of a stored score: softmax's output and mask. As much is needed for a layer at work."""
+
+
+# Target of the fit: data parallelism costs a 30B model 9 to 29 % on 256 GPUs.
+_LATER = Software(network_share=0.243, wait_micro_batches=7.19)
+_FIRST = Software(reduce_share=0.0823, wait_micro_batches=0.22)
+SOFTWARE: Mapping[str, KernelConstants] = {
+    "hydraulis": KERNELS,
+    "torch": replace(_FIRST, score_passes=16.0, score_bytes=8.0),
+    "fused": replace(_FIRST, score_passes=7.16, score_bytes=8.0),
+    # Copies of query, key and value too.
+    "flash_attentionv1.0.8": replace(_FIRST, attention_share=0.577, attention_states=5.0),
+    "flash_attention2": _LATER,
+    # With few micro-batches, published sweeps show next to no wait with this kernel.
+    "flash_attention2 + RMS kernel": replace(
+        _LATER, norm_passes=0.0, norm_states=0.0, wait_micro_batches=4.09, wait_share=0.125
+    ),
+}
+"""By kernel. Three ran in one generation of their authors' software, two in a later one."""
+NAMES = OURS, *OTHER_SOFTWARE = tuple(SOFTWARE)
+FIRST_SOFTWARE, LATER_SOFTWARE = OTHER_SOFTWARE[:3], OTHER_SOFTWARE[3:]
+WITHOUT_NORM_KERNEL, WITH_NORM_KERNEL = OTHER_SOFTWARE[:4], OTHER_SOFTWARE[4:]
 
 
 Group = Mapping[str, object]
@@ -65,7 +137,7 @@ class Parameter:
     expected: float
     spread: float
     """Of its logarithm."""
-    kernels: tuple[str, ...] = ()
+    kernels: Sequence[str] = ()
     """To whose software it belongs; to the device if empty."""
 
 
@@ -86,7 +158,7 @@ PARAMETERS = (
     Parameter("logit_passes", 20.0, 0.4, NAMES),
     Parameter("weight_passes", 2.0, 0.5, NAMES),
     Parameter("collective_latencies", 2.0, 0.3, NAMES),
-    Parameter("tp_link_share", 0.75, 0.3, (TRAINING.name,)),
+    Parameter("tp_link_share", 0.75, 0.3, (OURS,)),
     # A single degree of tp cannot distinguish messages from work that every tp rank repeats: stays
     # near published runs with tp 8 and sequence parallelism (arXiv 2205.05198, tables 4, 5).
     Parameter("tp_link_share", 0.56, 0.08, OTHER_SOFTWARE),
@@ -108,10 +180,7 @@ class Constants:
     """What is fitted."""
 
     device: DeviceConstants
-    software: Mapping[str, Software] = field(
-        default_factory=lambda: {software.name: software for software in SOFTWARE}
-    )
-    """By name."""
+    software: Mapping[str, KernelConstants] = field(default_factory=lambda: SOFTWARE)
 
     def with_values(self, logarithms: np.ndarray) -> Constants:
         """The constants with other values of PARAMETERS, given as logarithms."""
@@ -121,19 +190,18 @@ class Constants:
             if not parameter.kernels:
                 device = replace(device, **change)
             for name in parameter.kernels:
-                own = software[name]
-                if own.other is not None and parameter.field in OtherTraining.__slots__:
-                    change = {"other": replace(own.other, **{parameter.field: value})}
-                software[name] = replace(own, **change)
+                software[name] = replace(software[name], **change)
         return Constants(device, software)
+
+    def software_of(self, row: Measured) -> Software:
+        """That a layout ran with."""
+        software = self.software[row.kernel]
+        assert isinstance(software, Software)
+        return software
 
     def value(self, parameter: Parameter) -> float:
         """Of a parameter."""
-        owner: Any = self.device
-        if parameter.kernels:
-            owner = self.software[parameter.kernels[0]]
-            if parameter.field in OtherTraining.__slots__:
-                owner = owner.other
+        owner = self.software[parameter.kernels[0]] if parameter.kernels else self.device
         return float(getattr(owner, parameter.field))
 
 
@@ -143,19 +211,158 @@ class Measured:
 
     job: FixedLengthJob
     layout: Layout
+    kernel: str
     step_time_s: float | None
+
+    def belongs(self, group: Group) -> bool:
+        """Whether it has these values."""
+        return group.items() <= (dataclasses.asdict(self.layout) | {"kernel": self.kernel}).items()
 
 
 def read_measured(path: str) -> list[Measured]:
     """The rows of a file of measured layouts."""
-    return [
-        Measured(
-            row.job,
-            row.layout,
-            float(row.cells["step_time_s"]) if row.cells["status"] == "ok" else None,
-        )
-        for row in read_layouts(path)
-    ]
+    with open(path, newline="", encoding="utf-8") as file:
+        return [_measured(row) for row in csv.DictReader(file)]
+
+
+def _measured(row: Mapping[str, str]) -> Measured:
+    hidden = int(row["hidden"])
+    shape = llama_shape(
+        num_layers=int(row["layers"]),
+        hidden_size=hidden,
+        ffn_hidden_size=int(row["ffn"]),
+        num_attention_heads=hidden // HEAD_SIZE,
+        num_query_groups=hidden // HEAD_SIZE,
+        vocab_size=int(row["vocab"]),
+    )
+    return Measured(
+        FixedLengthJob(
+            shape=shape,
+            num_ranks=int(row["world_size"]),
+            sequence_tokens=int(row["seq_len"]),
+            num_sequences=int(row["gbs"]),
+        ),
+        Layout(
+            micro_batch_size=int(row["micro_batch_size"]),
+            tp=int(row["tp"]),
+            pp=int(row["pp"]),
+            sequence_parallel=row["sequence_parallel"] == "True",
+            recomputes_layers=row["act_ckpt"] == "every_layer",
+        ),
+        row["kernel"],
+        float(row["step_time_s"]) if row["status"] == "ok" else None,
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class OtherCostModel(AnalyticCostModel):
+    """The cost model with the kernels and messages of other software."""
+
+    other: Software
+
+    def attention(self, scheme: Scheme) -> Term:
+        """Whole squares if scores are stored: all are computed, and half of them are masked."""
+        if not self.other.score_passes:
+            return super().attention(scheme)
+        rate = self.peak_flops_per_s * self.device.matmul_fraction
+        moved = self.other.score_passes * BF16_BYTES * self.shape.num_attention_heads / scheme.tp
+        compute_s = 2 * (2 * self.shape.score_size / scheme.tp) / rate
+        return Term(compute_s + moved / self.device.memory_bytes_per_s)
+
+    def stage_terms(self, scheme: Scheme, num_layers: int, *, is_last: bool) -> dict[str, Term]:
+        """The backward does not compute stored scores again."""
+        terms = super().stage_terms(scheme, num_layers, is_last=is_last)
+        if self.other.score_passes:
+            terms["attention"] = num_layers * (3.0 * self.attention(scheme))
+        return terms
+
+    def boundary(self, scheme: Scheme) -> Term:
+        """Replicas come before stages in the order of ranks."""
+        term, cluster = super().boundary(scheme), self.cluster
+        if scheme.pp == 1:
+            return term
+        near, far = (cluster.point_to_point(num) for num in (scheme.num_ranks, cluster.num_ranks))
+        share = self.other.network_share if far is cluster.inter_node else 1.0
+        per_token_s = term.per_token_s * near.bytes_per_s / (far.bytes_per_s * share)
+        return Term(0.0, per_token_s, 2 * far.latency_s)
+
+
+def step_time_s(row: Measured, device: DeviceConstants, software: Software) -> float:
+    """Predicted time of a step: 1F1B, the wait of the pipeline and messages between replicas."""
+    job, layout = row.job, row.layout
+    changed = replace(
+        device,
+        attention_fraction=device.attention_fraction * software.attention_share,
+        layer_overhead_s=device.layer_overhead_s * software.launch_share,
+    )
+    of_layout = cost_model_of(job, layout, changed)
+    model = OtherCostModel(
+        shape=job.shape,
+        device=changed,
+        cluster=of_layout.cluster,
+        sequence_parallel=layout.sequence_parallel,
+        recompute=of_layout.recompute,
+        kernels=replace(software, hidden_passes=software.hidden_passes + software.norm_passes),
+        other=software,
+    )
+    stages = StageCosts(model, job.shape).coefficients(layout.scheme)
+    stages_ms = [each.time_ms([job.sequence_tokens] * layout.micro_batch_size) for each in stages]
+    num_micro_batches = layout.num_micro_batches(job)
+    num_waited = min(
+        software.wait_micro_batches * min(1.0, WAIT_TOKENS / job.sequence_tokens),
+        software.wait_share * num_micro_batches,
+        (layout.pp - 1.0) * (num_micro_batches - 1),  # as long as if stages took turns
+    )
+    share = stages[0].forward_share
+    busy_ms = equal_micro_batches_time_ms(stages_ms, num_micro_batches, share)
+    busy_s = (busy_ms + max(stages_ms) * num_waited) / MS_PER_S
+    return busy_s + data_parallel_s(job, layout, device, software)
+
+
+def data_parallel_s(
+    job: FixedLengthJob, layout: Layout, device: DeviceConstants, software: Software
+) -> float:
+    """Of the fullest stage; ranks that add up the same gradients share their node's network."""
+    shape, dp = job.shape, layout.dp(job)
+    num_layers = layout.scheme.layers_per_stage(shape.num_layers)[0]
+    num_ends = 1 if layout.pp > 1 else 2
+    num_parameters = num_layers * shape.num_parameters_per_layer
+    num_parameters += num_ends * shape.num_embedding_parameters
+    num_bytes = DATA_PARALLEL_BYTES * num_parameters / layout.tp * (dp - 1) / dp
+    num_together = max(1, min(job.ranks_per_node // layout.tp, dp))
+    share = device.link_fraction * software.network_share * software.reduce_share
+    return num_bytes / (num_together * device.inter_node.bytes_per_s * share)
+
+
+def fits(row: Measured, device: DeviceConstants, software: Software) -> bool:
+    """Whether the fullest rank fits in memory.
+
+    It holds its state and, at one moment, what micro-batches keep, a layer at work and the logits.
+    Weights, gradients and a share of the optimizer's state (ZeRO-1) are all of its state.
+    """
+    job, layout, scheme = row.job, row.layout, row.layout.scheme
+    memory = cost_model_of(job, layout, device).memory
+    layer = LayerMemory(model=memory, scheme=scheme, expert_load=1.0)
+    scores = software.score_bytes * job.sequence_tokens * job.shape.num_attention_heads / layout.tp
+    more = (HIDDEN_STATES + software.norm_states) * layer.hidden_part
+    more += software.attention_states * (layer.query + layer.key) / 2
+    more += layer.mlp + scores  # the output of an activation without a fused kernel
+    num_tokens = layout.micro_batch_size * job.sequence_tokens
+    num_tokens += -num_tokens % scheme.token_quantum
+    bytes_per_parameter = 2 * BF16_BYTES + OPTIMIZER_BYTES / layout.dp(job)
+    for stage, num_layers in enumerate(scheme.layers_per_stage(job.shape.num_layers)):
+        num_parameters = memory.role_bytes(scheme, stage) / (BF16_BYTES + FP32_BYTES)
+        most_in_flight = layout.pp - stage
+        kept = memory.activation_bytes(scheme, stage, 1) / most_in_flight
+        kept += 0.0 if layout.recomputes_layers else num_layers * more
+        kept *= min(layout.num_micro_batches(job), most_in_flight)
+        kept += layer.again(num_layers) + layout.recomputes_layers * more
+        kept += layer.hidden + layer.mlp + scores
+        kept += LOGIT_BYTES * job.shape.vocab_size * (stage == layout.pp - 1)
+        peak = bytes_per_parameter * num_parameters + kept * num_tokens
+        if peak > VISIBLE_MEMORY * device.memory_bytes - RESERVE_BYTES:
+            return False
+    return True
 
 
 def profile_ratios(constants: Constants, profile: ProfileCostModel) -> np.ndarray:
@@ -165,7 +372,7 @@ def profile_ratios(constants: Constants, profile: ProfileCostModel) -> np.ndarra
         shape=ModelShape.read(MODEL),
         device=constants.device,
         cluster=links,
-        software=constants.software[TRAINING.name],
+        kernels=constants.software[OURS],
     )
     pairs = [
         (model.coefficients(row.scheme), row.coefficients)
@@ -193,12 +400,12 @@ def fit_times(
     @cache
     def predicted_s(row: Measured, device: DeviceConstants, software: Software) -> float:
         """Most derivatives are by constants that most rows do not depend on."""
-        return step_time(row.job, row.layout, device, software).total_s
+        return step_time_s(row, device, software)
 
     def residuals(logarithms: np.ndarray) -> np.ndarray:
         trial = constants.with_values(logarithms)
         predicted = np.array(
-            [predicted_s(row, trial.device, trial.software[row.layout.kernel]) for row in timed]
+            [predicted_s(row, trial.device, trial.software_of(row)) for row in timed]
         )
         return np.concatenate(
             [
@@ -246,29 +453,23 @@ class Errors:
 
 def errors_of(measured: Sequence[Measured], constants: Constants) -> Errors:
     """Errors of the model with these constants."""
-    predictions = [
-        predict_layout(row.job, row.layout, constants.device, constants.software[row.layout.kernel])
-        for row in measured
-    ]
-    pairs = list(zip(measured, predictions, strict=True))
-    timed = [(p.time.total_s, row.step_time_s) for row, p in pairs if row.step_time_s is not None]
-    fitting = [(p.time.total_s, row.step_time_s) for row, p in pairs if p.fits]
+    found = []
+    for row in measured:
+        of_row = row, constants.device, constants.software_of(row)
+        found.append((step_time_s(*of_row), fits(*of_row), row.step_time_s))
+    timed = [(predicted_s, time_s) for predicted_s, _, time_s in found if time_s is not None]
+    fitting = [(predicted_s, time_s) for predicted_s, does_fit, time_s in found if does_fit]
     chosen_s = min(fitting)[1] if fitting else None
     regret = None if chosen_s is None else chosen_s / min(time_s for _, time_s in timed) - 1.0
     return Errors(
         times=tuple(predicted_s / time_s - 1.0 for predicted_s, time_s in timed),
         rank_correlation=float(spearmanr(timed).statistic) if len(timed) > 2 else float("nan"),
         num_layouts=len(measured),
-        num_wrong=sum(p.fits != (row.step_time_s is not None) for row, p in pairs),
-        num_false_fits=sum(p.fits and row.step_time_s is None for row, p in pairs),
+        num_wrong=sum(does_fit != (time_s is not None) for _, does_fit, time_s in found),
+        num_false_fits=sum(does_fit and time_s is None for _, does_fit, time_s in found),
         chosen_fails=bool(fitting) and chosen_s is None,
         regret=regret,
     )
-
-
-def belongs(layout: Layout, group: Group) -> bool:
-    """Whether a layout has these values of fields."""
-    return all(getattr(layout, field) == value for field, value in group.items())
 
 
 def groups(measured: Sequence[Measured]) -> dict[str, Group]:
@@ -280,7 +481,7 @@ def groups(measured: Sequence[Measured]) -> dict[str, Group]:
         found[f"micro-batch {size}"] = {"micro_batch_size": size}
     found["all with recomputation"] = {"recomputes_layers": True}
     found["all without recomputation"] = {"recomputes_layers": False}
-    for name in sorted({row.layout.kernel for row in measured}):
+    for name in sorted({row.kernel for row in measured}):
         found[f"{name}, tp 2"] = {"kernel": name, "tp": 2}
         found[f"{name}, pp 2"] = {"kernel": name, "pp": 2}
         found[f"{name}, recomputation"] = {"kernel": name, "recomputes_layers": True}
@@ -293,8 +494,8 @@ def cross_validate(
     """Errors on each group with constants that were fitted without it."""
     found = {}
     for name, group in groups(measured).items():
-        kept = [row for row in measured if not belongs(row.layout, group)]
-        excluded = [row for row in measured if belongs(row.layout, group)]
+        kept = [row for row in measured if not row.belongs(group)]
+        excluded = [row for row in measured if row.belongs(group)]
         if kept and excluded:
             found[name] = errors_of(excluded, fit_times(kept, profile, constants))
     return found
@@ -332,17 +533,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--no-cross-validation", action="store_true")
     parser.add_argument("--json", action="store_true", help="one JSON object, nothing else")
     namespace = parser.parse_args(argv)
-    try:
-        before = Constants(device_constants(namespace.device))
-        measured = read_measured(namespace.layouts)
-    except HydraulisError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
+    before = Constants(device_constants(namespace.device))
+    measured = read_measured(namespace.layouts)
     profile = ProfileCostModel.read(COST_PROFILE)
     constants = fit_times(measured, profile, before)
-    kernels = sorted({row.layout.kernel for row in measured})
+    kernels = sorted({row.kernel for row in measured})
     by_kernel = {
-        name: errors_of([row for row in measured if row.layout.kernel == name], constants)
+        name: errors_of([row for row in measured if row.kernel == name], constants)
         for name in kernels
     } | {"all": errors_of(measured, constants)}
     left_out = {}

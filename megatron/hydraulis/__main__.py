@@ -109,13 +109,7 @@ _COMMANDS_BY_TOPIC = {
         Command(
             "recommend-layout",
             "rank the layouts of fixed-length training",
-            "megatron.hydraulis.cost_model.recommend_layout_command",
-            takes_launch_options=True,
-        ),
-        Command(
-            "predict-layouts",
-            "predict time, MFU and memory of fixed-length layouts",
-            "megatron.hydraulis.cost_model.predict_layouts_command",
+            "megatron.hydraulis.cost_model.layouts",
             takes_launch_options=True,
         ),
     ),

@@ -11,15 +11,13 @@ from megatron.hydraulis.cost_model.layouts import (
     Layout,
     StepTime,
     cost_model_of,
-    step_time,
 )
 from megatron.hydraulis.cost_model.pipeline import StageCosts
 from megatron.hydraulis.cost_model.regrouping import RegroupCosts
-from megatron.hydraulis.cost_model.software import TRAINING
 from megatron.hydraulis.model_shape import ModelShape
 from megatron.hydraulis.simulator.simulation import Simulator
 from megatron.hydraulis.simulator.work import IterationWork, MicroBatchWork
-from tests.support.fixed_length import A100, KERNELS, predict
+from tests.support.fixed_length import A100, predict
 
 POWERS = st.sampled_from([1, 2, 4, 8])
 
@@ -61,7 +59,6 @@ def cases(draw: st.DrawFn, *, may_have_experts: bool = True) -> tuple[FixedLengt
         tp=tp,
         pp=pp,
         ep=min(16, tp * dp, draw(POWERS)) if has_experts else 1,
-        kernel=TRAINING.name if has_experts else draw(st.sampled_from(KERNELS)),
         sequence_parallel=has_experts or draw(st.booleans()),
         recomputes_layers=draw(st.booleans()),
     )
@@ -148,7 +145,6 @@ SHARED_EXPERTS = (
         tp=4,
         pp=2,
         ep=8,
-        kernel=TRAINING.name,
         sequence_parallel=True,
         recomputes_layers=True,
     ),
@@ -162,8 +158,7 @@ def test_a_step_takes_as_long_as_an_iteration_of_the_simulator(
     case: tuple[FixedLengthJob, Layout],
 ) -> None:
     of, how = case
-    how = replace(how, kernel=TRAINING.name)
-    time, model = step_time(of, how, A100), cost_model_of(of, how, A100)
+    time, model = predict(of, how).time, cost_model_of(of, how, A100)
     strategy, lengths = how.strategy(of), (of.sequence_tokens,) * how.micro_batch_size
     num_columns = how.dp(of) // len(strategy.replicas)
     micro_batch = MicroBatchWork.packed(lengths * num_columns)

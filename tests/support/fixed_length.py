@@ -8,13 +8,10 @@ from megatron.hydraulis.cost_model.layouts import (
     LayoutPrediction,
     predict_layout,
 )
-from megatron.hydraulis.cost_model.software import SOFTWARE
 from megatron.hydraulis.model_shape import ModelShape
 
 A100 = device_constants("a100-80g")
 TOKENS_PER_STEP = 2**22
-KERNELS = [software.name for software in SOFTWARE]
-NORM_KERNEL = "flash_attention2 + RMS kernel"
 # Layers, hidden size, MLP width of the Llamas (arXiv 2302.13971).
 LLAMAS = {"13B": (40, 5120, 13824), "30B": (60, 6656, 17920), "65B": (80, 8192, 22016)}
 
@@ -48,17 +45,15 @@ def layout(
     pp: int = 1,
     *,
     ep: int = 1,
-    kernel: str = NORM_KERNEL,
     sequence_parallel: bool = False,
     recomputes_layers: bool = False,
 ) -> Layout:
-    """A layout, with the best kernel of other software."""
+    """A layout."""
     return Layout(
         micro_batch_size=micro_batch_size,
         tp=tp,
         pp=pp,
         ep=ep,
-        kernel=kernel,
         sequence_parallel=sequence_parallel,
         recomputes_layers=recomputes_layers,
     )

@@ -2,12 +2,11 @@
 
 Forward of one layer on a rank, for a micro-batch of lengths s_i (h hidden size, q width of all
 query heads, f width of the MLP, P entries of a layer's matrices; lower-case constants are those of
-`Software`, rates and links those of the device):
+`KernelConstants`, rates and links those of the device):
 
     matmul       2·P/(tp·cp) · Σ s / matmul rate
     attention    2·q/(tp·cp) · Σ (s² + half_rate_tokens·s) / attention rate: half of 4·q·s², being
-                 causal, at a rate that grows with s; or, if scores are stored,
-                 (4·q / matmul rate + score_passes·2 bytes·heads / memory bandwidth) / tp · Σ s²
+                 causal, at a rate that grows with s
     elementwise  (hidden_passes·h/shares + query_passes·qkv/tp + ffn_passes·f/tp) · bytes/cp · Σ s
                  / memory bandwidth; shares is tp with sequence parallelism and 1 without
     tp           4 collectives of latency + (tp-1)/tp · h · bytes/cp · Σ s / bandwidth: all-gather
@@ -22,7 +21,7 @@ query heads, f width of the MLP, P entries of a layer's matrices; lower-case con
     launch       a constant, and one for each expert that the rank holds
 
 The backward takes twice the forward, as matrix products have two gradients (arXiv 2104.04473,
-appendix); attention without stored scores 2.5 times, since it recomputes scores (arXiv 2307.08691);
+appendix); attention 2.5 times, since it recomputes scores (arXiv 2307.08691);
 copies and messages of tp once more and those of cp as context.py has it; launches 1.5 times. It
 moves the weights weight_passes times to accumulate their gradients. Recomputation runs a forward
 and its messages once more: of a layer, its core attention (with the exchange of cp) or its MLP
@@ -57,7 +56,6 @@ from megatron.hydraulis.cost_model.interface import Coefficients, usual_times_ms
 from megatron.hydraulis.cost_model.memory import MemoryModel
 from megatron.hydraulis.cost_model.pipeline import split_layers
 from megatron.hydraulis.cost_model.regrouping import FP32_BYTES, RegroupCosts
-from megatron.hydraulis.cost_model.software import TRAINING, Software
 from megatron.hydraulis.cost_model.trained_model import TrainedModel
 from megatron.hydraulis.errors import ConfigurationError
 from megatron.hydraulis.strategy import Scheme, Strategy
@@ -67,7 +65,7 @@ _SHARED = tuple(each.name for each in fields(TrainedModel))
 # A multiplication and an addition per entry of a matrix and token.
 _FLOPS_PER_ENTRY = 2
 _BACKWARD_FORWARDS = 2.0
-_BACKWARD_FORWARDS_OF_FLASH = 2.5
+_BACKWARD_FORWARDS_OF_ATTENTION = 2.5
 _BACKWARD_LAUNCHES = 1.5
 # Around attention and around the MLP; the backward has as many.
 _NUM_TP_COLLECTIVES_FORWARD = 4
@@ -77,6 +75,50 @@ _NUM_LATENT_GATHERS = 3
 _NUM_PP_MESSAGES = 2
 # Gate, up and down: ffn_passes is for three matrices.
 _NUM_GATED_MATRICES = 3
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class KernelConstants:
+    """Constants of this program's kernels and of how they are called; the device's are its own.
+
+    ``benchmarks/layout_calibration.py`` fitted them to measured layouts of other software and to a
+    measured profile together; docs/cost-model.md has the errors.
+    """
+
+    hidden_passes: float = 6.58
+    """Hidden states that a layer's forward moves through memory outside its matrix products:
+    norms, residuals. Without sequence parallelism every tp rank moves all of them. Target of the
+    fit: that saved 0.6 of 19.6 ms per layer (arXiv 2205.05198, table 4)."""
+    query_passes: float = 5.79
+    """Rows of queries, keys and values that it moves, divided by tp: rotation, layout."""
+    ffn_passes: float = 4.93
+    """Rows of the MLP's width that it moves, divided by tp, if the MLP is gated."""
+    logit_passes: float = 26.1
+    """Rows of logits that loss and its gradient move, in bf16 rows."""
+    logit_products: float = 4.0
+    """Products with the output matrix: logits, once more for the backward of a row of several
+    chunks (runtime/token_log_probs.py), and two gradients; not fitted."""
+    weight_passes: float = 1.60
+    """How often the backward of a micro-batch moves the weights to accumulate gradients."""
+    half_rate_tokens: float = 512.0
+    """Length at which attention reaches half of its rate for long sequences; after the throughputs
+    in FlashAttention-2 (arXiv 2307.08691, figure 4), not fitted."""
+    collective_latencies: float = 2.16
+    """Constant time of a collective of tensor parallelism, in latencies of its link."""
+    expert_launch_share: float = 19 / 67
+    """Constant cost of each expert of the rank, as experts run one after the other, over that of a
+    layer: operations of one in forward and backward, over the launches of a layer
+    (tests/cuda_stand_in/README.md); counted, not fitted."""
+    grouped_expert_launch_share: float = 6 / 67
+    """Likewise in grouped products of Transformer Engine, which launches one for each expert: two
+    in the forward and four in the backward. At 27 µs each; its own benchmark of 8 products has 33
+    (TransformerEngine pull request 3134)."""
+    tp_link_share: float = 0.849
+    """Of what links in a node reach: collectives of tensor parallelism. Target of the fit: 41.5 %
+    MFU for a 22B model on 8 A100 (arXiv 2205.05198, table 5)."""
+
+
+KERNELS = KernelConstants()
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,8 +156,7 @@ class AnalyticCostModel(TrainedModel):
     """
 
     cluster: Cluster
-    software: Software = TRAINING
-    """Kernels and their efficiencies."""
+    kernels: KernelConstants = KERNELS
     expert_load: float = EXPERT_LOAD
     """Tokens of a layer's busiest expert over the mean of its experts. Limits of memory allow for
     `SAFE_EXPERT_LOAD` at least."""
@@ -157,7 +198,6 @@ class AnalyticCostModel(TrainedModel):
             num_ranks=self.cluster.num_ranks,
             ranks_per_node=self.cluster.ranks_per_node,
             expert_load=max(self.expert_load, SAFE_EXPERT_LOAD),
-            kept=None if self.software.other is None else self.software.other.kept,
         )
 
     def regroup_costs(
@@ -243,12 +283,10 @@ class AnalyticCostModel(TrainedModel):
         """
         forward = self.forward_terms(scheme)
         exchange = self._exchange(scheme)
-        weights_s = self.software.weight_passes * self._matrix_bytes(scheme)
-        flash = not self.software.stores_scores
+        weights_s = self.kernels.weight_passes * self._matrix_bytes(scheme)
         backward = {
             "matmul": _BACKWARD_FORWARDS * forward["matmul"],
-            "attention": (_BACKWARD_FORWARDS_OF_FLASH if flash else _BACKWARD_FORWARDS)
-            * forward["attention"],
+            "attention": _BACKWARD_FORWARDS_OF_ATTENTION * forward["attention"],
             "elementwise": _BACKWARD_FORWARDS * forward["elementwise"]
             + Term(constant_s=weights_s / self.device.memory_bytes_per_s),
             "launch": _BACKWARD_LAUNCHES * forward["launch"],
@@ -271,27 +309,26 @@ class AnalyticCostModel(TrainedModel):
             + again.num_mlps_again(num_layers) * self._mlp_forward(scheme)
         )
         terms["logits"] = self._logits(scheme) if is_last else Term()
-        terms["boundary"] = self._boundary(scheme)
+        terms["boundary"] = self.boundary(scheme)
         return terms
 
     def forward_terms(self, scheme: Scheme) -> dict[str, Term]:
         """Forward of one layer by cause."""
-        shape, software = self.shape, self.software
-        hidden_passes = software.hidden_passes + software.norm_passes
+        shape, kernels = self.shape, self.kernels
         num_shares = scheme.tp if self.sequence_parallel else 1
         row = (
-            hidden_passes * shape.hidden_size / num_shares
-            + software.query_passes * shape.qkv_size / scheme.tp
+            kernels.hidden_passes * shape.hidden_size / num_shares
+            + kernels.query_passes * shape.qkv_size / scheme.tp
         ) / scheme.cp
         exchange = self._exchange(scheme)
         return {
             "matmul": self._matmul(
                 shape.num_matrix_parameters_per_layer + self._excess_entries(scheme), scheme
             ),
-            "attention": self._attention(scheme),
+            "attention": self.attention(scheme),
             "elementwise": self._moved(row) + self._activation(scheme),
             "launch": Term(
-                constant_s=(software.launch_share + self._expert_launch_share(scheme))
+                constant_s=(1.0 + self._expert_launch_share(scheme))
                 * self.device.layer_overhead_s
                 / (1 + _BACKWARD_LAUNCHES)
             ),
@@ -307,8 +344,8 @@ class AnalyticCostModel(TrainedModel):
         """Constant cost of a rank's experts, mean over the layers, over the device's of a layer."""
         num_experts = num_local_experts(self.shape, scheme) * self._share_with_experts
         if self.groups_experts:
-            return self.software.grouped_expert_launch_share * num_experts
-        return self.software.expert_launch_share * num_experts
+            return self.kernels.grouped_expert_launch_share * num_experts
+        return self.kernels.expert_launch_share * num_experts
 
     def _matrix_bytes(self, scheme: Scheme) -> float:
         """Of a layer on a rank, mean over the layers: all experts are passed by some token."""
@@ -390,7 +427,7 @@ class AnalyticCostModel(TrainedModel):
     def _activation(self, scheme: Scheme) -> Term:
         """Elementwise work inside the MLP."""
         num_matrices = _NUM_GATED_MATRICES if self.shape.gated_mlp else _NUM_GATED_MATRICES - 1
-        passes = self.software.ffn_passes * num_matrices / _NUM_GATED_MATRICES
+        passes = self.kernels.ffn_passes * num_matrices / _NUM_GATED_MATRICES
         return self._moved(passes * self.shape.mlp_width / (scheme.tp * scheme.cp))
 
     def _mlp_forward(self, scheme: Scheme) -> Term:
@@ -400,25 +437,17 @@ class AnalyticCostModel(TrainedModel):
             + self._tp_collectives(scheme, _NUM_TP_COLLECTIVES_FORWARD // 2)
         )
 
-    def _attention(self, scheme: Scheme) -> Term:
-        """Scores and their product with the values; whole squares if scores are stored, as all are
-        computed and half of them masked."""
-        shape, device, software = self.shape, self.device, self.software
-        num_ranks = scheme.tp * scheme.cp
-        causal_flops = _FLOPS_PER_ENTRY * shape.score_size / num_ranks
-        if software.stores_scores:
-            moved = software.score_passes * self.parameter_bytes * shape.num_attention_heads
-            compute_s = 2 * causal_flops / (self.peak_flops_per_s * device.matmul_fraction)
-            return Term(compute_s + moved / num_ranks / device.memory_bytes_per_s)
-        fraction = device.attention_fraction * software.attention_share
-        per_token2_s = causal_flops / (self.peak_flops_per_s * fraction)
-        return Term(per_token2_s, per_token2_s * software.half_rate_tokens)
+    def attention(self, scheme: Scheme) -> Term:
+        """Forward of a layer: scores and their product with the values."""
+        causal_flops = _FLOPS_PER_ENTRY * self.shape.score_size / (scheme.tp * scheme.cp)
+        per_token2_s = causal_flops / (self.peak_flops_per_s * self.device.attention_fraction)
+        return Term(per_token2_s, per_token2_s * self.kernels.half_rate_tokens)
 
     def _logits(self, scheme: Scheme) -> Term:
         """Output layer and loss, forward and backward."""
         product = self._matmul(self.shape.num_embedding_parameters, scheme)
-        num_moved = self.software.logit_passes * self.shape.vocab_size / (scheme.tp * scheme.cp)
-        return self.software.logit_products * product + self._moved(num_moved)
+        num_moved = self.kernels.logit_passes * self.shape.vocab_size / (scheme.tp * scheme.cp)
+        return self.kernels.logit_products * product + self._moved(num_moved)
 
     def _tp_collectives(self, scheme: Scheme, number: float) -> Term:
         """All-gathers or reduce-scatters of a hidden state over the tp ranks."""
@@ -426,11 +455,11 @@ class AnalyticCostModel(TrainedModel):
         if tp == 1:
             return Term()
         link = self.cluster.collective(tp)
-        share = device.link_fraction * self.software.tp_link_share
+        share = device.link_fraction * self.kernels.tp_link_share
         if self.cluster.crosses_nodes(tp):
             share = device.network_fraction
         num_bytes = (tp - 1) / tp * self.shape.hidden_size * self.parameter_bytes / scheme.cp
-        latency_s = self.software.collective_latencies * link.latency_s
+        latency_s = self.kernels.collective_latencies * link.latency_s
         return number * Term(0.0, num_bytes / (link.bytes_per_s * share), latency_s)
 
     def _exchange(self, scheme: Scheme) -> Exchange:
@@ -442,18 +471,13 @@ class AnalyticCostModel(TrainedModel):
         bandwidth = link.bytes_per_s * self.device.link_fraction
         return Term(0.0, num_bytes / bandwidth, num_messages * link.latency_s)
 
-    def _boundary(self, scheme: Scheme) -> Term:
+    def boundary(self, scheme: Scheme) -> Term:
         """A stage's messages to its neighbours."""
         if scheme.pp == 1:
             return Term()
-        other = self.software.other
-        # In other software, replicas come before stages in the order of ranks.
-        link = self.cluster.point_to_point(
-            scheme.num_ranks if other is None else self.cluster.num_ranks
-        )
-        share = self.device.link_fraction
-        if other is not None and link is self.cluster.inter_node:
-            share *= other.network_share
+        link = self.cluster.point_to_point(scheme.num_ranks)
         num_shares = scheme.cp * (scheme.tp if self.sequence_parallel else 1)
         num_bytes = self.shape.hidden_size * self.parameter_bytes / num_shares
-        return _NUM_PP_MESSAGES * Term(0.0, num_bytes / (link.bytes_per_s * share), link.latency_s)
+        return _NUM_PP_MESSAGES * Term(
+            0.0, num_bytes / (link.bytes_per_s * self.device.link_fraction), link.latency_s
+        )

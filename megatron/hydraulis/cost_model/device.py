@@ -134,7 +134,7 @@ _GLOO_NETWORK = Link(
     source="assumption: 10 Gbit/s Ethernet (2026)",
 )
 
-# Fractions and overhead of the Ampere devices are fitted, see software.py.
+# Fractions and overhead of the Ampere devices are fitted, see `KernelConstants`.
 _AMPERE_MATMUL_FRACTION = 0.812
 _AMPERE_ATTENTION_FRACTION = 0.622
 _LAYER_OVERHEAD_S = 1.81e-3

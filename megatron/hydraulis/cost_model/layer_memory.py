@@ -32,7 +32,6 @@ from megatron.hydraulis.cost_model.context import (
 )
 from megatron.hydraulis.cost_model.experts import num_copies, routing_bytes
 from megatron.hydraulis.cost_model.regrouping import FP32_BYTES
-from megatron.hydraulis.cost_model.software import KeptMemory
 from megatron.hydraulis.cost_model.trained_model import TrainedModel
 from megatron.hydraulis.strategy import Scheme
 
@@ -53,10 +52,6 @@ class LayerMemory:
     scheme: Scheme
     expert_load: float
     """Tokens of a layer's busiest expert over the mean of its experts."""
-    kept: KeptMemory | None
-    """Of other software; None for this program."""
-    sequence_tokens: int
-    """Of every sequence; affects other software that stores scores."""
 
     @cached_property
     def hidden(self) -> float:
@@ -97,13 +92,6 @@ class LayerMemory:
     def has_grouped_queries(self) -> bool:
         return self.key < self.query
 
-    @cached_property
-    def scores(self) -> float:
-        """Of a layer of other software that stores them."""
-        num_heads = self.model.shape.num_attention_heads
-        stored = 0.0 if self.kept is None else self.kept.score_bytes
-        return stored * (self.sequence_tokens * num_heads / self.scheme.tp)
-
     def kept_by(self, num_layers: int, *, are_first: bool) -> float:
         """What so many layers keep that are not fully recomputed; are_first: of the model."""
         model, kept = self.model, 0.0  # of a layer, besides all that it has
@@ -143,11 +131,6 @@ class LayerMemory:
         model, shape = self.model, self.model.shape
         num_states = 4 + 2 * model.widening
         kept = num_states * self.hidden_part + 2 * _NORM_BYTES / self.num_shares
-        if self.kept is not None:
-            kept += (self.kept.hidden_states + self.kept.norm_states) * self.hidden_part
-            kept += self.kept.attention_states * (self.query + self.key) / 2
-            kept += shape.gated_mlp * self.kept.mlp_tensors * self.mlp
-            kept += self.scores
         kept += self._kept_by_attention
         if shape.kv_lora_rank:  # latents, before and after their norms
             num_channels = shape.qk_pos_emb_head_dim

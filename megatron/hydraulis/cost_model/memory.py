@@ -46,9 +46,6 @@ Its core attention, by cuDNN, has the workspaces that cudnn-frontend asks for: f
 queries and, with grouped queries, of keys and values per head, for tokens that are rounded up. Its
 ring attends to one rank's keys and values at a time.
 
-Other software than this program has one moment, with what a layer in its backward and the logits
-take together, and keeps more (`KeptMemory`).
-
 The model was compared with what torch's allocator counts for roles of 1 to 70 billion parameters
 (docs/results/memory.md).
 """
@@ -63,14 +60,12 @@ from megatron.hydraulis.cost_model.experts import (
 )
 from megatron.hydraulis.cost_model.layer_memory import LayerMemory
 from megatron.hydraulis.cost_model.regrouping import FP32_BYTES
-from megatron.hydraulis.cost_model.software import KeptMemory
 from megatron.hydraulis.cost_model.staging import PoolFootprint, footprint_of_scheme
 from megatron.hydraulis.cost_model.trained_model import TrainedModel
 from megatron.hydraulis.strategy import Scheme
 
 # Master weight, first moment, second moment, summed gradient: all fp32.
 _CANONICAL_BYTES_PER_PARAMETER = 4 * FP32_BYTES
-_OPTIMIZER_BYTES_PER_PARAMETER = 3 * FP32_BYTES  # without the summed gradient
 # cuBLAS takes 32 MiB on Hopper, 8 MiB before, for each of two threads: forward and backward.
 _WORKSPACE_BYTES = 2 * 2**25
 # Of Transformer Engine's products on Hopper, and streams of grouped ones (gemm.py in 2.20.2).
@@ -141,12 +136,6 @@ class MemoryModel(TrainedModel):
     """Ranks of the job: the canonical shards are spread over all of them."""
     ranks_per_node: int | None = None
     """None if all ranks are in one node."""
-    kept: KeptMemory | None = None
-    """Of other software; None for this program."""
-    sequence_tokens: int = 0
-    """Of every sequence; affects other software that stores scores."""
-    num_micro_batches: int | None = None
-    """Of a replica in an iteration; None for many."""
     expert_load: float = SAFE_EXPERT_LOAD
     """Tokens of a layer's busiest expert over the mean of its experts."""
 
@@ -154,16 +143,13 @@ class MemoryModel(TrainedModel):
     def reserve_bytes(self) -> float:
         """Memory kept free of micro-batches: the device's reserve, and communicators that exceed
         it."""
-        if self.kept is not None:
-            return self.kept.reserve_bytes
         num_communicators = 0 if self.pool is None else self.pool.num_communicators
         return self.device.reserve_with(num_communicators)
 
     @property
     def usable_bytes(self) -> float:
         """Limit of the peak."""
-        visible = 1.0 if self.kept is None else self.kept.visible_memory
-        return visible * self.device.memory_bytes - self.reserve_bytes
+        return self.device.memory_bytes - self.reserve_bytes
 
     def max_tokens(self, scheme: Scheme) -> int:
         """Most tokens of a micro-batch over all cp ranks, 0 if the model does not fit.
@@ -201,17 +187,13 @@ class MemoryModel(TrainedModel):
 
     def role_bytes(self, scheme: Scheme, stage: int, num_layers: int | None = None) -> float:
         """Parameters and gradients of a rank of a stage."""
-        gradient_bytes = FP32_BYTES if self.kept is None else self.parameter_bytes
         num_parameters = self._num_parameters(scheme, stage, num_layers)
-        return num_parameters * (self.parameter_bytes + self.has_optimizer * gradient_bytes)
+        return num_parameters * (self.parameter_bytes + self.has_optimizer * FP32_BYTES)
 
     def activation_bytes(self, scheme: Scheme, stage: int, num_tokens: int) -> float:
         """What micro-batches in flight keep for their backward, of num_tokens over all cp ranks."""
         kept = self._kept_per_token(scheme, stage, self._num_layers(scheme, stage))
-        return self._num_in_flight(scheme, stage) * kept * num_tokens / scheme.cp
-
-    def _num_in_flight(self, scheme: Scheme, stage: int) -> int:
-        return min(self.num_micro_batches or scheme.pp, scheme.pp - stage)
+        return (scheme.pp - stage) * kept * num_tokens / scheme.cp
 
     def _num_parameters(self, scheme: Scheme, stage: int, num_layers: int | None = None) -> float:
         """Of a rank of a stage."""
@@ -228,10 +210,6 @@ class MemoryModel(TrainedModel):
 
     def _state_bytes(self, scheme: Scheme, stage: int, num_layers: int) -> float:
         shape, role = self.shape, self.role_bytes(scheme, stage, num_layers)
-        if self.kept is not None:
-            dp = self.num_ranks / scheme.num_ranks
-            num_parameters = self._num_parameters(scheme, stage, num_layers)
-            return role + _OPTIMIZER_BYTES_PER_PARAMETER * num_parameters / dp
         per_parameter = _CANONICAL_BYTES_PER_PARAMETER if self.has_optimizer else FP32_BYTES
         canonical = per_parameter * shape.num_parameters / self.num_ranks
         footprint = self.footprint(scheme)
@@ -256,13 +234,8 @@ class MemoryModel(TrainedModel):
         is_last = stage == scheme.pp - 1
         state = self._state_bytes(scheme, stage, num_layers)
         kept = self._kept_per_token(scheme, stage, num_layers)
-        kept *= self._num_in_flight(scheme, stage)
+        kept *= scheme.pp - stage
         again = layer.again(num_layers)
-        if self.kept is not None:
-            kept += again + layer.hidden + layer.mlp + layer.scores
-            logits = is_last * self.kept.logit_bytes * shape.vocab_size
-            yield Moment("layer and logits", state, kept + logits)
-            return
         whole = layer.hidden if layer.num_shares > 1 else 0.0
         # Left by a micro-batch: what was received, with its gradient, and the buffer of gathers.
         kept += 2 * layer.hidden_part if stage > 0 else 0.0
@@ -321,13 +294,7 @@ class MemoryModel(TrainedModel):
             yield Moment("attention to many keys", state, kept + sums, above_tokens=above)
 
     def _layer(self, scheme: Scheme) -> LayerMemory:
-        return LayerMemory(
-            model=self,
-            scheme=scheme,
-            expert_load=self.expert_load,
-            kept=self.kept,
-            sequence_tokens=self.sequence_tokens,
-        )
+        return LayerMemory(model=self, scheme=scheme, expert_load=self.expert_load)
 
     def _kept_per_token(self, scheme: Scheme, stage: int, num_layers: int) -> float:
         """What one micro-batch keeps on a stage."""

@@ -112,6 +112,7 @@ class Recompute:
         return self.num_layers_again(num_layers)
 
 
+EVERY_LAYER = Recompute(granularity="full", method="uniform", num_layers=1)
 NO_RECOMPUTE = Recompute()
 """All activations are kept."""
 

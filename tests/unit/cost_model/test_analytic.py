@@ -12,8 +12,8 @@ from megatron.hydraulis.cost_model import (
     Recompute,
     device_constants,
 )
+from megatron.hydraulis.cost_model.analytic import KERNELS
 from megatron.hydraulis.cost_model.device import DEVICE_NAMES, DEVICES
-from megatron.hydraulis.cost_model.software import TRAINING, software_of
 from megatron.hydraulis.errors import ConfigurationError, StrategyError
 from megatron.hydraulis.strategy import Scheme
 from tests.support.planning import LLAMA_7B, LLAMA_32B
@@ -83,16 +83,16 @@ def test_one_rank_by_hand() -> None:
     num_flops = 6 * num_entries + 2 * LLAMA_7B.num_embedding_parameters  # logits twice
     products_ms = 1e3 * num_flops / (A800.peak_flops_per_s * A800.matmul_fraction)
     hidden, ffn, vocabulary = 4096, LLAMA_7B.ffn_hidden_size, LLAMA_7B.vocab_size
-    row = TRAINING.hidden_passes * hidden + TRAINING.query_passes * 3 * hidden
-    row += TRAINING.ffn_passes * ffn
-    moved = 32 * 3 * row + TRAINING.logit_passes * vocabulary
+    row = KERNELS.hidden_passes * hidden + KERNELS.query_passes * 3 * hidden
+    row += KERNELS.ffn_passes * ffn
+    moved = 32 * 3 * row + KERNELS.logit_passes * vocabulary
     moved_ms = 2e3 * moved / A800.memory_bytes_per_s
     attention = 3.5 * 32 * 2 * hidden
     a_ms = 1e3 * attention / (A800.peak_flops_per_s * A800.attention_fraction)
     assert coefficients.a_ms_per_token2 == pytest.approx(a_ms)
-    short_ms = a_ms * TRAINING.half_rate_tokens
+    short_ms = a_ms * KERNELS.half_rate_tokens
     assert coefficients.b_ms_per_token == pytest.approx(products_ms + moved_ms + short_ms)
-    weights = TRAINING.weight_passes * 2 * LLAMA_7B.num_matrix_parameters_per_layer
+    weights = KERNELS.weight_passes * 2 * LLAMA_7B.num_matrix_parameters_per_layer
     layer_s = A800.layer_overhead_s + weights / A800.memory_bytes_per_s
     assert coefficients.c_ms == pytest.approx(1e3 * 32 * layer_s)
 
@@ -143,7 +143,7 @@ def test_recomputing_by_hand_on_one_stage() -> None:
     layer_ms = LLAMA_7B.num_matrix_parameters_per_layer * matrix_ms
     layer_ms += 1e3 * forward["elementwise"].per_token_s + short_ms
     mlp_ms = LLAMA_7B.num_mlp_parameters_per_layer * matrix_ms
-    moved = TRAINING.ffn_passes * LLAMA_7B.ffn_hidden_size
+    moved = KERNELS.ffn_passes * LLAMA_7B.ffn_hidden_size
     mlp_ms += 2e3 * moved / A800.memory_bytes_per_s
     cases = {
         Recompute(granularity="selective", modules=("core_attn",)): (8 * short_ms, 8),
@@ -161,7 +161,7 @@ def test_recomputing_by_hand_on_one_stage() -> None:
 
 def test_messages_of_recomputed_operations_are_sent_again() -> None:
     scheme = Scheme(tp=4, cp=2)
-    link_s = TRAINING.collective_latencies * model(LLAMA_7B).cluster.collective(4).latency_s
+    link_s = KERNELS.collective_latencies * model(LLAMA_7B).cluster.collective(4).latency_s
     launch_s = A800.layer_overhead_s / 2.5
     ring_s = model(LLAMA_7B).cluster.point_to_point(8).latency_s
     plain = model(LLAMA_7B).coefficients(scheme).c_ms
@@ -243,20 +243,6 @@ def test_a_window_shortens_long_sequences_only() -> None:
     attention = full.time_ms((4000,)) - full.b_ms_per_token * 4000 - full.c_ms
     saved = full.time_ms((4000,)) - half.time_ms((4000,))
     assert saved == pytest.approx(attention * (9 / 16) / 2)
-
-
-def test_kernels_differ_in_attention_norms_and_messages() -> None:
-    def terms(kernel: str) -> dict[str, float]:
-        of = replace(model(LLAMA_7B), software=software_of(kernel))
-        stage = of.stage_terms(Scheme(tp=2, pp=2), 16, is_last=False)
-        return {cause: term.seconds(2048**2, 2048) for cause, term in stage.items()}
-
-    ours, torch, flash = map(terms, ("hydraulis", "torch", "flash_attention2"))
-    assert ours["matmul"] == torch["matmul"] == flash["matmul"]
-    assert torch["attention"] > 2 * flash["attention"] == 2 * ours["attention"]
-    assert flash["elementwise"] > 2 * ours["elementwise"]
-    assert flash["tensor_parallel"] > ours["tensor_parallel"]
-    assert flash["logits"] == 0.0 < flash["boundary"]
 
 
 def test_fp32_has_the_rate_without_tensor_cores() -> None:

@@ -8,7 +8,7 @@ import pytest
 
 from megatron.hydraulis.__main__ import main
 from megatron.hydraulis.cost_model import ProfileCostModel
-from megatron.hydraulis.cost_model.analytic import AnalyticCostModel
+from megatron.hydraulis.cost_model.analytic import KERNELS, AnalyticCostModel
 from megatron.hydraulis.cost_model.device import device_constants
 from megatron.hydraulis.cost_model.estimate_command import estimated_profile, possible_schemes
 from megatron.hydraulis.cost_model.experts import SAFE_EXPERT_LOAD, num_layer_parameters, rank_load
@@ -72,10 +72,10 @@ def test_ranks_wait_for_the_one_whose_experts_have_most_tokens() -> None:
 
 
 def test_a_rank_launches_the_kernels_of_its_experts_alone() -> None:
-    shares = _MODEL.software.launch_share, _MODEL.software.expert_launch_share
+    share = KERNELS.expert_launch_share
     of_some, of_all = _terms("cp8ep8"), _terms("tp8")
     ratio = of_some["launch, constant"] / of_all["launch, constant"]
-    assert ratio == pytest.approx((shares[0] + 16 * shares[1]) / (shares[0] + 128 * shares[1]))
+    assert ratio == pytest.approx((1 + 16 * share) / (1 + 128 * share))
 
 
 def test_whole_experts_leave_room_for_more_tokens() -> None:

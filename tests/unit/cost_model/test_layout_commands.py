@@ -1,8 +1,7 @@
-"""``predict-layouts``, ``recommend-layout`` and ``estimate``, end to end."""
+"""``recommend-layout`` and ``estimate``, end to end."""
 
 import argparse
 import contextlib
-import csv
 import functools
 import io
 import json
@@ -17,7 +16,7 @@ import pytest
 
 from megatron.hydraulis.__main__ import main
 from megatron.hydraulis.advise import command as advise
-from megatron.hydraulis.cost_model import ProfileCostModel, recommend_layout_command
+from megatron.hydraulis.cost_model import ProfileCostModel, layouts
 from megatron.hydraulis.cost_model.analytic import AnalyticCostModel
 from megatron.hydraulis.cost_model.device import device_constants
 from megatron.hydraulis.cost_model.layer_arguments import given_layers
@@ -33,11 +32,6 @@ from megatron.hydraulis.strategy.notation import parse_scheme
 from tests.unit.argument_command import parse
 
 EXAMPLES = Path(__file__).parents[3] / "examples"
-COLUMNS = (
-    "model,seq_len,world_size,act_ckpt,kernel,micro_batch_size,tp,pp,sequence_parallel,layers,"
-    "hidden,ffn,vocab,gbs,remark"
-)
-ROW = "13B,2048,64,disabled,flash_attention2 + RMS kernel,1,2,1,,40,5120,13824,128000,2048,first"
 LLAMA_13B = [
     *("--num-layers", "40", "--hidden-size", "5120", "--num-attention-heads", "40"),
     *("--ffn-hidden-size", "13824", "--swiglu", "--untie-embeddings-and-output-weights"),
@@ -50,17 +44,6 @@ LLAMA_32B = [
     *("--make-vocab-size-divisible-by", "128"),
 ]
 JOB = ["--device", "a100-80g", "--num-ranks", "64", "--seq-length", "2048"]
-
-
-def predict(tmp_path: Path, *lines: str, device: str = "a100-80g") -> int:
-    (tmp_path / "in.csv").write_text("\n".join([COLUMNS, *lines]) + "\n")
-    flags = ["--layouts", str(tmp_path / "in.csv"), "--out", str(tmp_path / "out.csv")]
-    return main(["predict-layouts", *flags, "--device", device])
-
-
-def predicted(tmp_path: Path) -> list[dict[str, str]]:
-    with (tmp_path / "out.csv").open(newline="") as file:
-        return list(csv.DictReader(file))
 
 
 QWEN3_30B_A3B = [
@@ -130,70 +113,6 @@ def test_wrong_flags_of_experts_are_refused(typed: list[str], problem: str) -> N
         shape_of(parser.parse_args([*QWEN3_30B_A3B, *typed]))
 
 
-def test_predicted_columns_follow_those_that_were_given(tmp_path: Path) -> None:
-    second = ROW.replace("RMS kernel,1,2,1,,", "RMS kernel,8,1,1,True,").replace("first", "second")
-    assert predict(tmp_path, ROW, second) == 0
-    first, other = predicted(tmp_path)
-    added = "predicted_step_time_s,predicted_mfu,predicted_fits,predicted_memory_bytes"
-    assert ",".join(first) == f"{COLUMNS},{added}"
-    assert (first["remark"], other["remark"]) == ("first", "second")
-    assert (first["predicted_fits"], other["predicted_fits"]) == ("True", "False")
-    assert 25.0 < float(first["predicted_step_time_s"]) < 40.0
-    assert 0.4 < float(first["predicted_mfu"]) < 0.75
-    assert float(other["predicted_memory_bytes"]) > 85e9 > float(first["predicted_memory_bytes"])
-
-
-def test_a_predicted_file_may_be_predicted_again(tmp_path: Path) -> None:
-    assert predict(tmp_path, ROW) == 0
-    once = (tmp_path / "out.csv").read_text()
-    flags = ["--layouts", str(tmp_path / "out.csv"), "--out", str(tmp_path / "out.csv")]
-    assert main(["predict-layouts", *flags, "--device", "a100-80"]) == 0
-    assert (tmp_path / "out.csv").read_text() == once
-
-
-def test_a_summary_as_json(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    (tmp_path / "in.csv").write_text(f"{COLUMNS}\n{ROW}\n")
-    out = str(tmp_path / "out.csv")
-    flags = ["--layouts", str(tmp_path / "in.csv"), "--out", out, "--device", "h200", "--json"]
-    assert main(["predict-layouts", *flags]) == 0
-    summary = json.loads(capsys.readouterr().out)
-    assert summary == {"device": "h200", "num_layouts": 1, "num_fitting": 1, "out": out}
-
-
-@pytest.mark.parametrize(
-    ("old", "new", "message"),
-    [
-        ("flash_attention2 + RMS kernel", "xformers", "line 2: .*'xformers'.*'torch'.*'fused'"),
-        ("disabled", "some", "line 2: act_ckpt is one of 'disabled', 'every_layer' .*'some'"),
-        (",1,2,1,,", ",1,2,1,perhaps,", "line 2: sequence_parallel is one of"),
-        (",1,2,1,,", ",1.5,2,1,,", "line 2: micro_batch_size is a whole number .* it is '1.5'"),
-        ("2048,64", "1e300,64", "line 2: seq_len is a whole number of at most .* it is '1e300'"),
-        (",1,2,1,,", ",1,3,1,,", "line 2: layout tp 3, pp 1"),
-        (",first", "", "line 2: a row has a value for every column"),
-    ],
-)
-def test_invalid_rows(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], old: str, new: str, message: str
-) -> None:
-    assert predict(tmp_path, ROW.replace(old, new)) == 2
-    assert re.search(message, capsys.readouterr().err)
-    assert not (tmp_path / "out.csv").exists()
-
-
-def test_invalid_files_and_devices(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert predict(tmp_path, ROW, device="a100-81g") == 2
-    assert "a100-81g" in capsys.readouterr().err
-    flags = ["--out", str(tmp_path / "out.csv"), "--device", "a100-80g"]
-    assert main(["predict-layouts", "--layouts", str(tmp_path / "none.csv"), *flags]) == 2
-    assert "none.csv: must be a CSV file that can be read" in capsys.readouterr().err
-    (tmp_path / "short.csv").write_text("tp,pp\n1,1\n")
-    assert main(["predict-layouts", "--layouts", str(tmp_path / "short.csv"), *flags]) == 2
-    assert "has no seq_len, world_size" in capsys.readouterr().err
-    assert predict(tmp_path) == 2
-    assert "has 0 rows below its header" in capsys.readouterr().err
-    assert not (tmp_path / "out.csv").exists()
-
-
 @functools.cache
 def recommended(*flags: str) -> dict[str, Any]:
     """A search takes seconds."""
@@ -216,16 +135,6 @@ def test_ranked_layouts_fit_and_come_fastest_first() -> None:
         assert sum(row["time_s"].values()) == pytest.approx(row["predicted_step_time_s"])
 
 
-def test_software_that_keeps_gradients_in_bf16_fits_the_fastest_measured_layout() -> None:
-    """Measured (arXiv 2311.05610); with gradients in fp32 it does not fit."""
-    firsts = [
-        recommended(*flags)["ranked"][0]
-        for flags in ((), ("--kernel", "flash_attention2 + RMS kernel"))
-    ]
-    degrees = [(row["micro_batch_size"], row["tp"], row["pp"]) for row in firsts]
-    assert degrees == [(2, 2, 1), (1, 1, 1)]
-
-
 def test_nodes_that_are_not_filled(capsys: pytest.CaptureFixture[str]) -> None:
     flags = [*LLAMA_13B, *JOB, "--global-batch-size", "2048", "--ranks-per-node", "7"]
     assert main(["recommend-layout", *flags]) == 2
@@ -242,7 +151,7 @@ def test_each_rejected_layout_names_its_rule() -> None:
     assert rules[1, 2, 1, "full"] == "recompute_s"
     assert rules[4, 8, 1, None] == "tensor_parallel_s"
     assert rules[1, 8, 1, None] == "launch_s"
-    assert rules[4, 2, 4, None] in ("bubble_s", "wait_s", "imbalance_s")
+    assert rules[4, 2, 4, None] in ("bubble_s", "imbalance_s")
     assert {row["rule"] for row in content["rejected"]} == {"memory"}
     assert all(" GB" in row["why"] for row in content["rejected"])
     refused = recommended("--global-batch-size", "7")["refused"]
@@ -251,10 +160,7 @@ def test_each_rejected_layout_names_its_rule() -> None:
     assert any("64 stages but the model has 40" in why for why in divisions)
 
 
-def test_layouts_of_a_model_with_experts(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """Ranked with ep; a file of layouts has the same prediction."""
+def test_layouts_of_a_model_with_experts(capsys: pytest.CaptureFixture[str]) -> None:
     model = [*QWEN3_30B_A3B, *EXPERTS, "--device", "h100"]
     of_job = ["--num-ranks", "16", "--seq-length", "4096", "--global-batch-size", "64"]
     assert main(["recommend-layout", *model, *of_job, "--json"]) == 0
@@ -264,15 +170,6 @@ def test_layouts_of_a_model_with_experts(
     assert (first["ep"], first["tp"] <= 2) == (8, True)
     assert any(row["ep"] > row["tp"] and row["pp"] > 1 for row in found["ranked"])
     assert all(row["sequence_parallel"] for row in found["ranked"] if row["tp"] > 1)
-    columns = "seq_len,world_size,gbs,act_ckpt,kernel,micro_batch_size,tp,pp,ep,sequence_parallel"
-    recompute = "every_layer" if first["recompute"] else "disabled"
-    degrees = ",".join(str(first[name]) for name in columns.split(",")[5:])
-    (tmp_path / "in.csv").write_text(f"{columns}\n4096,16,64,{recompute},hydraulis,{degrees}\n")
-    files = ["--layouts", str(tmp_path / "in.csv"), "--out", str(tmp_path / "out.csv")]
-    assert main(["predict-layouts", *files, *model]) == 0
-    (row,) = predicted(tmp_path)
-    for name in ("predicted_step_time_s", "predicted_memory_bytes"):
-        assert float(row[name]) == pytest.approx(first[name], rel=1e-5)
     threes = [
         "--num-experts",
         "6",
@@ -289,10 +186,6 @@ def test_layouts_of_a_model_with_experts(
     refused = json.loads(capsys.readouterr().out)["refused"]
     whys = [row["why"] for row in refused if row["ep"] == 3]
     assert any("an ep above tp·cp is tp times a power of two" in why for why in whys)
-    (tmp_path / "in.csv").write_text(f"{COLUMNS}\n{ROW}\n")
-    assert main(["predict-layouts", *files, *model]) == 2
-    expected = "flags describe the model but the file has the columns layers, hidden, ffn, vocab"
-    assert expected in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("has_file", [False, True])
@@ -322,7 +215,7 @@ def test_readable_tables(
     advise.add_arguments(parser)
     namespace = parser.parse_args(shlex.split(following)[3:])
     given = argparse.ArgumentParser()
-    recommend_layout_command.add_arguments(given)
+    layouts.add_arguments(given)
     typed = given.parse_args([*model, *JOB, *flags])
     assert (shape := shape_of(namespace)) == shape_of(typed)
     assert given_layers(namespace, shape) == given_layers(typed, shape)
@@ -333,9 +226,6 @@ def test_impossible_layouts(capsys: pytest.CaptureFixture[str]) -> None:
     few = ["--device", "a100-40g", "--num-ranks", "1", "--seq-length", "2048"]
     assert main(["recommend-layout", *LLAMA_13B, *few, "--global-batch-size", "8"]) == 2
     assert "must fit in 40.0 GB of a100-40g" in capsys.readouterr().err
-    kernel = ["--global-batch-size", "64", "--kernel", "none"]
-    assert main(["recommend-layout", *LLAMA_13B, *JOB, *kernel]) == 2
-    assert "kernel 'none'" in capsys.readouterr().err
 
 
 def test_an_estimate_is_a_cost_profile(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
