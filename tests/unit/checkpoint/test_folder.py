@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
@@ -45,6 +46,34 @@ def test_files_of_an_earlier_attempt_are_removed(folder: CheckpointFolder) -> No
     begin(folder, 3)
     folder.remove_leftovers()
     assert list(folder.root.iterdir()) == []
+
+
+def test_what_a_name_stands_for_is_on_disk_before_the_name(
+    folder: CheckpointFolder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A machine that loses power keeps the order of fsync and of renames that were synced."""
+    events: list[str] = []
+    rename, fsync = Path.rename, os.fsync
+
+    def noted_rename(path: Path, target: Path) -> Path:
+        events.append(f"rename to {target.name}")
+        return rename(path, target)
+
+    def noted_fsync(descriptor: int) -> None:
+        events.append(f"sync {Path(os.readlink(f'/proc/self/fd/{descriptor}')).name}")
+        fsync(descriptor)
+
+    begin(folder, 7)
+    monkeypatch.setattr(Path, "rename", noted_rename)
+    monkeypatch.setattr(os, "fsync", noted_fsync)
+    folder.publish(7)
+    assert events == [
+        "rename to iter_0000007",
+        "sync checkpoints",
+        f"sync .saving-{LATEST_FILE_NAME}",
+        f"rename to {LATEST_FILE_NAME}",
+        "sync checkpoints",
+    ]
 
 
 def test_a_crash_during_a_replacement_keeps_the_old_checkpoint(folder: CheckpointFolder) -> None:

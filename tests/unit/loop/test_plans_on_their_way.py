@@ -16,6 +16,7 @@ from megatron.hydraulis.errors import PlanError
 from megatron.hydraulis.loop.batch_reader import BatchReader, PlannedData
 from megatron.hydraulis.loop.plan_feed import PlanExchange, PlanFeed, SampledBatches
 from megatron.hydraulis.loop.step import LogInterval
+from megatron.hydraulis.model_shape import AttentionWindow
 from megatron.hydraulis.planner.plan import PlanText
 from megatron.hydraulis.planner.planners import GreedyPlanner
 from megatron.hydraulis.strategy import Pool, Strategy
@@ -139,6 +140,24 @@ def test_a_line_for_several_iterations_counts_their_strategies() -> None:
     record = interval.mean_record
     assert record is not None
     assert record.strategy == "long"
+
+
+def test_sums_of_lengths_are_means_over_the_iterations_of_a_line() -> None:
+    """Upstream divides them by an iteration's mean time for FLOP/s."""
+    interval = LogInterval()
+    assert interval.mean_sums == interval.last_sums == (None, None)
+    interval.add(make_record(1), (3, 4))
+    interval.add(make_record(2), (5,))
+    assert interval.last_sums == (5.0, 25.0)
+    assert interval.mean_sums == ((7 + 5) / 2, (9 + 16 + 25) / 2)
+    interval.clear()
+    assert interval.mean_sums == (None, None)
+
+
+def test_squares_leave_out_what_a_window_hides() -> None:
+    interval = LogInterval(AttentionWindow(num_tokens=3, share=0.5))
+    interval.add(make_record(1), (2, 5))
+    assert interval.mean_sums == (7.0, 4 + 25 - 0.5 * (5 - 3) ** 2)
 
 
 def test_batches_planned_ahead_do_not_count_as_consumed(data: PlannedData) -> None:
