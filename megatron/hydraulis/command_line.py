@@ -11,6 +11,9 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, NoReturn
 
+from megatron.hydraulis.errors import Problems
+from megatron.hydraulis.ranges import RANGES_OF_COMMANDS
+
 _EXIT_WITHOUT_READER = 141
 """128 + SIGPIPE, as shells report a program whose output nobody reads."""
 PLACEHOLDER = "FLAGS"
@@ -40,7 +43,10 @@ class CommandParser(argparse.ArgumentParser):
         self._accept = accept
 
     def parse_args(self, args: Any = None, namespace: Any = None) -> Any:
-        """As argparse, but for words that are accepted."""
+        """As argparse, but for words that are accepted.
+
+        Raises ConfigurationError for a number outside the range of its option.
+        """
         namespace, rest = self.parse_known_args(args, namespace)
         if rest and self._accept is not None:
             rest, found = self._accept(self._words, rest)
@@ -48,7 +54,20 @@ class CommandParser(argparse.ArgumentParser):
             self._words = rest
         if rest:
             self.error(f"unrecognized arguments: {' '.join(rest)}")
+        self._check_ranges(namespace)
         return namespace
+
+    def _check_ranges(self, namespace: argparse.Namespace) -> None:
+        """Raise ConfigurationError for numbers outside the range of their option."""
+        problems = Problems()
+        for action in self._actions:
+            option = next(iter(action.option_strings), "")
+            value = getattr(namespace, action.dest, None)
+            if (bounds := RANGES_OF_COMMANDS.get(option)) is not None:
+                for each in value if isinstance(value, list) else [value]:
+                    if (line := bounds.problem(option, each)) is not None:
+                        problems.add(line)
+        problems.raise_any()
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
         """As argparse; keeps the words for `error`."""

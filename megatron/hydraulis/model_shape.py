@@ -8,6 +8,7 @@ from typing import Any
 
 from megatron.hydraulis.errors import ConfigurationError
 from megatron.hydraulis.json_object import JsonObject, read_json
+from megatron.hydraulis.ranges import RANGES, check_range
 
 NO_DROPOUT = (
     "dropout masks depend on the layout of the replicas, so the same batch would not give the same "
@@ -134,6 +135,9 @@ class ModelShape:
                     f"model: every size must be at least 1 but {field.name} is {value}; "
                     f"give a positive {field.name}"
                 )
+            option = f"--{field.name.replace('_', '-')}"
+            if value and option in RANGES:
+                check_range(option, value, f"model: {field.name}")
         if self.num_attention_heads % self.num_query_groups:
             raise ConfigurationError(
                 f"model: query groups must share the attention heads evenly but "

@@ -7,6 +7,7 @@ import io
 import json
 import shlex
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -31,7 +32,8 @@ from rich.text import Text
 _WIDTH_WITHOUT_TERMINAL = 100
 _BYTES_PER_MB = 1e6
 _BYTES_PER_GB = 1e9
-_LINE_INTERVAL_S = 10.0
+_LINE_INTERVAL_S = 8.0
+_CHECK_INTERVAL_S = 1.0
 
 OnProgress = Callable[[str, int, int], None]
 """Called with the name of a phase, the number of its completed steps, and of all its steps."""
@@ -79,6 +81,26 @@ class ProgressBars(Progress):
         self._prints_lines = is_shown and self.disable
         self._line_interval_s = line_interval_s
         self._last_line_s = time.monotonic()
+        self._has_ended: threading.Event | None = None
+
+    def start(self) -> None:
+        """See Progress. Lines come from a thread too, also while a long step gives no sign."""
+        super().start()
+        if self._prints_lines and self._line_interval_s and self._has_ended is None:
+            self._has_ended = threading.Event()
+            threading.Thread(target=self._print_lines, daemon=True).start()
+
+    def stop(self) -> None:
+        """See Progress."""
+        super().stop()
+        if self._has_ended is not None:
+            self._has_ended.set()
+
+    def _print_lines(self) -> None:
+        assert self._has_ended is not None  # set before the thread starts
+        while not self._has_ended.wait(min(self._line_interval_s, _CHECK_INTERVAL_S)):
+            if self.tasks:
+                self._print_line(self.tasks[-1].id)
 
     def advance(self, task_id: TaskID, advance: float = 1) -> None:
         """Counts steps as done."""
@@ -116,6 +138,14 @@ def phase_progress(*, prefix: str = "", is_shown: bool = True) -> Iterator[OnPro
             bars.update(tasks[what], completed=done, total=total)
 
         yield on_progress
+
+
+@contextmanager
+def shown_while(what: str) -> Iterator[None]:
+    """Shows on stderr how long work of one step takes."""
+    with phase_progress() as on_progress:
+        on_progress(what, 0, 1)
+        yield
 
 
 class ByteProgress:

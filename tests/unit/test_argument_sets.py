@@ -21,9 +21,9 @@ from megatron.hydraulis.flags.arguments import Resolved, parse_arguments
 from megatron.hydraulis.flags.config import HydraulisConfig
 from megatron.hydraulis.flags.defaults import chosen_layers
 from megatron.hydraulis.flags.options import HONOURED
-from megatron.hydraulis.flags.ranges import RANGES
 from megatron.hydraulis.library.planning import analytic_cost_model
 from megatron.hydraulis.loop.job import Job, UserHooks
+from megatron.hydraulis.ranges import RANGES
 from tests.support import tiny_corpus
 from tests.support.launch_arguments import SETS, header_of, options_of
 from tests.unit.argument_command import base_command, flag_parser, parse, write_corpus

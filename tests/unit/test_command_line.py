@@ -4,6 +4,7 @@ import importlib
 import re
 import subprocess
 import sys
+import time
 
 import pytest
 from rich.progress import MofNCompleteColumn
@@ -11,6 +12,7 @@ from rich.progress import MofNCompleteColumn
 from megatron.hydraulis.__main__ import COMMANDS, TRAIN, main
 from megatron.hydraulis.command_line import NEVER_ABBREVIATIONS, CommandParser, add_pool_argument
 from megatron.hydraulis.errors import ConfigurationError
+from megatron.hydraulis.ranges import RANGES_OF_COMMANDS
 from megatron.hydraulis.terminal import (
     ProgressBars,
     TimeLeftColumn,
@@ -65,6 +67,29 @@ def test_a_flag_that_was_shortened_is_no_mistake() -> None:
     parser.add_argument("--lengths")
     assert parser.parse_args(["--len", "x"]).lengths == "x"
     assert parser.suggestions() == ""
+
+
+def test_every_number_of_a_command_has_a_range() -> None:
+    for command in COMMANDS:
+        if command is not TRAIN:
+            numbers = [
+                action.option_strings[0]
+                for action in parser_of(command.module)._actions
+                if action.type in (int, float) and action.option_strings
+            ]
+            without = set(numbers) - RANGES_OF_COMMANDS.keys()
+            assert not without, (command.name, without)
+
+
+@pytest.mark.parametrize("value", ["nan", "-1", "1e30"])
+def test_numbers_out_of_range_are_refused_together(value: str) -> None:
+    parser = CommandParser()
+    parser.add_argument("--num-ranks", type=int)
+    parser.add_argument("--moe-aux-loss-coeff", type=float, nargs="+")
+    parser.parse_args(["--moe-aux-loss-coeff", "0.1", "0", "--num-ranks", "131072"])
+    with pytest.raises(ConfigurationError, match="--num-ranks must be at most 131,072") as raised:
+        parser.parse_args(["--moe-aux-loss-coeff", "0.1", value, "--num-ranks", "131073"])
+    assert "--moe-aux-loss-coeff must be" in str(raised.value)
 
 
 def test_no_option_of_training_is_an_abbreviation_in_another_command() -> None:
@@ -187,6 +212,14 @@ def test_another_broken_pipe_is_an_error() -> None:
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
     assert done.returncode == 1
     assert "BrokenPipeError: to a worker" in done.stderr
+
+
+def test_progress_is_shown_while_one_step_takes_long(capsys: pytest.CaptureFixture[str]) -> None:
+    with ProgressBars(line_interval_s=0.01) as bars:
+        bars.add_task("waits", total=1)
+        while not (lines := capsys.readouterr().err):
+            time.sleep(0.01)
+    assert lines.startswith("waits (")
 
 
 def test_progress_is_shown_in_lines_without_a_terminal(capsys: pytest.CaptureFixture[str]) -> None:

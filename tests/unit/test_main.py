@@ -145,7 +145,7 @@ def test_preprocess_honours_its_flags(tmp_path: Path) -> None:
             [],
             "in.jsonl, line 3: the text is under key 'text' but the line has body; set --json-key",
         ),
-        (["--workers", "0"], "--workers is at least 1 but is 0"),
+        (["--workers", "0"], "--workers must be at least 1 but is 0"),
         (["--output-prefix", "x.bin"], "path without .bin or .idx"),
         (["--input", "/nowhere"], "input /nowhere does not exist"),
         (["--tokenizer-type", "HuggingFaceTokenizer"], "--tokenizer-model, which is missing"),

@@ -120,7 +120,7 @@ def test_placement(
         ("tp2ep4", 2, "tp2ep4 has tp·cp = 2 ranks a stage and ep 4; use an ep that divides 2"),
         ("ep2~", 2, "'~' belongs behind the degree of cp, not of ep"),
         ("tp1", 0, "at least 1 rank but has 0"),
-        ("999999999*tp1", 999999999, "at most 1048576 ranks here but this one has 999999999"),
+        ("999999999*tp1", 999999999, "at most 131072 ranks here but this one has 999999999"),
     ],
 )
 def test_bad_text_names_rule_numbers_and_fix(text: str, num_ranks: int, message: str) -> None:

@@ -40,7 +40,6 @@ from megatron.hydraulis.lengths.command import (
     add_batch_arguments,
     add_lengths_arguments,
     batch_sizes,
-    check_seed,
     print_batch,
 )
 from megatron.hydraulis.lengths.counts import read_length_counts
@@ -343,19 +342,20 @@ def run(namespace: argparse.Namespace) -> int:
     Raises ConfigurationError, StrategyError or DataError for invalid files and flags, PlanError if
     no scheme holds the longest sequence.
     """
-    check_seed(namespace.seed)
     num_ranks, ranks_per_node = job_ranks(namespace)
     sizes = batch_sizes(namespace)
     counts = read_length_counts(namespace.lengths)
     counts = counts.cut(namespace.seq_length, namespace.long_sequences)
-    costs = _costs(namespace, num_ranks, ranks_per_node)
     num_batches = namespace.num_batches
     if num_batches is None:
         mean_length = counts.num_tokens / counts.num_sequences if sizes.in_tokens else 1.0
         num_batches = int(_MOST_SEQUENCES * mean_length / sizes.largest)
         num_batches = max(_FEWEST_BATCHES, min(num_batches, _NUM_BATCHES))
-    batches = draw_batches(counts, sizes, num_batches, namespace.seed)
-    with phase_progress(is_shown=not namespace.json) as on_progress, native_prints_to_stderr():
+    with phase_progress() as on_progress, native_prints_to_stderr():
+        on_progress("costs", 0, 1)
+        costs = _costs(namespace, num_ranks, ranks_per_node)
+        on_progress("costs", 1, 1)
+        batches = draw_batches(counts, sizes, num_batches, namespace.seed)
         advice = advise(
             costs,
             batches,

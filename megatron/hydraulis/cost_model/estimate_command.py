@@ -37,6 +37,7 @@ from megatron.hydraulis.terminal import (
     print_json,
     print_next_proposal,
     results_console,
+    shown_while,
 )
 
 _NS_PER_MS, _US_PER_MS = 1e6, 1e3
@@ -78,23 +79,23 @@ def run(namespace: argparse.Namespace) -> int:
     shape = shape_of(namespace)
     device = device_constants(namespace.device)
     num_parameter_bytes = parameter_bytes(namespace)
-    schemes, num_ranks, ranks_per_node, pool = _schemes(
-        namespace,
-        shape,
-        gradient_bytes=wire_bytes(
-            num_parameter_bytes, reduces_in_bf16=namespace.grad_reduce_in_bf16
-        ),
-    )
-    model = AnalyticCostModel(
-        shape=shape,
-        device=device,
-        cluster=device.cluster(num_ranks, ranks_per_node),
-        parameter_bytes=num_parameter_bytes,
-        pool=pool,
-        **given_settings(namespace, shape),
+    num_gradient_bytes = wire_bytes(
+        num_parameter_bytes, reduces_in_bf16=namespace.grad_reduce_in_bf16
     )
     is_given = namespace.pool is not None or namespace.schemes is not None
-    profile = estimated_profile(model, schemes, keeps_all=is_given)
+    with shown_while("estimate"):
+        schemes, num_ranks, ranks_per_node, pool = _schemes(
+            namespace, shape, gradient_bytes=num_gradient_bytes
+        )
+        model = AnalyticCostModel(
+            shape=shape,
+            device=device,
+            cluster=device.cluster(num_ranks, ranks_per_node),
+            parameter_bytes=num_parameter_bytes,
+            pool=pool,
+            **given_settings(namespace, shape),
+        )
+        profile = estimated_profile(model, schemes, keeps_all=is_given)
     if namespace.out is not None:
         write_output(namespace.out, profile.to_json())
     if namespace.json:
@@ -233,11 +234,10 @@ def _schemes(
         num_ranks, ranks_per_node = pool.num_ranks, pool.ranks_per_node
         footprint = PoolFootprint.of(pool, shape, gradient_bytes=gradient_bytes)
     else:
-        if namespace.num_ranks is None or namespace.num_ranks < 1:
-            given = "is missing" if namespace.num_ranks is None else f"is {namespace.num_ranks}"
+        if namespace.num_ranks is None:
             raise ConfigurationError(
-                f"an estimate without --pool needs --num-ranks of at least 1, over which the "
-                f"optimizer's state is spread, but it {given}; give it"
+                "an estimate without --pool needs --num-ranks, over which the optimizer's state is "
+                "spread, but it is missing; give it"
             )
         num_ranks, ranks_per_node = job_ranks(namespace)
         if namespace.schemes is None:

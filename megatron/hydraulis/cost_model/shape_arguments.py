@@ -305,13 +305,6 @@ def shape_of(namespace: argparse.Namespace) -> ModelShape:
     multiple = namespace.make_vocab_size_divisible_by
     if multiple is None:
         multiple = VOCABULARY_MULTIPLE
-    for flag, value in (
-        ("--hidden-size", hidden),
-        ("--num-attention-heads", heads),
-        ("--make-vocab-size-divisible-by", multiple),
-    ):
-        if value < 1:
-            raise ConfigurationError(f"{flag} is at least 1 but is {value}; give a positive number")
     is_latent = namespace.multi_latent_attention
     if namespace.kv_channels is None and hidden % heads and not is_latent:
         raise ConfigurationError(

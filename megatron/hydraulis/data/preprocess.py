@@ -163,8 +163,6 @@ def run(namespace: argparse.Namespace) -> int:
         ConfigurationError: invalid flags.
         DataError: as ``preprocess``.
     """
-    if namespace.workers < 1:
-        raise ConfigurationError(f"--workers is at least 1 but is {namespace.workers}; raise it")
     if namespace.output_prefix.endswith(_MODEL_SUFFIXES):
         raise ConfigurationError(
             f"--output-prefix is a path without .bin or .idx but is '{namespace.output_prefix}'; "

@@ -13,6 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from megatron.hydraulis.errors import ConfigurationError, DataError
+from megatron.hydraulis.ranges import MAX_DRAWN_SEQUENCES
 
 MAX_WAITING_SEQUENCES = 16
 """Number of sequences that may wait for the next batch, under a token budget.
@@ -141,6 +142,19 @@ class BatchSizes:
             f"{text}; it begins with {self.smallest:,} and grows {len(self.steps) - 1} times, last "
             f"after {self.steps[-1][0]:,} {self.unit}"
         )
+
+    def check_num_drawn(self, num_batches: int, mean_length: float) -> None:
+        """Raise ConfigurationError if a command that draws batches would hold too many sequences.
+
+        mean_length: of the corpus's sequences, in tokens.
+        """
+        num_sequences = num_batches * self.largest / (mean_length if self.in_tokens else 1.0)
+        if num_sequences > MAX_DRAWN_SEQUENCES:
+            raise ConfigurationError(
+                f"at most {MAX_DRAWN_SEQUENCES:,} sequences are drawn but {num_batches:,} batches "
+                f"of {self.largest:,} {self.unit} have about {num_sequences:,.0f}; draw fewer or "
+                f"smaller batches"
+            )
 
     def num_consumed(self, batch: GlobalBatch) -> int:
         """What a batch consumes, in the unit of the sizes."""

@@ -14,8 +14,8 @@ from typing import Any, Literal
 from megatron.hydraulis.data.index import LongSequences
 from megatron.hydraulis.data.weights import LossNormalization
 from megatron.hydraulis.errors import ConfigurationError, Problems
-from megatron.hydraulis.flags.ranges import RANGES
 from megatron.hydraulis.observability.trace import TraceWindow
+from megatron.hydraulis.ranges import RANGES
 
 # Set by the launcher, so every rank of a job reads the same value. torchrun without --rdzv-id sets
 # "none".

@@ -22,8 +22,8 @@ from megatron.hydraulis.flags.options import (
     refusal,
     row_of,
 )
-from megatron.hydraulis.flags.ranges import RANGES
 from megatron.hydraulis.flags.rows import Honoured, Need, Refused, Row, Taken
+from megatron.hydraulis.ranges import RANGES
 
 _USAGE = "torchrun [TORCHRUN OPTIONS] --no-python hydraulis train [FLAGS]"
 _DESCRIPTION = (

@@ -17,11 +17,10 @@ from megatron.hydraulis.data.index import LONG_SEQUENCES, LongSequences
 from megatron.hydraulis.data.sampler import BatchSizes
 from megatron.hydraulis.errors import ConfigurationError
 from megatron.hydraulis.lengths.counts import LengthCounts, read_length_counts
+from megatron.hydraulis.ranges import check_range
 from megatron.hydraulis.terminal import figures_table, print_json, print_next, results_console
 
 PERCENTILES = (1, 5, 10, 25, 50, 75, 90, 95, 99, 99.9)
-_MAX_SEED = 2**31 - 1
-"""Of the solver."""
 _BAR_WIDTH = 12
 _HOW = {
     "split": "cut into pieces",
@@ -302,8 +301,7 @@ def run(namespace: argparse.Namespace) -> int:
 
 def check_seed(seed: int) -> None:
     """Raises ConfigurationError for a seed that the solver does not accept."""
-    if not 0 <= seed <= _MAX_SEED:
-        raise ConfigurationError(f"--seed is from 0 to {_MAX_SEED} but is {seed}; give another one")
+    check_range("--seed", seed)
 
 
 def length_tables(statistics: LengthStatistics) -> Iterator[Table]:

@@ -13,6 +13,7 @@ import numpy.typing as npt
 from megatron.hydraulis.data.index import LongSequences, read_index
 from megatron.hydraulis.errors import ConfigurationError, DataError
 from megatron.hydraulis.json_object import parse_json, read_text
+from megatron.hydraulis.ranges import MAX_SHUFFLED_SEQUENCES
 
 _IDX, _CSV = ".idx", ".csv"
 _HEADER = "length_tokens,count"
@@ -79,7 +80,15 @@ class LengthCounts:
 
     @property
     def sequences(self) -> IntArray:
-        """Tokens of every sequence, ascending: shape (num_sequences,)."""
+        """Tokens of every sequence, ascending: shape (num_sequences,).
+
+        Raises DataError for more sequences than a command holds in memory.
+        """
+        if self.num_sequences > MAX_SHUFFLED_SEQUENCES:
+            raise DataError(
+                f"lengths: at most {MAX_SHUFFLED_SEQUENCES:,} sequences are shuffled but there are "
+                f"{self.num_sequences:,}; divide the counts by a common factor"
+            )
         return np.repeat(self.lengths, self.counts)
 
     def cut(self, seq_length: int | None, how: LongSequences) -> "LengthCounts":

@@ -19,7 +19,7 @@ from megatron.hydraulis.json_object import write_output
 from megatron.hydraulis.lengths.counts import read_lengths
 from megatron.hydraulis.planner.planned import WIDTH, plan_batch, replica_table, summary
 from megatron.hydraulis.strategy import Pool
-from megatron.hydraulis.terminal import print_json, results_console
+from megatron.hydraulis.terminal import print_json, results_console, shown_while
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -67,18 +67,19 @@ def run(namespace: argparse.Namespace) -> int:
     lengths = read_lengths(namespace.lengths)
     pool, path = Pool.read(namespace.pool), namespace.cost_profile
     profile = ProfileCostModel.read(path)
-    costs = job_options(namespace).costs_of_pool(
-        profile, pool, tp_degrees=(pool.tp_lcm,), path=path
-    )
-    cost_model = costs.profile
-    planned = plan_batch(
-        lengths,
-        pool,
-        cost_model,
-        row_quantum=namespace.row_quantum_tokens,
-        seed=namespace.seed,
-        time_limit_s=namespace.plan_time_limit,
-    )
+    with shown_while(f"plan of {len(lengths):,} sequences"):
+        costs = job_options(namespace).costs_of_pool(
+            profile, pool, tp_degrees=(pool.tp_lcm,), path=path
+        )
+        cost_model = costs.profile
+        planned = plan_batch(
+            lengths,
+            pool,
+            cost_model,
+            row_quantum=namespace.row_quantum_tokens,
+            seed=namespace.seed,
+            time_limit_s=namespace.plan_time_limit,
+        )
     plan = planned.plan
     if namespace.out is not None:
         write_output(namespace.out, plan.to_json())

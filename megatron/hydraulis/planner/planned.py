@@ -12,7 +12,6 @@ from rich.table import Table
 from megatron.hydraulis.cost_model.interface import CostModel
 from megatron.hydraulis.cost_model.limits import Limits
 from megatron.hydraulis.cost_model.pipeline import pipeline_schedule
-from megatron.hydraulis.errors import ConfigurationError
 from megatron.hydraulis.lengths.command import check_seed
 from megatron.hydraulis.observability.trace import Span
 from megatron.hydraulis.observability.trace_analysis import Spans
@@ -25,6 +24,7 @@ from megatron.hydraulis.planner.plan import (
 from megatron.hydraulis.planner.planners import CertifiedPlanner
 from megatron.hydraulis.planner.replica_plan import ReplicaPlan
 from megatron.hydraulis.planner.solver import native_prints_to_stderr
+from megatron.hydraulis.ranges import check_range
 from megatron.hydraulis.strategy import Pool, Replica
 from megatron.hydraulis.strategy.notation import ranks_text
 from megatron.hydraulis.terminal import figures_table, notebook_html, table_text
@@ -147,10 +147,8 @@ def plan_batch(
     Raises ConfigurationError for an invalid seed or limit, StrategyError for a scheme without
     costs, PlanError if no strategy holds the batch.
     """
-    if time_limit_s is not None and not time_limit_s > 0.0:
-        raise ConfigurationError(
-            f"--plan-time-limit is more than 0 s but is {time_limit_s} s; raise it or leave it out"
-        )
+    if time_limit_s is not None:
+        check_range("--plan-time-limit", time_limit_s)
     check_seed(seed)
     limits = Limits(cost_model, row_quantum=row_quantum)
     planner = CertifiedPlanner(pool, cost_model, limits, seed=seed, time_limit_s=time_limit_s)

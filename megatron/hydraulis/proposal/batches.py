@@ -8,6 +8,7 @@ import numpy as np
 from megatron.hydraulis.data.sampler import BatchSizes
 from megatron.hydraulis.errors import ConfigurationError
 from megatron.hydraulis.lengths.counts import LengthCounts
+from megatron.hydraulis.ranges import check_range
 
 _DRAWN_AT_ONCE = 4096
 
@@ -19,18 +20,17 @@ def draw_batches(
 
     With a budget of tokens, the first sequence that does not fit begins the next batch.
 
-    Raises ConfigurationError if the longest sequence is longer than the budget.
+    Raises ConfigurationError if the longest sequence is longer than the budget, and as
+    `BatchSizes.check_num_drawn`.
     """
-    if num_batches < 1:
-        raise ConfigurationError(
-            f"a proposal needs at least 1 batch but --num-batches is {num_batches}; raise it"
-        )
+    check_range("--num-batches", num_batches)
     budget = size.largest if size.in_tokens else None
     if budget is not None and counts.longest > budget:
         raise ConfigurationError(
             f"a global batch must hold the longest sequence: {counts.longest} tokens are more "
             f"than --global-batch-tokens {budget}; raise it or lower --seq-length"
         )
+    size.check_num_drawn(num_batches, counts.num_tokens / counts.num_sequences)
     generator = np.random.default_rng(seed)
     shares = counts.counts / counts.counts.sum()
     batches: list[tuple[int, ...]] = []

@@ -103,17 +103,18 @@ def run(namespace: argparse.Namespace) -> int:
     counts = counts.cut(namespace.seq_length, namespace.long_sequences)
     sizes = batch_sizes(namespace)
     profile_path = namespace.cost_profile
-    costs = job_options(namespace).costs(
-        ProfileCostModel.read(profile_path),
-        num_ranks=num_ranks,
-        ranks_per_node=ranks_per_node,
-        path=profile_path,
-    )
-    with phase_progress(is_shown=not namespace.json) as on_progress, native_prints_to_stderr():
+    profile = ProfileCostModel.read(profile_path)
+    with phase_progress() as on_progress, native_prints_to_stderr():
+        on_progress("costs", 0, 1)
+        costs = job_options(namespace).costs(
+            profile, num_ranks=num_ranks, ranks_per_node=ranks_per_node, path=profile_path
+        )
+        costs = costs.with_widths()
+        on_progress("costs", 1, 1)
         proposal = propose_for_corpus(
             counts,
             sizes,
-            costs.with_widths().profile,
+            costs.profile,
             num_ranks=num_ranks,
             ranks_per_node=ranks_per_node,
             schemes=allowed,

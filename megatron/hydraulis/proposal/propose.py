@@ -12,7 +12,7 @@ from rich.table import Table
 
 from megatron.hydraulis.cost_model.profile import ProfileCostModel
 from megatron.hydraulis.data.sampler import BatchSizes
-from megatron.hydraulis.errors import ConfigurationError, PlanError
+from megatron.hydraulis.errors import PlanError
 from megatron.hydraulis.lengths.command import check_seed
 from megatron.hydraulis.lengths.counts import LengthCounts
 from megatron.hydraulis.proposal.batches import Regime, draw_batches, regimes_of
@@ -26,6 +26,7 @@ from megatron.hydraulis.proposal.explore import (
     single_scheme_mixes,
     with_longest_sequence,
 )
+from megatron.hydraulis.ranges import check_range
 from megatron.hydraulis.strategy import Pool, Scheme, Strategy
 from megatron.hydraulis.terminal import OnProgress, figures_table, notebook_html, table_text
 
@@ -248,10 +249,7 @@ def propose(
     sequence.
     """
     start_s = time.perf_counter()
-    if max_strategies < 1:
-        raise ConfigurationError(
-            f"a pool holds at least 1 strategy but --max-strategies is {max_strategies}; raise it"
-        )
+    check_range("--max-strategies", max_strategies)
     longest = max(longest, *(max(batch) for batch in batches))
     if longest > candidates.longest:
         raise PlanError(

@@ -41,8 +41,10 @@ def sample_batches(
 ) -> list[tuple[int, ...]]:
     """Global batches as the training program samples them.
 
-    lengths: shape (num_sequences,), the corpus. Raises ConfigurationError as LengthSampler does.
+    lengths: shape (num_sequences,), the corpus. Raises ConfigurationError as LengthSampler and
+    `BatchSizes.check_num_drawn` do.
     """
+    sizes.check_num_drawn(num_batches, float(np.mean(lengths)))
     groups = [SequenceGroup(0, len(lengths), 1.0)]
     sampler = LengthSampler(np.asarray(lengths), groups, seed=seed, sizes=sizes)
     return [sampler.next_batch().lengths for _ in range(num_batches)]

@@ -156,6 +156,7 @@ def run(namespace: argparse.Namespace) -> int:
         native_prints_to_stderr(),
         BatchPlanning(namespace.processes) as planning,
     ):
+        on_progress("batches", 0, 1)
         comparison = compare_ways(
             counts,
             sizes,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -18,6 +17,7 @@ from megatron.hydraulis.lengths.command import check_seed
 from megatron.hydraulis.lengths.counts import LengthCounts
 from megatron.hydraulis.model_shape import ModelShape
 from megatron.hydraulis.observability.pictures import figure_svg
+from megatron.hydraulis.ranges import check_range
 from megatron.hydraulis.simulator.batches import BatchPlanning, sample_batches
 from megatron.hydraulis.simulator.output import result_table, results_figure, strategy_use_table
 from megatron.hydraulis.simulator.results import SimulationSettings, WayResult, simulate_way
@@ -155,8 +155,7 @@ def compare_ways(
     for a scheme without costs, PlanError if no strategy holds a batch, DataError as
     `LengthCounts.cut`.
     """
-    if num_iterations < 1:
-        raise ConfigurationError(f"--iterations is at least 1 but is {num_iterations}; raise it")
+    check_range("--iterations", num_iterations)
     unknown = [name for name in names if name not in WAYS]
     if unknown:
         raise ConfigurationError(
@@ -164,10 +163,8 @@ def compare_ways(
             f"{', '.join(map(repr, WAYS))}"
         )
     check_seed(seed)
-    if plan_time_s is not None and not 0.0 <= plan_time_s < math.inf:
-        raise ConfigurationError(
-            f"--plan-time is finite and not negative but is {plan_time_s} s; give 0 for none"
-        )
+    if plan_time_s is not None:
+        check_range("--plan-time", plan_time_s)
     settings = SimulationSettings(
         shape=shape if costs.model is None else costs.model.shape,
         regroup=costs.profile.regroup,

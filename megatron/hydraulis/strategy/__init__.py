@@ -2,6 +2,6 @@
 
 from megatron.hydraulis.strategy.pool import Pool
 from megatron.hydraulis.strategy.scheme import Position, Replica, Scheme
-from megatron.hydraulis.strategy.strategy import MAX_RANKS, Strategy
+from megatron.hydraulis.strategy.strategy import Strategy
 
-__all__ = ["MAX_RANKS", "Pool", "Position", "Replica", "Scheme", "Strategy"]
+__all__ = ["Pool", "Position", "Replica", "Scheme", "Strategy"]

@@ -9,11 +9,9 @@ from typing import Any
 
 from megatron.hydraulis.errors import StrategyError
 from megatron.hydraulis.model_shape import ModelShape
+from megatron.hydraulis.ranges import MAX_RANKS
 from megatron.hydraulis.strategy.notation import format_terms, parse_terms, place_terms
 from megatron.hydraulis.strategy.scheme import Replica, Scheme, place
-
-MAX_RANKS = 1 << 20
-"""Limit for a job: more ranks are a typing error or a damaged file, and each takes memory."""
 
 
 @dataclass(frozen=True, slots=True)

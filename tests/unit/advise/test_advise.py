@@ -227,8 +227,11 @@ def test_flops_of_causal_attention() -> None:
     [
         ([], "neither --device nor --cost-profile"),
         (["--device", "a100-40g", "--seq-length", "0"], "--seq-length"),
-        (["--device", "a100-80g", "--num-ranks", "0"], "a job needs at least 1 rank but has 0"),
+        (["--device", "a100-80g", "--num-ranks", "0"], "--num-ranks must be at least 1 but is 0"),
         (["--device", "none"], "device 'none'"),
+        (["--global-batch-size", str(10**12)], "at most 2,147,483,647 but is 1000000000000"),
+        (["--device", "a100-80g", "--bf16", "--global-batch-size", str(10**9)], "4,000,000,000"),
+        (["--num-batches", str(10**9)], "--num-batches must be at most 100,000"),
     ],
 )
 def test_bad_input_is_refused_in_a_line(

@@ -100,6 +100,10 @@ BAD_CONFIGS: dict[str, tuple[dict[str, Any], list[str]]] = {
         {"num_hidden_layers": 4, "layer_types": None},
         ["model.layers.3", "missing"],
     ),
+    "a billion layers": (
+        {"num_hidden_layers": 10**9, "layer_types": None},
+        ["num_hidden_layers", "at most 10,000", "1000000000"],
+    ),
     "another shape": ({"vocab_size": 60}, ["embed_tokens", "(60, 32)", "(61, 32)"]),
     "untied": ({"tie_word_embeddings": False}, ["lm_head.weight", "missing"]),
 }

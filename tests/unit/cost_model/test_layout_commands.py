@@ -529,8 +529,11 @@ def test_a_tp_that_does_not_cut_the_model_is_not_estimated(
     ("flags", "message"),
     [
         (["--schemes", "2*tp8", "--num-ranks", "64"], r"without copies and ranks.*'2\*tp8'"),
-        (["--schemes", "tp8"], "needs --num-ranks of at least 1"),
-        (["--num-ranks", "8", "--ranks-per-node", "0"], "needs at least 1 rank but 0 are given"),
+        (["--schemes", "tp8"], "without --pool needs --num-ranks"),
+        (
+            ["--num-ranks", "8", "--ranks-per-node", "0"],
+            "-node must be at least 1 but is 0",
+        ),
         (["--schemes", "tp8pp2", "--num-ranks", "8"], "a replica has 16 ranks but the job 8"),
         (["--pool", "POOL", "--num-ranks", "64"], "--pool gives the ranks"),
         (["--schemes", "tp8", "--num-ranks", "8", "--recompute-granularity", "full"], "method"),

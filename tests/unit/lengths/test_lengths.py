@@ -119,7 +119,7 @@ def test_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert figures["cut"]["num_tokens"] == 6000
     assert main([*flags, "--picture", str(tmp_path / "picture")]) == 2
     assert main(["lengths", "--lengths", str(lengths), "--seq-length", "0"]) == 2
-    assert "at least 1 token but --seq-length is 0" in capsys.readouterr().err
+    assert "--seq-length must be at least 1 but is 0" in capsys.readouterr().err
 
 
 def test_equal_lengths_are_drawn(tmp_path: Path) -> None:

@@ -133,10 +133,10 @@ def test_seed_and_time_limit(tmp_path: Path, capsys: pytest.CaptureFixture[str])
     assert "(time limit)" in capsys.readouterr().out
     check_example(out)
     assert main(["plan", *EXAMPLE_FLAGS, "--plan-time-limit", "0"]) == 2
-    assert "--plan-time-limit is more than 0 s but is 0.0 s" in capsys.readouterr().err
+    assert "--plan-time-limit must be above 0 but is 0.0" in capsys.readouterr().err
     for seed in ("-1", str(2**31)):
         assert main(["plan", *EXAMPLE_FLAGS, "--seed", seed]) == 2
-        assert f"--seed is from 0 to 2147483647 but is {seed}" in capsys.readouterr().err
+        assert re.search(f"--seed must be .* but is {seed};", capsys.readouterr().err)
 
 
 def test_replicas_are_explained(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -136,7 +136,7 @@ def test_a_pool_holds_sequences_that_were_not_drawn() -> None:
         CertifiedPlanner(found.pool, MODEL).plan(batch)
     with pytest.raises(PlanError, match=r"the longest has 12001 tokens .* is 12000"):
         propose(candidates, MODEL, batches, max_strategies=2, longest=12001)
-    with pytest.raises(ConfigurationError, match="at least 1 strategy but --max-strategies is 0"):
+    with pytest.raises(ConfigurationError, match="--max-strategies must be at least 1 but is 0"):
         propose(candidates, MODEL, batches, max_strategies=0, longest=10)
 
 
@@ -416,9 +416,10 @@ def test_a_pool_is_no_slower_than_a_static_strategy_however_regrouping_counts(
     [
         (["--schemes", "tp3"], "tp3 is none of tp"),
         (["--global-batch-tokens", "5000"], "give one"),
-        (["--seed", "-1"], "--seed is from 0 to 2147483647 but is -1"),
-        (["--num-batches", "0"], "--num-batches is 0"),
-        (["--num-ranks", "0"], "a job needs at least 1 rank but has 0"),
+        (["--seed", "-1"], "--seed must be at least 0 but is -1"),
+        (["--num-batches", "0"], "--num-batches must be at least 1 but is 0"),
+        (["--num-ranks", "0"], "--num-ranks must be at least 1 but is 0"),
+        (["--num-ranks", "1048576"], "--num-ranks must be at most 131,072 but is 1048576"),
         (["--seq-length", "1000", "--long-sequences", "error"], "2000|3 have more|have more"),
         (["--out", "/no/such/folder/pool.json"], "must be a path that can be written"),
     ],

@@ -22,6 +22,7 @@ from megatron.hydraulis.checkpoint.hugging_face.model import (
 )
 from megatron.hydraulis.errors import ConfigurationError
 from megatron.hydraulis.json_object import JsonObject
+from megatron.hydraulis.ranges import check_range
 
 CONFIG_NAME = "config.json"
 _LLAMA3: Mapping[str, float] = {
@@ -153,6 +154,7 @@ def model_from_config(content: Any, what: str) -> HuggingFaceModel:
         if key != _NUM_PREDICTING:
             _only(config, key, value)
     num_layers = config.integer("num_hidden_layers")
+    check_range("--num-layers", num_layers, f"{what}: num_hidden_layers")
     types = config.array("layer_types") if config.has("layer_types") else []
     if name == "qwen3_next":
         if sorted(config.integers("mlp_only_layers")) != list(range(num_layers)):
@@ -216,7 +218,10 @@ def model_from_config(content: Any, what: str) -> HuggingFaceModel:
 
 def num_predicting_layers(content: Any, what: str) -> int:
     """Layers of multi-token prediction after the others, which Megatron's model goes without."""
-    return without_nulls(content, what).integer(_NUM_PREDICTING, default=0)
+    num_layers = without_nulls(content, what).integer(_NUM_PREDICTING, default=0)
+    if num_layers:
+        check_range("--num-layers", num_layers, f"{what}: {_NUM_PREDICTING}")
+    return num_layers
 
 
 def _latents(config: JsonObject) -> Latents:

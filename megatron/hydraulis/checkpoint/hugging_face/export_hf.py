@@ -82,10 +82,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(namespace: argparse.Namespace) -> int:
     """Export as the flags say. Raises as `export_checkpoint`."""
     limit_gb: float = namespace.max_file_gb
-    if not limit_gb > 0:
-        raise ConfigurationError(
-            f"--max-file-gb must be more than 0 but is {limit_gb:g}; give a larger one"
-        )
     done = export_checkpoint(
         namespace.checkpoint,
         namespace.output,

@@ -74,11 +74,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(namespace: argparse.Namespace) -> int:
     """Import as the flags say. Raises as `import_folder`."""
-    if namespace.vocab_divisor < 1:
-        raise ConfigurationError(
-            f"--make-vocab-size-divisible-by is at least 1 but is {namespace.vocab_divisor}; "
-            "raise it"
-        )
     done = import_folder(namespace.folder, namespace.output, vocab_divisor=namespace.vocab_divisor)
     print(f"imported {namespace.folder} to {done.checkpoint}: {done}")
     print(

@@ -1,9 +1,11 @@
-"""The numbers that each numeric option accepts; one table for upstream's options and ours."""
+"""The numbers that options, sizes of models and drawn batches may have: every limit is here."""
 
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
+
+from megatron.hydraulis.errors import Problems
 
 _LARGEST_INTEGER = 2**31 - 1
 """Of libraries that count in 32 bits; also far above any real size or number of iterations."""
@@ -11,6 +13,14 @@ _LARGEST_REAL = 1e19
 """The square of a larger number overflows fp32."""
 _LARGEST_SEED = 2**32 - 1
 """Of NumPy's generator, which upstream seeds too."""
+MAX_RANKS = 1 << 17
+"""Of a job: each rank takes memory and time of planning, and no cluster has more devices today."""
+MAX_LAYERS = 10_000
+"""Of a model: commands list the parameters of every layer."""
+MAX_DRAWN_SEQUENCES = 1 << 24
+"""Of all batches that a command draws: as Python numbers they take about 0.6 GB."""
+MAX_SHUFFLED_SEQUENCES = 1 << 28
+"""Of a corpus whose sequences a command shuffles: 2 GiB of lengths, and as much of order."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,7 +63,7 @@ _LARGEST_NUM_SAMPLES = 2**53
 
 _OPTIONS: dict[Range, str] = {
     _FROM_1: """
-        --num-layers --hidden-size --ffn-hidden-size --num-attention-heads --num-query-groups
+        --hidden-size --ffn-hidden-size --num-attention-heads --num-query-groups
         --moe-ffn-hidden-size --moe-router-topk --moe-router-num-groups --moe-router-group-topk
         --moe-shared-expert-intermediate-size
         --q-lora-rank --kv-lora-rank --qk-head-dim --v-head-dim
@@ -66,8 +76,9 @@ _OPTIONS: dict[Range, str] = {
         --distributed-timeout-minutes --tensor-model-parallel-size --pipeline-model-parallel-size
         --context-parallel-size --expert-model-parallel-size --expert-tensor-parallel-size
         --global-batch-tokens --max-tokens-per-micro-batch --row-quantum-tokens --loss-chunk-tokens
-        --ranks-per-node
-        --num-ranks --keep-last --max-skipped-in-a-row""",
+        --ranks-per-node --keep-last --max-skipped-in-a-row""",
+    Range(1, MAX_LAYERS): "--num-layers",
+    Range(1, MAX_RANKS): "--num-ranks",
     _FROM_0: """
         --lr-warmup-iters --eval-iters --start-eval-at-iter --manual-gc-interval
         --tiktoken-num-special-tokens --null-tokenizer-eod-id --logging-level --plan-ahead
@@ -94,7 +105,38 @@ _OPTIONS: dict[Range, str] = {
     Range(0.0, 1.0, above_low=True): "--rotary-percent",
 }
 
-RANGES: Mapping[str, Range] = MappingProxyType(
-    {option: bounds for bounds, options in _OPTIONS.items() for option in options.split()}
+_OPTIONS_OF_COMMANDS: dict[Range, str] = {
+    _FROM_1: "--max-tokens --num-sizes --short-tokens --num-repeats --top --iteration",
+    _FROM_0: "--seed --num-warmup --matrix-size",
+    _POSITIVE: "--timeout --max-file-gb --intra-node-gb-per-s --inter-node-gb-per-s",
+    _NOT_NEGATIVE: "--plan-time --least-gb-per-s",
+    Range(1, 2**53): "--memory-limit-bytes",
+    Range(1, 1_000_000): "--iterations",
+    Range(1, 100_000): "--num-batches",
+    Range(1, 1_000): "--max-strategies",
+    Range(1, 256): "--processes --workers",
+}
+"""Of commands other than training, where they mean something else or do not exist."""
+
+
+def _by_option(table: Mapping[Range, str]) -> dict[str, Range]:
+    return {option: bounds for bounds, options in table.items() for option in options.split()}
+
+
+RANGES: Mapping[str, Range] = MappingProxyType(_by_option(_OPTIONS))
+"""Option of training -> the numbers that it accepts."""
+RANGES_OF_COMMANDS: Mapping[str, Range] = MappingProxyType(
+    {**RANGES, **_by_option(_OPTIONS_OF_COMMANDS)}
 )
-"""Option -> the numbers that it accepts."""
+"""Option of the other commands -> the numbers that it accepts."""
+
+
+def check_range(option: str, value: float, name: str = "") -> None:
+    """Raise ConfigurationError for a number outside the range of an option of a command.
+
+    name: what the error calls it, if not by the option.
+    """
+    problems = Problems()
+    if (line := RANGES_OF_COMMANDS[option].problem(name or option, value)) is not None:
+        problems.add(line)
+    problems.raise_any()
