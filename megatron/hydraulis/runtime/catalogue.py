@@ -14,7 +14,7 @@ import math
 import re
 import sys
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,7 +24,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from megatron.hydraulis.errors import ConfigurationError
+from megatron.hydraulis.errors import ConfigurationError, listed
 from megatron.hydraulis.optimizer.shards import CanonicalShards
 from megatron.hydraulis.runtime.model_building import ModelDefinition, build_model
 from megatron.hydraulis.runtime.process_groups import local_collection
@@ -99,6 +99,7 @@ def catalogue(
     with warnings.catch_warnings(), EverythingOnMeta(recorder), recorder:
         warnings.filterwarnings("ignore", message=".*sequence.parallel.*")
         model = build_model(definition, config, role, local_collection())
+    _check_all_train(dict(model.named_parameters()))
     return [
         CataloguedParameter(
             _spec(name, parameter, definition, tensor_parallel, expert_parallel),
@@ -106,6 +107,32 @@ def catalogue(
         )
         for name, parameter in model.named_parameters()
     ]
+
+
+def _check_all_train(parameters: Mapping[str, Any]) -> None:
+    """Refuse what a model provider sets on a parameter and the arena's parameter would not have.
+
+    Raises:
+        ConfigurationError: parameters that are frozen, or whose gradients a hook would see.
+    """
+    frozen = [name for name, each in parameters.items() if not each.requires_grad]
+    if frozen:
+        raise ConfigurationError(
+            f"every parameter is trained but the model provider freezes {len(frozen)} of "
+            f"{len(parameters)} by requires_grad=False: {listed(frozen)}; remove "
+            "requires_grad_(False), or train with Megatron's own pretrain_gpt.py"
+        )
+    hooked = [
+        name
+        for name, each in parameters.items()
+        if each._backward_hooks or each._post_accumulate_grad_hooks
+    ]
+    if hooked:
+        raise ConfigurationError(
+            f"gradients are added up on the shards, where hooks of parameters do not run, but the "
+            f"model provider registers hooks on {len(hooked)} of {len(parameters)}: "
+            f"{listed(hooked)}; put what they do into the loss or a module's forward"
+        )
 
 
 def initialise_shards(

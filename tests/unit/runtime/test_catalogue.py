@@ -1,5 +1,6 @@
 """The contribution of TP ranks to a gradient is marked or known, never guessed."""
 
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -15,6 +16,19 @@ from tests.support.models import SmallModel
 LAYER = "decoder.layers.0."
 
 
+def add_parameter(model: nn.Module, name: str) -> nn.Parameter:
+    """A new parameter of a model, in modules that the name implies."""
+    parameter = nn.Parameter(torch.empty(8).fill_(1.0))
+    *path, last = name.split(".")
+    module = model
+    for part in path:
+        if part not in dict(module.named_children()):
+            module.add_module(part, nn.Module())
+        module = module.get_submodule(part)
+    module.register_parameter(last, parameter)
+    return parameter
+
+
 def contribution(
     name: str,
     *marks: tuple[str, Any],
@@ -24,16 +38,10 @@ def contribution(
     """The contribution to a model's only parameter with this name and these attributes."""
 
     def provider(**_: Any) -> nn.Module:
-        parameter = nn.Parameter(torch.empty(8).fill_(1.0))
+        model = nn.Module()
+        parameter = add_parameter(model, name)
         for key, value in marks:
             setattr(parameter, key, value)
-        *path, last = name.split(".")
-        module = model = nn.Module()
-        for part in path:
-            child = nn.Module()
-            module.add_module(part, child)
-            module = child
-        module.register_parameter(last, parameter)
         return model
 
     definition = SmallModel(sequence_parallel=sequence_parallel).definition()
@@ -89,3 +97,43 @@ def test_upstreams_own_parameters_are_known() -> None:
     assert contribution(f"{LAYER}mlp.linear_fc2.bias") is Contribution.REPLICATED
     positions = contribution("embedding.position_embeddings.weight", sequence_parallel=True)
     assert positions is Contribution.REPLICATED
+
+
+NAMES = [
+    *("embedding.word_embeddings.weight", f"{LAYER}mlp.a", f"{LAYER}mlp.b", f"{LAYER}mlp.c"),
+    *(f"{LAYER}mlp.d", "output_layer.weight"),
+]
+
+
+def refusal_of_provider(change: Callable[[nn.Module], object]) -> str:
+    """Of a provider that changes its model."""
+
+    def provider(**_: Any) -> nn.Module:
+        model = nn.Module()
+        for name in NAMES:
+            add_parameter(model, name)
+        change(model)
+        return model
+
+    definition = replace(SmallModel().definition(), model_provider=provider)
+    with pytest.raises(ConfigurationError) as refusal:
+        catalogue(definition, tensor_parallel=False)
+    return str(refusal.value)
+
+
+def test_frozen_parameters_are_refused_by_name() -> None:
+    def freeze(model: Any) -> None:
+        model.embedding.requires_grad_(False)
+        model.decoder.requires_grad_(False)
+
+    message = refusal_of_provider(freeze)
+    assert "freezes 5 of 6" in message
+    assert f"{', '.join(NAMES[:4])} and 1 more" in message
+
+
+@pytest.mark.parametrize("method", ["register_hook", "register_post_accumulate_grad_hook"])
+def test_hooks_on_gradients_are_refused_by_name(method: str) -> None:
+    message = refusal_of_provider(
+        lambda model: getattr(model.output_layer.weight, method)(lambda gradient: None)
+    )
+    assert "hooks on 1 of 6: output_layer.weight" in message
