@@ -12,12 +12,14 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 import transformers
 
 from megatron.hydraulis.checkpoint.folder import CheckpointFolder
 from megatron.hydraulis.checkpoint.hugging_face.export_hf import export_checkpoint
 from megatron.hydraulis.cost_model.analytic import AnalyticCostModel
 from megatron.hydraulis.errors import HydraulisError
+from megatron.hydraulis.library.batches import Batch
 from megatron.hydraulis.library.engine import Engine
 from megatron.hydraulis.library.plans import estimate
 from megatron.hydraulis.optimizer.sharded_adamw import AdamWSettings
@@ -169,17 +171,103 @@ def test_the_example_of_the_page_runs(tmp_path: Path) -> None:
     assert CheckpointFolder(tmp_path / "checkpoints").latest() == 1
 
 
+def change_while_taking_tensors(folder: Path, saved: Path) -> list[str]:
+    """On every rank: the messages, and what does not change parameters."""
+    engine = make_engine(folder, "2*tp1")
+    engine.save(saved)
+    before = dict(engine.hf_tensors())
+    found = []
+
+    def train() -> None:
+        engine.train_step(sequences(), nll)
+
+    for change in (train, lambda: engine.load(saved), engine.offload, engine.close):
+        engine_stream = engine.hf_tensors()
+        next(engine_stream)
+        change()
+        with pytest.raises(HydraulisError) as error:
+            next(engine_stream)
+        found.append(str(error.value))
+        if change == engine.offload:
+            engine.onload()
+            stream = engine.hf_tensors()
+            tensors = dict([next(stream)])
+            batch = engine.plan(sequences())
+            engine.forward(batch)
+            engine.forward_backward(batch, nll)
+            engine.discard_gradients()
+            assert_same_tensors(before, tensors | dict(stream))
+    return found
+
+
+def test_tensors_are_of_one_update(tmp_path: Path) -> None:
+    folder = make_folder(tmp_path / "llama", "llama")
+    of_ranks = pool_of(2).run(change_while_taking_tensors, folder, tmp_path / "saved")
+    for after_update, after_load, after_offload, after_close in of_ranks:
+        assert "the parameters changed after the first 1" in after_update
+        assert after_load == after_update
+        assert "on the host after offload" in after_offload
+        assert "this one is closed" in after_close
+
+
+def close_engines(folder: Path) -> list[int]:
+    """Open files of this process after each of several engines, whose names outlive `close`."""
+    found, kept = [], []
+    for _ in range(4):
+        engine = make_engine(folder, "tp2")
+        batch = engine.plan(sequences())
+        engine.train_step(sequences(), nll)
+        for _ in range(2):
+            engine.close()
+        kept.append((engine, batch))
+        check_refusals(engine, batch, folder)
+        found.append(len(os.listdir("/proc/self/fd")))
+    return found
+
+
+def check_refusals(engine: Engine, batch: Batch, folder: Path) -> None:
+    """Every call after `close` is refused."""
+    for use in (
+        lambda: engine.plan(sequences()),
+        lambda: engine.forward(batch),
+        lambda: engine.forward_backward(batch, nll),
+        lambda: engine.train_step(sequences(), nll),
+        engine.optim_step,
+        engine.discard_gradients,
+        engine.hf_tensors,
+        engine.offload,
+        engine.onload,
+        lambda: engine.save(folder),
+        lambda: engine.load(folder),
+    ):
+        with pytest.raises(HydraulisError, match="this one is closed; make another one"):
+            use()
+
+
+def test_a_closed_engine_keeps_no_files_and_refuses_every_call(tmp_path: Path) -> None:
+    folder = make_folder(tmp_path / "llama", "llama")
+    for num_open in pool_of(2).run(close_engines, folder):
+        assert num_open[1:] == [num_open[1]] * 3
+
+
 def errors(folder: Path) -> list[str]:
     """On every rank: the messages of wrong arguments."""
     found = []
     options = ("--clip-grad", "0.5", "--loss-normalization", "sequence", "--seed", "1")
-    for name, pool, more in (
+    wrong: tuple[tuple[Any, Any, dict[str, Any]], ...] = (
         (folder / "nothing", "tp1+2*tp1", {}),
         (folder, "tp2", {}),
         (folder, "3*tp1", {"options": options}),
         (folder, "3*tp1", {"dtype": torch.float16}),
         (folder, "3*tp1", {"optimizer": 1e-3}),
-    ):
+        (folder, "3*tp1", {"options": "--bf16"}),
+        (folder, "3*tp1", {"options": ["--seed", 1]}),
+        (folder, "3*tp1", {"cost_profile": {"schemes": []}}),
+        (5, "3*tp1", {}),
+        (folder, 5, {}),
+        (folder, "3*tp1", {"options": ["--seed", str(1 + dist.get_rank())]}),
+    )
+    for name, pool, more in wrong:
         given: dict[str, Any] = {"optimizer": AdamWSettings(lr=1e-2), **more}
         with pytest.raises(HydraulisError) as error:
             Engine.from_hf(name, pool=pool, **given)
@@ -196,6 +284,12 @@ def test_wrong_arguments_raise_on_every_rank(tmp_path: Path) -> None:
     assert "options has --clip-grad, --loss-normalization; leave them out" in of_ranks[0][2]
     assert "dtype is torch.float16; give dtype=torch.bfloat16" in of_ranks[0][3]
     assert "optimizer holds AdamWSettings, or None" in of_ranks[0][4]
+    assert "options is a list of words but this is '--bf16'" in of_ranks[0][5]
+    assert "options is a list of words but this is ['--seed', 1]" in of_ranks[0][6]
+    assert "cost_profile is a ProfileCostModel or its path but this is {" in of_ranks[0][7]
+    assert "named by its path but this is 5" in of_ranks[0][8]
+    assert "pool is a list of strategies, a Pool or the path" in of_ranks[0][9]
+    assert "same arguments but ranks [1, 2] have others" in of_ranks[0][10]
 
 
 def test_a_loss_that_raises_on_one_rank_ends_all(tmp_path: Path) -> None:

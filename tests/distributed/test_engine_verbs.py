@@ -406,6 +406,10 @@ def summed_loss(log_probs: Tensor, _: Any, __: Any, segments: Segments) -> Tenso
     return segments.sum(log_probs[:, None])
 
 
+def complex_loss(log_probs: Tensor, *_: Any) -> Tensor:
+    return log_probs * (1.0 + 2.0j)
+
+
 def errors() -> dict[str, str]:
     """On every rank: the message of each wrong use."""
     engine = make_engine()
@@ -470,15 +474,34 @@ def errors() -> dict[str, str]:
         "lr of one": lambda: engine.train_step([tokens], scaled_by_1, lr=-1.0 if rank == 1 else 1),
         "other lr": lambda: engine.optim_step(lr=0.5 if rank == 2 else 1.0),
         "no entropy": lambda: engine.forward_backward(batch, minus_entropy, entropy=False),
+        "complex loss": lambda: engine.forward_backward(batch, complex_loss),
+        "no loss": lambda: engine.forward_backward(batch, None),  # type: ignore[arg-type]
+        "no batch": lambda: engine.forward([tokens]),  # type: ignore[arg-type]
+        "no batch to train": lambda: engine.forward_backward(3, negative),  # type: ignore[arg-type]
+        "other batch": lambda: engine.forward(scattered if rank == 1 else batch),
+        "no outputs but a number": lambda: engine.forward(batch, 5),  # type: ignore[arg-type]
+        "no sequences": lambda: engine.plan(None),  # type: ignore[arg-type]
+        "0 sequences": lambda: engine.plan([]),
+        "a text": lambda: engine.plan("tokens"),
+        "rows of texts": lambda: engine.plan([["a", "b"]]),
+        "ragged": lambda: engine.plan([[[1], [2, 3]]]),
+        "scatter of one": lambda: engine.plan([tokens], scatter=rank == 2),
+        "half a mini-batch": lambda: engine.plan([tokens], mini_batches=0.5),  # type: ignore[arg-type]
+        "NaN": lambda: engine.forward(batch, temperature=float("nan")),
+        "True": lambda: engine.forward_backward(batch, scaled_by_1, divisor=True),
+        "huge lr": lambda: engine.optim_step(lr=10**400),
+        "lr of a tensor": lambda: engine.optim_step(lr=torch.ones(2)),  # type: ignore[arg-type]
         "lr": lambda: engine.optim_step(lr="x"),  # type: ignore[arg-type]
-        "no call": engine.optim_step,  # none of these has added a gradient
+        "no call": lambda: engine.optim_step(lr=0.25),  # none of these has added a gradient
         "load": load_while_gradients_wait,
     }
     found = {}
+    rate = engine.runtime.optimizer.param_groups[0]["lr"]
     for name, use in wrong.items():
         with pytest.raises(HydraulisError) as error:
             use()
         found[name] = str(error.value)
+        assert engine.runtime.optimizer.param_groups[0]["lr"] == rate
         if name == "other vocabulary":  # the failing rank's own error shows where it failed
             assert (error.value.__cause__ is not None) == (rank == 2)
     return found
@@ -507,18 +530,35 @@ def test_wrong_uses_raise_one_error_on_every_rank() -> None:
         "outputs": "logits was asked for",
         "no outputs": "none was asked for",
         "outputs twice": "each once, but entropy, entropy was asked for",
-        "other outputs": "the same outputs and temperature but ranks [1] have others",
+        "other outputs": "the same batch, outputs and temperature but ranks [1] have others",
         "dtypes": "'a' are torch.float32 of shape () in sequence 0 and torch.int64",
         "shapes": "torch.float32 of shape (2,) in sequence 1",
         "other names": "the same names of inputs but ranks [2] have others",
         "inputs of all": "'a' has 4 for 1 sequences",
-        "other divisor": "same divisor, entropy and temperature but ranks [1, 2, 3] have others",
+        "other divisor": "divisor, entropy and temperature but ranks [1, 2, 3] have others",
         "divisor of one": "must be positive and finite but is 0.0",
         "temperature": "the temperature must be positive and finite but is 0.0",
         "lr of one": "lr must be at least 0 and finite but is -1.0",
         "other lr": "the same lr and divisor but ranks [2] have others",
         "no entropy": "raised TypeError: unsupported operand",
         "lr": "lr must be at least 0 and finite but is 'x'",
+        "complex loss": "real numbers on cpu but returned torch.complex64",
+        "no loss": "raised TypeError: 'NoneType' object is not callable",
+        "no batch": "what engine.plan(sequences) returns but got [array(",
+        "no batch to train": "what engine.plan(sequences) returns but got 3;",
+        "other batch": "the same batch, outputs and temperature but ranks [1] have others",
+        "no outputs but a number": "but 5 was asked for",
+        "no sequences": "rows of token ids but are None",
+        "0 sequences": "at least 1 sequence but has 0",
+        "a text": "rows of token ids but are 'tokens'",
+        "rows of texts": "sequence 0: tokens must be real numbers but are <U1",
+        "ragged": "sequence 0: tokens must be a row of numbers but",
+        "scatter of one": "the same mini_batches and scatter but ranks [2] have others",
+        "half a mini-batch": "mini_batches is a whole number from 1 on but is 0.5",
+        "NaN": "the temperature must be positive and finite but is nan",
+        "True": "the divisor must be positive and finite but is True",
+        "huge lr": "the lr must be at least 0 and finite but is 1000",
+        "lr of a tensor": "the lr must be at least 0 and finite but is tensor(",
         "no call": "there were 0 since the last update",
         "load": "gradients of 1 calls of forward_backward wait for an update, which a load",
     }

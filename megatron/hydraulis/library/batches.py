@@ -42,17 +42,21 @@ class TokenSequence:
     """(n, ...) tensors for the loss, by name."""
 
     def __post_init__(self) -> None:
-        tokens = np.asarray(self.tokens)
+        tokens = _array(self.tokens, "tokens")
         if tokens.ndim != 1 or len(tokens) < 2 or not np.issubdtype(tokens.dtype, np.integer):
             raise DataError(
                 f"a sequence is a row of at least 2 token ids but has shape {tokens.shape} and "
                 f"dtype {tokens.dtype}; give whole numbers"
             )
         object.__setattr__(self, "tokens", tokens.astype(np.int64))
-        weights = np.ones(len(tokens)) if self.weights is None else self.weights
-        weights = checked_weights(weights, len(tokens), "a sequence")
+        given = np.ones(len(tokens)) if self.weights is None else _array(self.weights, "weights")
+        weights = checked_weights(given, len(tokens), "a sequence")
         object.__setattr__(self, "weights", weights)
-        inputs = {name: torch.as_tensor(value) for name, value in self.inputs.items()}
+        if not isinstance(self.inputs, Mapping):
+            raise DataError(
+                f"inputs are tensors by name but these are {self.inputs!r:.60}; give a dict"
+            )
+        inputs = {name: _tensor(value, name) for name, value in self.inputs.items()}
         for name, value in inputs.items():
             if value.dim() < 1 or len(value) != len(tokens):
                 raise DataError(
@@ -70,6 +74,30 @@ class TokenSequence:
     def length(self) -> int:
         """Tokens to predict, which time and memory follow."""
         return len(self.tokens) - 1
+
+
+def _array(values: Any, what: str) -> npt.NDArray[Any]:
+    """One number per token; raises DataError."""
+    if isinstance(values, torch.Tensor):
+        values = values.detach().cpu()
+    try:
+        found = np.asarray(values)
+    except (ValueError, TypeError, RuntimeError) as error:
+        raise DataError(f"{what} must be a row of numbers but: {error}; correct them") from error
+    if found.dtype.kind not in "biuf" and found.size:
+        raise DataError(
+            f"{what} must be real numbers but are {found.dtype}, such as {found.flat[0]!r:.60}; "
+            "correct them"
+        )
+    return found
+
+
+def _tensor(value: Any, name: str) -> torch.Tensor:
+    """An input of a sequence; raises DataError."""
+    try:
+        return torch.as_tensor(value)
+    except (ValueError, TypeError, RuntimeError) as error:
+        raise DataError(f"the input '{name}' must be a tensor but: {error}; convert it") from error
 
 
 def as_sequences(
@@ -209,13 +237,18 @@ def _tensors(
 ) -> dict[str, Sequence[torch.Tensor]]:
     """On the host, where rows are packed."""
     for name, values in inputs.items():
+        if not hasattr(values, "__len__") or not hasattr(values, "__getitem__"):
+            raise DataError(
+                f"an input has one tensor per sequence but '{name}' is {values!r:.60}; give a list "
+                f"of {num_sequences}"
+            )
         if len(values) != num_sequences:
             raise DataError(
                 f"an input has one tensor per sequence but '{name}' has {len(values)} for "
                 f"{num_sequences} sequences; give {num_sequences}"
             )
     return {
-        name: [torch.as_tensor(value).detach().cpu() for value in values]
+        name: [_tensor(value, name).detach().cpu() for value in values]
         for name, values in inputs.items()
     }
 

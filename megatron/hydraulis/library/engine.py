@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import math
+import sys
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import pairwise
-from numbers import Real
+from numbers import Integral, Real
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +21,7 @@ from megatron.hydraulis.checkpoint.manifest import model_of
 from megatron.hydraulis.checkpoint.saving import CheckpointSaver, SavedState, upstream_entries
 from megatron.hydraulis.cost_model.limits import Limits
 from megatron.hydraulis.data.packed_batch import PackedBatch, token_places
-from megatron.hydraulis.errors import CheckpointError, ConfigurationError
+from megatron.hydraulis.errors import CheckpointError, ConfigurationError, HydraulisError
 from megatron.hydraulis.library.batches import (
     Batch,
     RankShare,
@@ -31,13 +31,18 @@ from megatron.hydraulis.library.batches import (
     checked_plan,
     digest_of,
 )
-from megatron.hydraulis.library.hugging_face import BuiltEngine, build_from_folder, hf_tensors
+from megatron.hydraulis.library.hugging_face import (
+    BuiltEngine,
+    build_from_folder,
+    checked_path,
+    hf_tensors,
+)
 from megatron.hydraulis.library.plans import PoolLike, ProfileLike
 from megatron.hydraulis.optimizer.sharded_adamw import AdamWSettings
 from megatron.hydraulis.planner.plan import Planner, PlanText
 from megatron.hydraulis.planner.planners import GreedyPlanner
 from megatron.hydraulis.runtime.engine import Engine as RuntimeEngine
-from megatron.hydraulis.runtime.memory import SharedOutOfMemoryError
+from megatron.hydraulis.runtime.memory import SharedOutOfMemoryError, release_cached_memory
 from megatron.hydraulis.runtime.outcome import LossTotal, StepOutcome
 from megatron.hydraulis.runtime.process_groups import of_all_ranks
 from megatron.hydraulis.runtime.token_loss import (
@@ -53,7 +58,8 @@ class Engine:
     """Trains on sequences of any lengths, each batch in the strategy that its plan chooses.
 
     All methods are collective: every rank calls them in the same order, with the same arguments
-    unless a method says otherwise. Wrong arguments raise one error on every rank.
+    unless a method says otherwise. Wrong arguments raise one error on every rank, and so do all
+    methods but `close` after it.
 
     Args:
         runtime: model, shards and optimizer.
@@ -69,11 +75,20 @@ class Engine:
         limits: Limits,
         built: BuiltEngine | None = None,
     ) -> None:
-        self.runtime = runtime
+        self._runtime: RuntimeEngine | None = runtime
         self._planner = planner
         self._limits = limits
         self._built = built
         self._num_planned = 0
+
+    @property
+    def runtime(self) -> RuntimeEngine:
+        """Model, shards and optimizer. Raises HydraulisError after `close`."""
+        if self._runtime is None:
+            raise HydraulisError(
+                "an engine is used until close but this one is closed; make another one"
+            )
+        return self._runtime
 
     @classmethod
     def from_hf(
@@ -112,11 +127,12 @@ class Engine:
                 ``["--recompute-granularity", "full"]``.
 
         Raises:
-            ConfigurationError: options contradict each other, or the model has no counterpart.
+            ConfigurationError: options contradict each other, the model has no counterpart, or
+                ranks have given different arguments.
             CheckpointError: the folder is damaged.
         """
         built = build_from_folder(
-            Path(folder),
+            folder,
             pool=pool,
             cost_profile=cost_profile,
             optimizer=optimizer,
@@ -147,20 +163,24 @@ class Engine:
         """
         vocab_size = self.runtime.definition.vocab_size
         max_length = None if self._built is None else self._built.model.max_position_embeddings
-        own = range(len(sequences))
         what = "sequences cannot be planned"
+        mini_batches, scatter = _agreed(
+            lambda: (_checked_mini_batches(mini_batches), bool(scatter)), "mini_batches and scatter"
+        )
+        given = on_all_ranks(lambda: _checked_list(sequences), what)
+        own = range(len(given))
         if scatter:
-            shares = of_all_ranks(list(sequences))
+            shares = of_all_ranks(given)
             first = sum(map(len, shares[: self.runtime.rank]))
-            own = range(first, first + len(sequences))
-            sequences = [each for share in shares for each in share]
-        checked = on_all_ranks(lambda: as_sequences(sequences, vocab_size, max_length), what)
+            own = range(first, first + len(given))
+            given = [each for share in shares for each in share]
+        checked = on_all_ranks(lambda: as_sequences(given, vocab_size, max_length), what)
         check_same(
-            of_all_ranks((digest_of(checked), mini_batches)),
-            "sequences and mini-batches",
+            of_all_ranks(digest_of(checked)),
+            "sequences",
             "give the same to all, or each its share of the sequences with scatter=True",
         )
-        if not 1 <= mini_batches <= len(checked):
+        if mini_batches > len(checked):
             raise ConfigurationError(
                 f"each mini-batch has at least 1 sequence but there are {len(checked)} sequences "
                 f"for {mini_batches} mini-batches; ask for 1 to {len(checked)}"
@@ -205,9 +225,14 @@ class Engine:
         Raises:
             ConfigurationError: there is no such output, or one is given twice, or none.
         """
-        names, temperature = _agreed(
-            lambda: (_checked_outputs(outputs), _checked_positive(temperature, "temperature")),
-            "outputs and temperature",
+        self.runtime.require_onloaded()
+        _, names, temperature = _agreed(
+            lambda: (
+                _plans_of(batch),
+                _checked_outputs(outputs),
+                _checked_number(temperature, "temperature"),
+            ),
+            "batch, outputs and temperature",
         )
         found: list[list[Tensor]] = [[] for _ in names]
         for part in batch:
@@ -247,13 +272,15 @@ class Engine:
                 that the sequences lack, or depends on no output; or the engine has no optimizer.
         """
         self.runtime.require_optimizer()
-        divisor, entropy, temperature = _agreed(
+        self.runtime.require_onloaded()
+        _, divisor, entropy, temperature = _agreed(
             lambda: (
+                _plans_of(batch),
                 _checked_divisor(divisor),
                 bool(entropy),
-                _checked_positive(temperature, "temperature"),
+                _checked_number(temperature, "temperature"),
             ),
-            "divisor, entropy and temperature",
+            "batch, divisor, entropy and temperature",
         )
         self._add_gradients(batch, loss, divisor, entropy=entropy, temperature=temperature)
         return self.runtime.loss_of_last(len(batch.plans))
@@ -317,9 +344,11 @@ class Engine:
             and rank 0 warns.
 
         Raises:
-            ConfigurationError: there was no call, or both have a divisor.
+            ConfigurationError: there was no call, both have a divisor, or the engine has no
+                optimizer.
             OutOfMemoryError: on every rank, where memory ran out on one.
         """
+        self.runtime.require_optimizer()
         lr, divisor = _agreed(
             lambda: (_checked_lr(lr), _checked_divisor(divisor)), "lr and divisor"
         )
@@ -336,6 +365,7 @@ class Engine:
     ) -> StepOutcome:
         """`plan`, `forward_backward` and `optim_step`; raises what they raise."""
         self.runtime.require_optimizer()
+        self.runtime.require_onloaded()
         lr, entropy = _agreed(lambda: (_checked_lr(lr), bool(entropy)), "lr and entropy")
         self._add_gradients(self.plan(sequences, scatter=scatter), loss, entropy=entropy)
         return self._step(lr, None)
@@ -343,10 +373,25 @@ class Engine:
     def hf_tensors(self) -> Iterator[tuple[str, Tensor]]:
         """Every tensor by Hugging Face's name, whole, on every rank, one after another.
 
-        For a rollout engine. Every rank exhausts the iterator; none holds the model. Raises
-        ConfigurationError unless the engine comes from `from_hf`.
+        For a rollout engine. Every rank exhausts the iterator; none holds the model. All tensors
+        are of one update: after another update, a load, an offload or `close` the iterator raises
+        HydraulisError. Raises ConfigurationError unless the engine comes from `from_hf`.
         """
-        return hf_tensors(self.runtime, self._source.model, self._source.places)
+        tensors = hf_tensors(self.runtime, self._source.model, self._source.places)
+        return self._while_unchanged(tensors)
+
+    def _while_unchanged[Item](self, items: Iterator[Item]) -> Iterator[Item]:
+        """The items, as long as the parameters are those of the first one."""
+        before = self.runtime.num_changes
+        for number, item in enumerate(items, start=1):
+            yield item
+            self.runtime.require_onloaded()
+            if self.runtime.num_changes != before:
+                raise HydraulisError(
+                    "all tensors of hf_tensors are of one update but the parameters changed after "
+                    f"the first {number}; take all of them before optim_step or load, or call "
+                    "hf_tensors again"
+                )
 
     def save(self, folder: str | Path) -> None:
         """Save parameters and optimizer in the format of the training program.
@@ -355,12 +400,11 @@ class Engine:
         ``--load DIR --finetune`` starts from it. Raises CheckpointError, and ConfigurationError
         unless the engine comes from `from_hf`.
         """
-        args = self._source.resolved.args
         self.runtime.require_onloaded()
+        args = self._source.resolved.args
+        path = _agreed_path(folder)
         num_steps = int(self.runtime.optimizer.num_steps.item())
-        saver = CheckpointSaver(
-            CheckpointFolder(Path(folder)), self.runtime, log=lambda message: None
-        )
+        saver = CheckpointSaver(CheckpointFolder(path), self.runtime, log=lambda message: None)
         saver.save(
             SavedState(
                 iteration=num_steps,
@@ -382,10 +426,10 @@ class Engine:
         there are gradients that no update has used.
         """
         self.runtime.require_no_gradients("a load")
-        paths = find_checkpoints(CheckpointFolder(Path(folder)))
+        self.runtime.require_onloaded()
+        paths = find_checkpoints(CheckpointFolder(_agreed_path(folder)))
         if not paths:
             raise CheckpointError(f"{folder}: there is no checkpoint; correct the path")
-        self.runtime.require_onloaded()
         load_checkpoint(
             paths[0], self.runtime, self._model, with_optimizer=self.runtime.has_optimizer
         )
@@ -399,8 +443,14 @@ class Engine:
         self.runtime.onload()
 
     def close(self) -> None:
-        """To be called before the process groups are destroyed."""
-        self.runtime.close()
+        """Release memory and process groups; the second call does nothing.
+
+        To be called before the default process group is destroyed.
+        """
+        if self._runtime is not None:
+            self._runtime.close()
+            self._runtime = self._built = None
+            release_cached_memory()  # as models and their hooks refer to each other
 
     @property
     def _source(self) -> BuiltEngine:
@@ -417,6 +467,7 @@ class Engine:
         return model_of(resolved.args, resolved.vocabulary.size)
 
     def _step(self, lr: float | None, divisor: float | None) -> StepOutcome:
+        self.runtime.check_divisor(divisor)  # before lr changes
         if lr is not None:
             for group in self.runtime.optimizer.param_groups:
                 if group["default_config"]:
@@ -470,28 +521,58 @@ def _agreed[Value](checked: Callable[[], Value], what: str) -> Value:
     return value
 
 
+def _agreed_path(folder: str | Path) -> Path:
+    return _agreed(lambda: checked_path(folder), "path")
+
+
+def _checked_list(sequences: Sequence[Any]) -> list[Any]:
+    if isinstance(sequences, str | bytes | Mapping) or not isinstance(sequences, Iterable):
+        raise ConfigurationError(
+            "sequences are a list of TokenSequences or rows of token ids but are "
+            f"{sequences!r:.60}; give a list"
+        )
+    return list(sequences)
+
+
+def _checked_mini_batches(number: int) -> int:
+    if isinstance(number, bool) or not isinstance(number, Integral) or number < 1:
+        raise ConfigurationError(
+            f"mini_batches is a whole number from 1 on but is {number!r:.60}; correct it"
+        )
+    return int(number)
+
+
+def _plans_of(batch: Batch) -> list[tuple[int, str]]:
+    """Number and strategy of each plan: ranks that differ in them would run different batches."""
+    if not isinstance(batch, Batch):
+        raise ConfigurationError(
+            f"a pass runs what engine.plan(sequences) returns but got {batch!r:.60}; plan it first"
+        )
+    return [(plan.iteration, plan.strategy) for plan in batch.plans]
+
+
 def _checked_lr(lr: float | None) -> float | None:
-    if lr is None:
-        return None
-    if not isinstance(lr, Real) or not 0 <= lr < math.inf:
-        raise ConfigurationError(f"lr must be at least 0 and finite but is {lr!r}; correct it")
-    return float(lr)
+    return None if lr is None else _checked_number(lr, "lr", may_be_0=True)
 
 
 def _checked_divisor(divisor: float | None) -> float | None:
-    return None if divisor is None else _checked_positive(divisor, "divisor")
+    return None if divisor is None else _checked_number(divisor, "divisor")
 
 
-def _checked_positive(value: float, what: str) -> float:
-    if not isinstance(value, Real) or not 0 < value < math.inf:
+def _checked_number(value: float, what: str, *, may_be_0: bool = False) -> float:
+    is_number = isinstance(value, Real) and not isinstance(value, bool)
+    if not is_number or not (0 < value <= sys.float_info.max or (may_be_0 and value == 0)):
         raise ConfigurationError(
-            f"the {what} must be positive and finite but is {value!r}; give another one"
+            f"the {what} must be {'at least 0' if may_be_0 else 'positive'} and finite but is "
+            f"{value!r:.60}; give another one"
         )
     return float(value)
 
 
 def _checked_outputs(outputs: str | Sequence[str]) -> tuple[str, ...]:
-    names = (outputs,) if isinstance(outputs, str) else tuple(outputs)
+    names: tuple[Any, ...] = (outputs,)
+    if isinstance(outputs, Iterable) and not isinstance(outputs, str):
+        names = tuple(outputs)
     if not names or any(name not in OUTPUTS for name in names) or len({*names}) < len(names):
         raise ConfigurationError(
             f"outputs are some of {', '.join(OUTPUTS)}, each once, but "

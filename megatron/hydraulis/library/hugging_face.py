@@ -29,6 +29,7 @@ from megatron.hydraulis.errors import ConfigurationError, Problems
 from megatron.hydraulis.flags.arguments import Resolved, parse_arguments
 from megatron.hydraulis.flags.options import HONOURED_BY_TOPIC
 from megatron.hydraulis.flags.parser import FlagParser
+from megatron.hydraulis.library.batches import check_same
 from megatron.hydraulis.library.building import (
     build_engine,
     choose_core_attention,
@@ -71,7 +72,7 @@ class BuiltEngine:
 
 
 def build_from_folder(
-    folder: Path,
+    folder: str | Path,
     *,
     pool: PoolLike,
     cost_profile: ProfileLike | None,
@@ -91,13 +92,19 @@ def build_from_folder(
 
     silence_upstream(dist.get_rank())
 
-    def resolve() -> tuple[HuggingFaceModel, Resolved]:
+    def resolve() -> tuple[Path, HuggingFaceModel, Resolved]:
         if not isinstance(optimizer, AdamWSettings | None):
             raise ConfigurationError(
                 f"optimizer holds AdamWSettings, or None for an engine that does not train, but is "
                 f"{optimizer!r}; give AdamWSettings(lr=…)"
             )
-        model, _, stored_dtype = open_folder(folder)
+        if not isinstance(cost_profile, ProfileCostModel | str | os.PathLike | None):
+            raise ConfigurationError(
+                f"cost_profile is a ProfileCostModel or its path but this is {cost_profile!r:.60}; "
+                "correct it, or leave it out"
+            )
+        path = checked_path(folder)
+        model, _, stored_dtype = open_folder(path)
         flag_parser = FlagParser()
         _check_options(flag_parser, options)
         parameter_dtype = dtype or stored_dtype
@@ -125,7 +132,7 @@ def build_from_folder(
             words += ["--cost-profile", str(cost_profile)]
         if max_tokens_per_micro_batch is not None:
             words += ["--max-tokens-per-micro-batch", str(max_tokens_per_micro_batch)]
-        return model, parse_arguments(
+        resolved = parse_arguments(
             [*words, *options],
             num_ranks=dist.get_world_size(),
             rank=dist.get_rank(),
@@ -133,9 +140,13 @@ def build_from_folder(
             needs_data=False,
             proposed_pool=given,
         )
+        return path, model, resolved
 
     what = f"{folder} cannot be read"
-    model, resolved = on_all_ranks(resolve, what)
+    path, model, resolved = on_all_ranks(resolve, what)
+    check_same(
+        of_all_ranks((resolved.given, resolved.pool, optimizer)), "arguments", "correct them"
+    )
     device = constants_of_this_rank(has_cuda=has_cuda, speaks=False)
     device = common_constants(of_all_ranks(device))
     attention = choose_core_attention(resolved, resolved.pool).name
@@ -147,13 +158,26 @@ def build_from_folder(
     definition = definition_of(resolved, attention)
     engine = build_engine(resolved, planning.pool, definition, optimizer)
     places = StoredModel.of(definition, separate_layers=True).parameters
-    on_all_ranks(lambda: _fill(engine, folder, places), what)
+    on_all_ranks(lambda: _fill(engine, path, places), what)
     engine.parameters_changed()
     return BuiltEngine(engine, planning, resolved, model, places)
 
 
+def checked_path(path: str | Path) -> Path:
+    """Raises ConfigurationError for what is no path."""
+    if not isinstance(path, str | os.PathLike):
+        raise ConfigurationError(f"a folder is named by its path but this is {path!r:.60}; name it")
+    return Path(path)
+
+
 def _check_options(flag_parser: FlagParser, options: Sequence[str]) -> None:
     """Refuse options that would have no effect; `parse_arguments` refuses those that are wrong."""
+    is_list = isinstance(options, Sequence) and not isinstance(options, str)
+    if not is_list or not all(isinstance(each, str) for each in options):
+        raise ConfigurationError(
+            f"options is a list of words but this is {options!r:.60}; write it as "
+            '["--name", "value"]'
+        )
     without_effect = sorted(flag_parser.parse(options, Problems()).explicit & _OF_PYTHON)
     if without_effect:
         raise ConfigurationError(

@@ -118,6 +118,7 @@ class Engine:
                 f"multiple {pool.tp_lcm}; give a multiple of {pool.tp_lcm}"
             )
         provide_memory_buffer()
+        self._owns_groups = groups is None
         if groups is None:
             groups = GroupRegistry(pool.strategies, timeout=timeout)
         else:
@@ -166,6 +167,8 @@ class Engine:
             gradient_dtype or wide,
             self.routers,
         )
+        self.num_changes = 0
+        """How often parameters have changed."""
         self._gathered: tuple[str, GatherPass] | None = None
         """The strategy whose current parameters are in the arena or on their way there."""
         self._accumulated: list[LocalGradients] = []
@@ -308,7 +311,7 @@ class Engine:
             ConfigurationError: there was no call, or what divides is unclear.
         """
         calls = self._accumulated
-        divides = self._divides(divisor)
+        divides = self.check_divisor(divisor)
         vote, bad = self._take_vote(next_strategy, updates=True)
         loss = vote.loss
         norm, updated, routing = None, False, None
@@ -400,6 +403,10 @@ class Engine:
 
         Call `finish_regrouping` before writing, so that no gather reads them.
         """
+        self._forget_gather()
+        self.num_changes += 1
+
+    def _forget_gather(self) -> None:
         self.finish_regrouping()
         self._gathered = None
 
@@ -415,7 +422,7 @@ class Engine:
         """
         self.require_onloaded()
         self.require_no_gradients("an offload")
-        self.parameters_changed()
+        self._forget_gather()
         self.memory.size_parameters(0)
         self.memory.size_gradients(0)
         self.shards.gradients.untyped_storage().resize_(0)
@@ -457,9 +464,15 @@ class Engine:
             )
 
     def close(self) -> None:
-        """End regrouping; call it before the process groups are destroyed."""
+        """End regrouping, and destroy the process groups unless they are shared.
+
+        Call it before the default process group is destroyed, and nothing afterwards.
+        """
         self.finish_regrouping()
         self._track.close()
+        self._runtimes.release()
+        if self._owns_groups:
+            self.groups.destroy()
 
     def set_training(self, training: bool) -> None:
         """Call `train()` or `eval()` on every model, including those built later."""
@@ -500,6 +513,7 @@ class Engine:
 
     def _update_shards(self, gradient_norm: float, next_strategy: int | None) -> None:
         """Update the shards, and gather each bucket for the next strategy once it is updated."""
+        self.num_changes += 1
         upcoming = None
         if next_strategy is not None and self._overlap:
             upcoming = self._begin_gather(self.pool.strategies[next_strategy].name)
@@ -579,8 +593,11 @@ class Engine:
             # has one tensor for all. Without tokens there are no losses either.
             config.moe_grad_scale_func = lambda: sums[:1] / sums[1].clamp(min=1)
 
-    def _divides(self, divisor: float | None) -> float | None:
-        """What the next update divides by; None for the sum of the weights."""
+    def check_divisor(self, divisor: float | None) -> float | None:
+        """What the next update divides by; None for the sum of the weights.
+
+        Raises ConfigurationError as `optim_step`.
+        """
         num_calls = len(self._accumulated)
         num_divided = sum(call.is_divided for call in self._accumulated)
         if not num_calls:

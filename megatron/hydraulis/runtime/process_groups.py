@@ -101,6 +101,18 @@ class GroupRegistry:
             )
         return found
 
+    def destroy(self) -> None:
+        """Release sockets, pipes and threads of all groups; every rank does so in the same order.
+
+        Nothing may use the groups afterwards. gloo releases a group when the last reference to it
+        is gone.
+        """
+        for group in self._groups.values():
+            dist.destroy_process_group(group)
+        self._groups.clear()
+        dist.destroy_process_group(self.regroup)
+        del self.regroup
+
     @property
     def of_self(self) -> dist.ProcessGroup:
         return self._groups[(self._rank,)]

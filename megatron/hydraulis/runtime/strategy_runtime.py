@@ -85,6 +85,11 @@ class StrategyRuntimes:
         for bound in self._bound_roles.values():
             bound.model.model.train(training)
 
+    def release(self) -> None:
+        """Let all models be freed; they must not train afterwards."""
+        for bound in self._bound_roles.values():
+            bound.release()
+
     def _build(self, strategy: Strategy) -> StrategyRuntime:
         roles = self.definition.roles_of(strategy)
         role = roles[dist.get_rank()]
@@ -159,10 +164,17 @@ class BoundRole:
         for part, members in _parts(module, lambda p: layout.parameters[index_of[id(p)]].unit):
             buckets = sorted({b for p in members for b in self.buckets_of[index_of[id(p)]]})
             part.register_forward_pre_hook(partial(self._before_forward, tuple(buckets)))
-        for index in self.buckets_of:
+        self._gradient_hooks = [
             parameters[index].register_post_accumulate_grad_hook(
                 partial(self._after_gradient, index)
             )
+            for index in self.buckets_of
+        ]
+
+    def release(self) -> None:
+        """Let the model be freed: Python's collector does not see references of gradient hooks."""
+        for hook in self._gradient_hooks:
+            hook.remove()
 
     @contextmanager
     def regrouping(self, gather: GatherPass, scatter: ScatterPass | None = None) -> Iterator[None]:

@@ -188,6 +188,11 @@ def _losses(
             f"{tuple(log_probs.shape)}, but returned {found}; return the loss of each token: the "
             "engine weighs and sums them, and divides once"
         )
+    if losses.is_complex() or losses.device != log_probs.device:
+        raise ConfigurationError(
+            f"a loss returns real numbers on {log_probs.device} but returned {losses.dtype} on "
+            f"{losses.device}; convert them"
+        )
     return losses
 
 

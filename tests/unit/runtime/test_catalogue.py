@@ -105,7 +105,7 @@ NAMES = [
 ]
 
 
-def refusal_of_provider(change: Callable[[nn.Module], object]) -> str:
+def refusal_of_provider(change: Callable[[Any], object]) -> str:
     """Of a provider that changes its model."""
 
     def provider(**_: Any) -> nn.Module:
