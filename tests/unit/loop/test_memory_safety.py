@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from pathlib import Path
 from typing import Any
 from unittest.mock import MagicMock
 
@@ -128,6 +129,6 @@ def test_an_iteration_is_tried_twice_and_the_next_one_again(
 def test_recorded_plans_cannot_be_lowered(
     safety: MemorySafety, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    safety._hydraulis.replay_plans = "plans"  # type: ignore[misc]
+    safety._hydraulis.replay_plans = Path("plans")  # type: ignore[misc]
     with pytest.raises(OutOfMemoryError, match="--replay-plans plans"):
         fail(safety, monkeypatch, 3, (_LARGE, 800))

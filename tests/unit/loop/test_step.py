@@ -1,5 +1,6 @@
 """What replaces functions of upstream's loop."""
 
+from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
 from unittest.mock import MagicMock
@@ -7,9 +8,12 @@ from unittest.mock import MagicMock
 import pytest
 import torch
 
+from megatron.hydraulis.data.sampler import BatchSizes
+from megatron.hydraulis.errors import HydraulisError
 from megatron.hydraulis.loop import step
+from megatron.hydraulis.loop.checkpoints import LoopCounters
 from megatron.hydraulis.loop.step import RunParts, TrainingLoop
-from megatron.hydraulis.runtime.outcome import LossTotal
+from megatron.hydraulis.runtime.outcome import LossTotal, StepOutcome
 
 
 def loop_of(guard: MagicMock) -> TrainingLoop:
@@ -43,6 +47,100 @@ def test_every_batch_of_an_evaluation_is_a_separate_place(monkeypatch: pytest.Mo
         "",
         "strategy 'b', plan bbbbbbbbbbbb",
     ]
+
+
+@dataclass
+class Step:
+    """One call of train_step with parts that only count."""
+
+    outcomes: list[StepOutcome]
+    """Of each run of the batch."""
+    num_sequences: int = 3
+    args: SimpleNamespace = field(
+        default_factory=lambda: SimpleNamespace(
+            consumed_train_samples=100, global_batch_size=8, train_iters=10, train_samples=None
+        )
+    )
+    loop: TrainingLoop = field(init=False)
+    parts: MagicMock = field(default_factory=MagicMock)
+    engine: MagicMock = field(default_factory=MagicMock)
+    data: MagicMock = field(default_factory=MagicMock)
+    scheduler: MagicMock = field(default_factory=MagicMock)
+
+    def run(self, monkeypatch: pytest.MonkeyPatch, iteration: int = 4) -> tuple[Any, ...]:
+        monkeypatch.setattr(step, "get_args", lambda: self.args)
+        monkeypatch.setattr(TrainingLoop, "_record", lambda *_: None)
+        resolved: Any = MagicMock()
+        resolved.hydraulis.skip_nan_iterations = False
+        resolved.sizes = BatchSizes.constant(num_sequences=8)
+        self.parts.trace = self.parts.metrics = None
+        self.loop = TrainingLoop(resolved, self.parts, MagicMock())
+        self.parts.checkpoints.counters = LoopCounters()
+        self.engine.optim_step.side_effect = self.outcomes
+        self.data.publish_ready.return_value = "next"
+        self.data.next_batch.return_value.batch.num_sequences = self.num_sequences
+        model: Any = MagicMock(engine=self.engine)
+        optimizer: Any = MagicMock()
+        return self.loop.train_step(
+            MagicMock(), self.data, [model], optimizer, self.scheduler, None, None, iteration
+        )
+
+
+def outcome(*, updated: bool = True, **more: Any) -> StepOutcome:
+    weight = 2.0 if updated else 0.0
+    return StepOutcome(LossTotal(3.0, weight, 2), 0.5 if updated else None, updated, (), **more)
+
+
+def test_a_step_counts_its_sequences_and_advances_the_schedule(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    made = Step([outcome()])
+    losses, skipped, *_, norm, _, _ = made.run(monkeypatch)
+    assert (losses["lm loss"].item(), skipped, norm) == (1.5, 0, 0.5)
+    made.scheduler.step.assert_called_once_with(increment=3)
+    # Upstream adds the nominal 8 sequences of a batch to it.
+    assert made.args.consumed_train_samples + 8 == 100 + 3
+
+
+def test_an_iteration_without_trained_tokens_leaves_the_schedule(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    made = Step([outcome(updated=False)])
+    losses, skipped, *_ = made.run(monkeypatch)
+    assert (losses, skipped) == ({}, 1)
+    made.scheduler.step.assert_not_called()
+
+
+def test_a_batch_that_ran_out_of_memory_is_planned_and_run_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    failed = outcome(updated=False, num_ranks_without_memory=1)
+    made = Step([failed, outcome()])
+    assert made.run(monkeypatch)[1] == 0
+    made.parts.memory.lower_after.assert_called_once_with(5, failed)
+    assert made.data.next_batch.call_count == 2
+    assert made.engine.forward_backward.call_count == 2
+    made.scheduler.step.assert_called_once_with(increment=3)
+
+
+@pytest.mark.parametrize(("iteration", "next_strategy"), [(8, "next"), (9, None)])
+def test_the_next_strategy_is_published_except_after_the_last_iteration(
+    iteration: int, next_strategy: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made = Step([outcome()])
+    made.run(monkeypatch, iteration)
+    assert made.engine.optim_step.call_args.kwargs["next_strategy"] == next_strategy
+
+
+def test_a_difference_to_upstreams_count_of_samples_ends_the_run(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    made = Step([outcome(), outcome()])
+    made.run(monkeypatch)
+    with pytest.raises(HydraulisError, match="counted 95 consumed samples but the plans hold 103"):
+        made.loop.train_step(
+            MagicMock(), made.data, [MagicMock()], MagicMock(), made.scheduler, None, None, 5
+        )
 
 
 def test_losses_of_a_log_line_are_added_up_on_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
