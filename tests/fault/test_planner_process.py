@@ -137,6 +137,13 @@ def test_planning_without_a_process_uses_the_planner_directly() -> None:
     assert not with_limit.is_lost
 
 
+def test_two_processes_are_lost_before_other_ranks_stop_waiting() -> None:
+    process = process_of(ahead := LookAheadPlanner(greedy(), timeout_s=60.0))
+    assert process._answer_limit_s is not None
+    assert 2 * process._answer_limit_s < 60.0
+    ahead.close()
+
+
 def test_the_wait_follows_from_the_time_limit() -> None:
     process = process_of(ahead := LookAheadPlanner(greedy(), time_limit_s=2.5, grace_s=40.0))
     assert process._answer_limit_s == 42.5

@@ -110,6 +110,11 @@ _BAD_INPUT = [
     ("--ranks-per-node 3", (), ["nodes have 3 ranks", "8 ranks", "start 9 ranks"]),
     ("--ranks-per-node 9", (), ["--ranks-per-node is 9", "the job has 8", "at most 8"]),
     ("--keep-last 3", (), ["--keep-last has an effect only with --save", "give --save"]),
+    (
+        "--plan-time-limit 16 --distributed-timeout-minutes 1",
+        (),
+        ["at most 15 s", "is 16", "raise the timeout"],
+    ),
     ("--load-fallback", (), ["--load-fallback has an effect only with --load"]),
     ("--refit-drift 0.2", (), ["--refit-drift is not honoured", "use --report-drift 0.1"]),
     ("--max-skipped-in-a-row 3", (), ["only with --skip-nan-iterations, which is missing"]),

@@ -130,7 +130,7 @@ def test_every_taken_option_is_listed_and_changes_no_argument() -> None:
         ("--init-method-xavier-uniform", "initialisation", "--seed"),
         ("--mock-data", "other data", "--data-path"),
         ("--logits-load-dir d", "distillation", "distillation"),
-        ("--skip-train", "evaluation", "--eval-iters"),
+        ("--skip-train", "evaluation", "--train-iters equal to its iteration"),
         ("--error-injection-rate 1", "injected faults", "healthy"),
         ("--deterministic-mode", "determinism", "speed"),
         ("--openai-gelu", "model variants", "every strategy"),

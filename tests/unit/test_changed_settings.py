@@ -11,6 +11,7 @@ from megatron.hydraulis.checkpoint.manifest import (
     EXPERT_ARGUMENTS,
     LATENT_ARGUMENTS,
     MODEL_ARGUMENTS,
+    MODEL_SETTINGS,
     OFF_BY_DEFAULT,
 )
 from megatron.hydraulis.cost_model.device import device_constants
@@ -102,6 +103,21 @@ def test_every_changed_setting_is_named_those_of_the_update_first(tmp_path: Path
         ("--log-interval 1 -> 5", False),
     ]
     assert changed_settings(here, here) == ()
+
+
+def test_settings_of_the_model_are_not_listed_again(tmp_path: Path) -> None:
+    """As many groups as heads are the same model as no groups: nobody gave the default, 1."""
+    before = described(tmp_path, "--group-query-attention", "--num-query-groups", "4")
+    here = described(tmp_path)
+    assert {change.name for change in changed_settings(before, here)} == {
+        "group_query_attention",
+        "num_query_groups",
+    }
+    defaults = flag_parser().honoured_defaults
+    left = changes.changed_settings(
+        before, here, upstream_defaults=defaults, compared=MODEL_SETTINGS
+    )
+    assert left == ()
 
 
 def test_what_decays_changes_the_update(tmp_path: Path) -> None:

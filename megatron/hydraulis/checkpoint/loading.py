@@ -37,7 +37,7 @@ from megatron.hydraulis.checkpoint.names import (
     training_state,
 )
 from megatron.hydraulis.checkpoint.torch_dist import MODEL, StoredCheckpoint
-from megatron.hydraulis.errors import CheckpointError, ConfigurationError, listed
+from megatron.hydraulis.errors import CheckpointError, ConfigurationError, Problems, listed
 from megatron.hydraulis.runtime.engine import Engine
 
 _MAX_ITERATIONS_NAMED = 8
@@ -200,8 +200,10 @@ def load_checkpoint(
     with_optimizer = with_optimizer and path.name != RELEASE
 
     def check() -> tuple[StoredCheckpoint, UpstreamState, dict[str, Any], StoredModel]:
+        problems = Problems()
         if manifest is not None:
-            _check_same_model(path, model_differences(manifest.model, model))
+            with problems.collected():
+                _check_same_model(path, model_differences(manifest.model, model))
         checkpoint = StoredCheckpoint(path)
         upstream = upstream_state(checkpoint)
         if manifest is None:
@@ -210,8 +212,12 @@ def load_checkpoint(
                     f"{path}: {MANIFEST_NAME} is missing, so its files cannot be checked; load "
                     "another checkpoint"
                 )
-            _check_same_model(path, model_differences(upstream.model, model, of=upstream.settings))
-        accept(path, manifest, upstream)
+            with problems.collected():
+                known = upstream.settings
+                _check_same_model(path, model_differences(upstream.model, model, of=known))
+        with problems.collected():
+            accept(path, manifest, upstream)
+        problems.raise_any()
         states = {MODEL: engine.shards.parameters}
         if with_optimizer:
             _check_optimizer(checkpoint, upstream)

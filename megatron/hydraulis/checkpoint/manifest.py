@@ -104,6 +104,11 @@ LATENT_ARGUMENTS = (
 )
 """As `MODEL_ARGUMENTS`, in a model with latent attention."""
 
+MODEL_SETTINGS = frozenset(
+    ("group_query_attention", *MODEL_ARGUMENTS, *OFF_BY_DEFAULT, *EXPERT_ARGUMENTS)
+).union(LATENT_ARGUMENTS)
+"""All of them. `model_differences` compares them as far as they have an effect."""
+
 _EARLIER_NAMES = {
     "norm_epsilon": "layernorm_epsilon",
     "apply_layernorm_1p": "layernorm_zero_centered_gamma",

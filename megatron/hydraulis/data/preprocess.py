@@ -76,8 +76,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=int,
         default=len(os.sched_getaffinity(0)),
         metavar="N",
-        help="processes that tokenize; the output does not depend on it (default: the %(default)s "
-        "cores of this machine)",
+        help="processes that tokenize, at most one a core and one for "
+        f"{_CHUNK_DOCUMENTS} documents or {_CHUNK_BYTES // 1024} KiB of input; the output does not "
+        "depend on it (default: the %(default)s cores of this machine)",
     )
     group.add_argument(
         "--no-append-eod",
@@ -188,7 +189,7 @@ def run(namespace: argparse.Namespace) -> int:
         namespace.output_prefix,
         encoder,
         json_key=namespace.json_key,
-        num_workers=namespace.workers,
+        num_workers=min(namespace.workers, len(os.sched_getaffinity(0))),
     )
     print_next("hydraulis lengths --lengths", idx_path(namespace.output_prefix))
     return 0
@@ -313,8 +314,8 @@ def preprocess(
     else:
         documents, encode = encoder, partial(_encode_chunk, encoder)
         counts, json_key = None, json_key or "text"
-    # Workers are forked before the caller's progress display starts its thread, which it does at
-    # the first call of on_progress.
+    # Workers are forked before the first result, at which the caller's progress display starts its
+    # thread.
     with (
         OrderedWorkers(encode, num_workers) as workers,
         DatasetWriter(
@@ -389,7 +390,8 @@ class OrderedWorkers[Input, Output]:
     """Forked processes that apply one function; input i goes to worker i modulo their number.
 
     They are forked because the function may hold an object that takes seconds to build (a
-    tokenizer). Enter the context before starting threads. One worker means this process itself.
+    tokenizer), each with its first input and all before the first result: start no thread before
+    that. One worker means this process itself.
 
     Args:
         function: applied to every input; its result must pickle.
@@ -402,22 +404,22 @@ class OrderedWorkers[Input, Output]:
         self._connections: list[Connection[Any, Any]] = []
 
     def __enter__(self) -> Self:
-        if self._num_workers > 1:
-            context = multiprocessing.get_context("fork")
-            for _ in range(self._num_workers):
-                ours, theirs = context.Pipe()
-                process = context.Process(
-                    target=_work, args=(self._function, theirs, [*self._connections, ours])
-                )
-                with warnings.catch_warnings():
-                    # Python warns about forking a process with threads. Those here are idle threads
-                    # of numeric libraries, which a child neither needs nor waits for.
-                    warnings.simplefilter("ignore", DeprecationWarning)
-                    process.start()
-                theirs.close()
-                self._processes.append(process)
-                self._connections.append(ours)
         return self
+
+    def _start_worker(self) -> None:
+        context = multiprocessing.get_context("fork")
+        ours, theirs = context.Pipe()
+        process = context.Process(
+            target=_work, args=(self._function, theirs, [*self._connections, ours])
+        )
+        with warnings.catch_warnings():
+            # Python warns about forking a process with threads. Those here are idle threads of
+            # numeric libraries, which a child neither needs nor waits for.
+            warnings.simplefilter("ignore", DeprecationWarning)
+            process.start()
+        theirs.close()
+        self._processes.append(process)
+        self._connections.append(ours)
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         for connection in self._connections:
@@ -436,7 +438,7 @@ class OrderedWorkers[Input, Output]:
         Raises:
             DataError: a worker died. Whatever ``function`` raises is raised here.
         """
-        if not self._connections:
+        if self._num_workers == 1:
             yield from map(self._function, inputs)
             return
         in_flight: deque[int] = deque()
@@ -444,6 +446,8 @@ class OrderedWorkers[Input, Output]:
             worker = number % self._num_workers
             if len(in_flight) == _CHUNKS_PER_WORKER * self._num_workers:
                 yield self._receive(in_flight.popleft())
+            if worker == len(self._processes):
+                self._start_worker()
             try:
                 self._connections[worker].send(item)
             except OSError:

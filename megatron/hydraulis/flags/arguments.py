@@ -149,6 +149,8 @@ def parse_arguments(
     with problems.collected():
         given = {given.dest for given in flags.given}
         checks.check_needed(args, hydraulis, given=given)
+    with problems.collected():
+        checks.check_plan_time(args, hydraulis)
     set_defaults(flags, before, run_dir, has_cuda=has_cuda)
     checks.check_settings(args, problems)
     for check in (

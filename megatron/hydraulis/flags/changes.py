@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -118,6 +118,7 @@ def changed_settings(
     here: Mapping[str, Any],
     *,
     upstream_defaults: Mapping[str, Any],
+    compared: Collection[str] = (),
     keeps_schedule: bool = False,
 ) -> tuple[Change, ...]:
     """The settings in which two configurations differ, those that change the update first.
@@ -130,11 +131,13 @@ def changed_settings(
         saved: of the checkpoint, as `describe` returns it.
         here: of this run.
         upstream_defaults: of upstream's settings that this version honours, by attribute.
+        compared: settings that are compared elsewhere, and left out.
         keeps_schedule: whether the checkpoint's schedule of learning rate and decay is used.
     """
     given = {*saved.get("explicit_options", ()), *here["explicit_options"]}
     left_out = {
         *_OF_ONE_START,
+        *compared,
         *(_OF_SCHEDULE if keeps_schedule else ()),
         *(name for name in COMPLETED if option_of(name) not in given),
     }

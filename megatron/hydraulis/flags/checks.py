@@ -462,6 +462,23 @@ _NEEDED = {
 """Setting of ours -> the one without which it has no effect."""
 
 
+_MOST_PLANNING_OF_TIMEOUT = 1 / 4
+"""A process that is silent for longer than a plan may take is replaced, once, while other ranks
+wait (`planner.ahead`)."""
+
+
+def check_plan_time(args: argparse.Namespace, hydraulis: HydraulisConfig) -> None:
+    """Raise ConfigurationError if other ranks may stop waiting for a plan."""
+    minutes = args.distributed_timeout_minutes
+    most_s = _MOST_PLANNING_OF_TIMEOUT * 60.0 * minutes
+    if hydraulis.plan_time_limit is not None and hydraulis.plan_time_limit > most_s:
+        raise ConfigurationError(
+            f"other ranks wait for a plan, so --plan-time-limit is at most {most_s:g} s, a quarter "
+            f"of --distributed-timeout-minutes {minutes}, but is {hydraulis.plan_time_limit:g}; "
+            "lower it, or raise the timeout"
+        )
+
+
 def check_needed(
     args: argparse.Namespace, hydraulis: HydraulisConfig, *, given: Collection[str]
 ) -> None:

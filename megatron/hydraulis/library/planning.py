@@ -232,12 +232,12 @@ class Planning:
 
 
 def look_ahead_planner(
-    planning: Planning, hydraulis: HydraulisConfig, *, is_training: bool
+    planning: Planning, hydraulis: HydraulisConfig, *, timeout_s: float, is_training: bool
 ) -> LookAheadPlanner:
     """Makes plans ahead of training, or for evaluation when they are needed.
 
-    --replay-plans and --strategy-schedule apply to training only. Raises PlanError for a folder
-    without recorded plans.
+    Other ranks wait ``timeout_s`` for a plan. --replay-plans and --strategy-schedule apply to
+    training only. Raises PlanError for a folder without recorded plans.
     """
     if is_training and hydraulis.replay_plans is not None:
         return LookAheadPlanner(RecordedPlans(hydraulis.replay_plans), in_process=False)
@@ -247,6 +247,7 @@ def look_ahead_planner(
         in_process=is_training and hydraulis.plan_ahead > 0,
         stand_in=stand_in,
         time_limit_s=hydraulis.plan_time_limit,
+        timeout_s=timeout_s,
     )
 
 

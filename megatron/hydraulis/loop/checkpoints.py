@@ -31,7 +31,7 @@ from megatron.hydraulis.checkpoint.loading import (
     load_first_whole,
     read_rng_state,
 )
-from megatron.hydraulis.checkpoint.manifest import Manifest, model_of
+from megatron.hydraulis.checkpoint.manifest import MODEL_SETTINGS, Manifest, model_of
 from megatron.hydraulis.checkpoint.saving import CheckpointSaver, SavedState, upstream_entries
 from megatron.hydraulis.data.corpus import (
     DatasetFingerprint,
@@ -305,6 +305,7 @@ class RunCheckpoints:
             manifest.configuration,
             here,
             upstream_defaults=self._resolved.settings,
+            compared=MODEL_SETTINGS,
             keeps_schedule=args.use_checkpoint_opt_param_scheduler,
         )
         of_update = [str(change) for change in changes if change.changes_update]

@@ -563,7 +563,12 @@ class Job:
         feed, plan_dir = None, None
         if dist.get_rank() == 0:
             feed = PlanFeed(
-                look_ahead_planner(planning, hydraulis, is_training=is_training),
+                look_ahead_planner(
+                    planning,
+                    hydraulis,
+                    timeout_s=60.0 * args.distributed_timeout_minutes,
+                    is_training=is_training,
+                ),
                 exchange,
                 batches,
                 num_ahead=hydraulis.plan_ahead if is_training else 0,

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import math
 import os
 import pickle
 import queue
@@ -31,9 +32,11 @@ GRACE_S = 60.0
 """How much longer than its own time limit a plan may take before its process counts as hung.
 
 A plan takes seconds at most. The rest allows for reading interpreter and solver from a slow disk,
-and for a machine under load. Twice this is less than the 300 s for which other ranks wait at a
-store by default.
+and for a machine under load.
 """
+_MOST_OF_TIMEOUT = 3 / 8
+"""Share of the job's timeout for which a process may be silent: the one that replaces it is lost,
+too, before other ranks stop waiting for the plan."""
 NICENESS = 10
 """Priority of the process: plans are made ahead, so a rank that needs the core gets it."""
 SECONDS_TO_STOP = 5.0
@@ -54,7 +57,8 @@ class LookAheadPlanner:
             would do the same to training here. None for the planner itself, which is right for
             one without a native solver.
         time_limit_s: the planner's own limit for a plan, ``--plan-time-limit``; None for no limit.
-        grace_s: how much longer to wait for a plan.
+        timeout_s: how long other ranks wait for a plan, ``--distributed-timeout-minutes``.
+        grace_s: how much longer to wait for a plan than its limit, as far as ``timeout_s`` allows.
     """
 
     def __init__(
@@ -64,11 +68,12 @@ class LookAheadPlanner:
         in_process: bool = True,
         stand_in: Planner | None = None,
         time_limit_s: float | None = None,
+        timeout_s: float = math.inf,
         grace_s: float = GRACE_S,
     ) -> None:
         self._planner = planner
         self._stand_in = planner if stand_in is None else stand_in
-        self._answer_limit_s = (time_limit_s or 0.0) + grace_s
+        self._answer_limit_s = min((time_limit_s or 0.0) + grace_s, _MOST_OF_TIMEOUT * timeout_s)
         self._open: dict[int, tuple[int, ...]] = {}
         self.num_restarts = 0
         """How often the process was restarted."""

@@ -264,12 +264,16 @@ def test_all_that_keeps_a_run_from_resuming_is_one_message(
     uninterrupted: Run, saved: Path, tmp_path: Path
 ) -> None:
     shifted = write_corpus(tmp_path / "shifted", num_tokens=VOCAB_SIZE - 1)
-    other = ("--data-path", shifted, "--seed", "7", "--clip-grad", "0.01", "--lr", "0.5")
+    other = (
+        *("--data-path", shifted, "--seed", "7", "--clip-grad", "0.01", "--lr", "0.5"),
+        *("--norm-epsilon", "0.1"),
+    )
     load = ("--load", str(saved), "--ckpt-step", "2", "--run-dir", str(tmp_path / "run"))
     outcome = run_job([*uninterrupted.argv, *load, *other], 4, tmp_path / "output")
     first, *lines = outcome.ranks[0].stderr.partition("error: ")[2].splitlines()
-    assert first == "4 problems with these flags:"
+    assert first == "5 problems with these flags:"
     says = (
+        "layernorm_epsilon is 1e-05 there and 0.1 here",
         *("has other tokens", f"resume with --seed {SEED}"),
         *("--clip-grad 1.0 -> 0.01", "--lr is 0.01 there and 0.5 here"),
     )

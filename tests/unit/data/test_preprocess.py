@@ -253,6 +253,13 @@ def test_large_inputs_and_results_do_not_block_each_other() -> None:
     assert sizes == [size + 1] * 8
 
 
+@pytest.mark.parametrize("num_inputs", [1, 3])
+def test_no_more_workers_are_started_than_there_are_inputs(num_inputs: int) -> None:
+    with OrderedWorkers(square, 50) as workers:
+        assert len(list(workers.map(range(num_inputs)))) == num_inputs
+        assert len(workers._processes) == num_inputs
+
+
 @pytest.mark.parametrize("num_workers", [1, 2])
 def test_first_error_in_order_is_raised(num_workers: int) -> None:
     def refuse_from_three(number: int) -> int:
