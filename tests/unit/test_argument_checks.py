@@ -222,6 +222,11 @@ _BAD_INPUT = [
     ),
     ("--lr-decay-style WSD", (), ["is missing", "give --lr-wsd-decay-iters"]),
     (
+        "--weight-decay 0.3 --start-weight-decay 0.1",
+        (),
+        ["--weight-decay 0.3", "--start-weight-decay is 0.1", "--weight-decay-incr-style linear"],
+    ),
+    (
         "--weight-decay-incr-style linear --start-weight-decay 0.1",
         (),
         ["--start-weight-decay 0.1", "--end-weight-decay None", "give both"],
@@ -355,6 +360,15 @@ def test_a_balancing_loss_of_rows_becomes_that_of_sequences_with_a_warning(tmp_p
     assert [str(each) for each in warned if "balancing loss is that of each sequence" in each.why]
     silent = [each for each in parse(tmp_path, *typed.split(), "0").differences if each.warns]
     assert not any("balancing" in each.why for each in silent)
+
+
+def test_a_factor_of_positions_that_megatron_drops_is_a_warning(tmp_path: Path) -> None:
+    for factor, says in (("32", ["to continue its training, give 8"]), ("8", [])):
+        typed = f"--position-embedding-type rope --use-rope-scaling --rope-scaling-factor {factor}"
+        warned = [each for each in parse(tmp_path, *typed.split()).differences if each.warns]
+        found = [each for each in warned if "rope" in each.typed]
+        assert len(found) == len(says)
+        assert all(text in str(each) for text, each in zip(says, found, strict=True))
 
 
 def test_data_of_sft_are_files_of_json_lines(tmp_path: Path) -> None:

@@ -288,6 +288,7 @@ def test_pool_of_strategies() -> None:
     [
         ({"strategies": []}, "at least 1 strategy but has 0"),
         ({"num_ranks": "16"}, "num_ranks must be a whole number but is '16'"),
+        ({"ranks_per_node": 0}, "pool: ranks_per_node is 0 but a node has at least 1 rank"),
         ({"nodes": 2}, "pool: has the unknown keys 'nodes'"),
         ({"strategies": [{"name": "long"}]}, "strategy 0 of the pool: needs 'replicas' but lacks"),
         ({"version": 2}, "pool: version 1 can be read but this one is of version 2"),

@@ -348,9 +348,16 @@ def check_schedule_lengths(args: argparse.Namespace) -> None:
 
 
 def check_weight_decay(args: argparse.Namespace) -> None:
-    """Raise ConfigurationError for a weight decay that does not rise."""
-    if args.weight_decay_incr_style != "constant":
-        ends = (args.start_weight_decay, args.end_weight_decay)
+    """Raise ConfigurationError for a weight decay that does not rise, or rises without a style."""
+    ends = (args.start_weight_decay, args.end_weight_decay)
+    if args.weight_decay_incr_style == "constant":
+        if ends != (None, None):
+            raise ConfigurationError(
+                f"a constant weight decay is --weight-decay {args.weight_decay} throughout but "
+                f"--start-weight-decay is {ends[0]} and --end-weight-decay {ends[1]}; remove both, "
+                "or give --weight-decay-incr-style linear or cosine"
+            )
+    else:
         if None in ends or not 0.0 <= ends[0] <= ends[1]:
             raise ConfigurationError(
                 f"--weight-decay-incr-style {args.weight_decay_incr_style} rises from "

@@ -44,8 +44,9 @@ class Difference:
     @property
     def warns(self) -> bool:
         """Whether a user has to be warned of it: dropout, which most scripts leave to a default,
-        and a loss that balances experts."""
-        return self.changes_update and ("dropout" in self.typed or "aux-loss" in self.typed)
+        a loss that balances experts, and positions."""
+        named = ("dropout", "aux-loss", "rope-scaling-factor")
+        return self.changes_update and any(name in self.typed for name in named)
 
     def __str__(self) -> str:
         theirs = f" (Megatron: {self.upstream})" if self.upstream else ""
@@ -59,6 +60,8 @@ _CHANGES_UPDATE = {
     "reset_position_ids": "positions restart in every sequence",
     "reset_attention_mask": "attention stays inside a sequence",
 }
+UPSTREAMS_ROPE_FACTOR = 8.0
+"""Megatron's ``--rope-scaling-factor`` whatever a command line says."""
 _FILLERS = ("eval_interval", "save_interval")
 """Settings that get a number which is never reached where no option gives one."""
 _CHANGES_NO_UPDATE = {
@@ -144,6 +147,12 @@ def _of_option(args: argparse.Namespace, dest: str) -> str:
         return (
             "the balancing loss is that of each sequence, weighted by its tokens, as Megatron's "
             "depends on packing"
+        )
+    if dest == "rope_scaling_factor" and args.rope_scaling_factor != UPSTREAMS_ROPE_FACTOR:
+        return (
+            "positions are scaled as in Hugging Face, whereas Megatron 0.19.2 drops the option and "
+            f"scales by {UPSTREAMS_ROPE_FACTOR:g}: to continue its training, give "
+            f"{UPSTREAMS_ROPE_FACTOR:g}"
         )
     by_iterations = "the learning rate goes by iterations, as with a batch of one size"
     if dest == "rampup_batch_size":

@@ -134,6 +134,8 @@ _DIFFERENT = {
     "per head; both take --core-attention sdpa",
     "--glu-linear-offset": "added to the linear half of a gated MLP",
     "--activation-func-clamp-value": "limit of both halves of a gated MLP",
+    "--rope-scaling-factor": "factor of Llama 3's scaling, as in Hugging Face; Megatron 0.19.2 "
+    "drops it and scales by 8",
     "--grad-reduce-in-bf16": "gradients travel in bf16, half the bytes, and are added in fp32, "
     "those of micro-batches too",
     "--sequence-parallel": "on wherever tp > 1, unless --no-sequence-parallel",
@@ -236,11 +238,6 @@ _NEEDS = {
     Need("lr_decay_style", "--lr-decay-style WSD", values=("WSD",)): (
         "--lr-wsd-decay-style --lr-wsd-decay-iters --lr-wsd-decay-samples"
     ),
-    Need(
-        "weight_decay_incr_style",
-        "--weight-decay-incr-style linear or cosine",
-        values=("linear", "cosine"),
-    ): "--start-weight-decay --end-weight-decay",
     Need("save", "--save"): "--save-interval --async-save",
     Need("load", "--load"): """
         --ckpt-step --finetune --no-load-optim --exit-on-missing-checkpoint
