@@ -64,8 +64,6 @@ DATA_AND_LOGS = [
     "tokenizers>=0.22,<1",
     # The syntax of launch scripts, for `hydraulis convert`. A new minor version of the grammar may
     # rename its nodes.
-    "tree-sitter>=0.25,<1",
-    "tree-sitter-bash>=0.25,<0.26",
 ]
 
 TRAIN = MEGATRON + DATA_AND_LOGS

@@ -41,6 +41,8 @@ class Command:
     module: str
     takes_launch_options: bool = False
     """Whether it takes all options of Megatron, of which most have no effect."""
+    takes_command: bool = False
+    """Whether words after ``--`` are a command that it runs."""
 
 
 TRAIN = Command(
@@ -69,6 +71,7 @@ _COMMANDS_BY_TOPIC = {
             "convert",
             "turn a launch script of Megatron into the command here",
             "megatron.hydraulis.flags.convert",
+            takes_command=True,
         ),
         Command(
             "preflight",
@@ -189,8 +192,12 @@ def _run_command(program: str, command: Command, arguments: Sequence[str]) -> in
         description=f"{command.help[0].upper()}{command.help[1:]}.",
         accept=_without_launch_options if command.takes_launch_options else None,
     )
-    parser.set_defaults(training_words=(PLACEHOLDER,), training_seq_length=None)
+    parser.set_defaults(training_words=(PLACEHOLDER,), training_seq_length=None, command_words=())
     module.add_arguments(parser)
+    if command.takes_command and "--" in arguments:
+        at = [*arguments].index("--")
+        parser.set_defaults(command_words=arguments[at + 1 :])
+        arguments = arguments[:at]
     status: int = module.run(parser.parse_args(arguments))
     return status
 

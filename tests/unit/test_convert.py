@@ -1,246 +1,235 @@
 """Launch scripts of Megatron become the command to run here."""
 
 import os
-import subprocess
+import shlex
+import sys
 from pathlib import Path
 
 import pytest
 
 from megatron.hydraulis.__main__ import main
 from megatron.hydraulis.errors import ConfigurationError
-from megatron.hydraulis.flags.convert import LaunchCommand, read_launch_command
-from megatron.hydraulis.flags.shell_script import Script
+from megatron.hydraulis.flags import convert
+from megatron.hydraulis.flags.convert import read_options, recorded_calls
 from tests.support.launch_arguments import SETS, options_of
+
+_MODEL = (
+    "--num-layers 2 --hidden-size 64 --num-attention-heads 4 --seq-length 128 --lr 1e-3 "
+    "--global-batch-size 8 --train-iters 10 --max-position-embeddings 128"
+)
 
 
 @pytest.mark.parametrize("name", SETS)
 def test_a_file_of_options_has_those_options(name: str) -> None:
-    launch = read_launch_command(SETS[name].read_text())
-    assert launch.call.options == tuple(word for option in options_of(name) for word in option)
-    assert launch.call.launcher == ()
-
-
-def _shown_options(launch: LaunchCommand) -> str:
-    return launch.script.unknowns.shown(" ".join(launch.call.options))
-
-
-def _unset(launch: LaunchCommand) -> list[str]:
-    """The variables without a value, with their lines."""
-    unset = [
-        each
-        for each in launch.script.unknowns.of("".join(launch.call.options))
-        if not each.is_set_by_job
-    ]
-    return list(dict.fromkeys(f"{each.name or each.source}: {each.where}" for each in unset))
-
-
-_SCRIPT = r"""
-#!/bin/bash
-GPUS_PER_NODE=4  # a comment with ' a quote
-NUM_NODES=${SLURM_NNODES:-2}
-WORLD_SIZE=$(($GPUS_PER_NODE*$NUM_NODES))
-CHECKPOINTS=$1
-MODEL_ARGS=(
-    --num-layers 12   # a comment
-    --hidden-size "512" --num-attention-heads 8
-)
-if [ "$LONG" = 1 ]; then LENGTH=2048
-else
-    LENGTH=1024
-fi
-MODEL_ARGS+=(--seq-length $LENGTH)
-OPTIMIZER="
-    --lr 6.0e-5 \
-    --micro-batch-size 2 --train-iters 10 --global-batch-size 8
-"
-OPTIMIZER+=" --bf16"
-export RUN='a run'
-cp pretrain_gpt.py "$CHECKPOINTS"
-torchrun --nproc_per_node=$GPUS_PER_NODE --nnodes $NUM_NODES /opt/Megatron-LM/pretrain_gpt.py \
-    "${MODEL_ARGS[@]}" $OPTIMIZER --transformer-impl local \
-    --tokenizer-special-tokens "<|end|>" --wandb-exp-name "$RUN" \
-    --save "${CHECKPOINTS}/x" --data-path $DATA 2>&1 | tee log
-echo "pretrain_gpt.py is done"
-"""
-
-
-def test_a_launch_script_is_read_without_being_run() -> None:
-    launch = read_launch_command(_SCRIPT, {"1": "/out"})
-    assert _shown_options(launch) == (
-        "--num-layers 12 --hidden-size 512 --num-attention-heads 8 --seq-length 1024 --lr 6.0e-5 "
-        "--micro-batch-size 2 --train-iters 10 --global-batch-size 8 --bf16 "
-        "--transformer-impl local "
-        "--tokenizer-special-tokens <|end|> --wandb-exp-name a run "
-        "--save /out/x --data-path $DATA"
-    )
-    assert "a run" in launch.call.options
-    assert launch.num_ranks == 8
-    assert _unset(launch) == ["DATA: used in line 26"]
-    assert launch.script.changed == ("LENGTH = 2048, 1024",)
-    assert "2048" in read_launch_command(_SCRIPT, {"LENGTH": "2048"}).call.options
+    assert read_options(SETS[name]) == tuple(word for option in options_of(name) for word in option)
 
 
 @pytest.mark.parametrize(
-    "call",
+    ("text", "options"),
     [
-        "CMD=\"torchrun --nproc-per-node 2 pretrain_gpt.py --lr 1 --split '9,1'\"; eval $CMD",
-        "bash -c \"torchrun --nproc-per-node 2 \\\n pretrain_gpt.py --lr 1 --split '9,1'; ls\"",
-        "run() { torchrun --nproc-per-node 2 pretrain_gpt.py --lr 1 --split 9,1 > log; }",
+        ("--a 1 \\\n# comment\n--b '2 3' # c\n--c \\", "--a 1 --b '2 3' --c"),
+        ("--a 1 \\\r\n  # --b 2\r\n--c x#y\r\n\\\n   ", "--a 1 --c 'x#y'"),
+        ("--moe-layer-freq ([0]*3+[1]*58)\n--b '$X'", "--moe-layer-freq '([0]*3+[1]*58)' --b '$X'"),
+        (
+            '#!/bin/bash\nMODEL_ARGS=(\n  --a "1" # c\n  --freq ([0]*3+[1]*5)\n --b ""\n)\n'
+            'MORE+=( --c ${BASE:-10000} "${MODEL_ARGS[@]}")\nEND=(--d)',
+            "--a 1 --freq '([0]*3+[1]*5)' --b '' --c 10000 --d",
+        ),
+        ("A=\" \\\n --a 1 \\\n --b '2 3' \"\nB='--c'", "--a 1 --b '2 3' --c"),
     ],
 )
-def test_a_command_handed_to_another_shell_is_found(call: str) -> None:
-    launch = read_launch_command(call)
-    assert launch.call.options == ("--lr", "1", "--split", "9,1")
-    assert launch.num_ranks == 2
-
-
-@pytest.mark.parametrize(
-    ("text", "options", "unset"),
-    [
-        ("python pretrain_gpt.py --save out/`date`", "--save out/$(date)", []),
-        (r"python pretrain_gpt.py --a '$B' c\$d", "--a $B c$d", []),
-        ('A=; python pretrain_gpt.py --a ${A:-3} "$@"', "--a 3", []),
-        ("--a 1 \\\n# comment\n--b '2 3' # c\n--c", "--a 1 --b 2 3 --c", []),
-        ("python pretrain_gpt.py --a $B/${C:?no} $B", "--a $B/${C:?no} $B", ["B", "C"]),
-        ('A=(1 "2 3"); python pretrain_gpt.py "${A[@]}" ${A[1]} $A', "1 2 3 2 3 1", []),
-        ('python pretrain_gpt.py ${A+"$A"} ${B[@]+"${B[@]}"} "${C:=4}" $C', "4 4", []),
-        ("A=3; python pretrain_gpt.py $((A * (2 + 10) / 5 % 4)) $((A*N))", "3 $((A*N))", ["N"]),
-        ("A=-7; python pretrain_gpt.py $((A/2)) $((010))", "$((A/2)) $((010))", []),
-        ("python pretrain_gpt.py --a 1 > log --b 2", "--a 1 --b 2", []),
-    ],
-)
-def test_quotes_defaults_and_commands_of_the_shell(
-    text: str, options: str, unset: list[str]
-) -> None:
-    launch = read_launch_command(text)
-    assert _shown_options(launch) == options
-    assert [line.partition(":")[0] for line in _unset(launch)] == unset
+def test_options_and_arrays_are_read_as_text(text: str, options: str, tmp_path: Path) -> None:
+    path = tmp_path / "options"
+    path.write_bytes(text.encode())
+    assert read_options(path) == tuple(shlex.split(options))
 
 
 @pytest.mark.parametrize(
     ("text", "says"),
     [
-        ("echo hello", r"calls pretrain_gpt\.py, .* calls none; give"),
-        (
-            "python pretrain_gpt.py --lr 1\npython pretrain_gpt.py --lr 2",
-            "2 different lists of options: line 1 with --lr 1; line 2 with --lr 2; leave one",
-        ),
-        ("\npython pretrain_gpt.py --a it's", "line 2 is .*it's.; correct it: is a quote"),
+        ("torchrun pretrain_gpt.py --lr 1", r"'torchrun', .* convert -- bash .*options"),
+        ("A=(--lr 1)\ntorchrun pretrain_gpt.py ${A[@]}", "'torchrun'"),
+        ("A=(--lr $LR)", r"'\$LR'"),
+        ("--save out/`date`", "`date`"),
+        ("X=ab\n" + "X=$X$X\n" * 40 + "A=(--lr $X)", "'X=ab'"),
+        ("\n--name it's", "line 2 has no end"),
+        ("--a " * (1 << 19), "at most 1,048,576 characters"),
     ],
 )
-def test_a_script_that_cannot_be_read_is_refused(text: str, says: str) -> None:
+def test_text_that_is_not_options_alone_is_refused(text: str, says: str, tmp_path: Path) -> None:
+    path = tmp_path / "options"
+    path.write_text(text)
     with pytest.raises(ConfigurationError, match=says):
-        read_launch_command(text)
+        read_options(path)
 
 
-def test_convert_prints_the_command_and_what_becomes_of_each_option(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    script = tmp_path / "train.sh"
-    script.write_text(_SCRIPT)
-    assert main(["convert", str(script), "--set", "1=/out", "--set", "DATA=/data"]) == 0
-    shown = capsys.readouterr().out
-    for text in (
-        "torchrun --nproc_per_node=4 --nnodes 2 --no-python hydraulis train \\\n    --num-layers",
-        "taken        options without effect here",
-        "  --micro-batch-size 2: packing decides",
-        "  --hidden-dropout 0.0 (Megatron: --hidden-dropout 0.1): ",
-        "  LENGTH = 2048, 1024\n",
-        "strategy     --strategy '8*tp1' on 8 ranks equals",
-        "--num-ranks 8 --dry-run",
-    ):
-        assert text in shown, text
-    script.write_text(_SCRIPT.replace("--bf16", "--fp16"))
-    assert main(["convert", str(script)]) == 1
-    shown = capsys.readouterr().out
-    assert "  --fp16 is not honoured: " in shown
-    assert "  DATA: used in line 26\n" in shown
-    assert "torchrun" not in shown
-    assert main(["convert", str(script), "--set", "DATA"]) == 2
-    assert "--set takes NAME=VALUE" in capsys.readouterr().err
+def test_a_device_or_no_file_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigurationError, match="no regular file"):
+        read_options(Path("/dev/zero"))
+    with pytest.raises(ConfigurationError, match="No such file"):
+        read_options(tmp_path / "none")
+
+
+_POSITIONAL = r"""
+set -euo pipefail
+[ "$1" = dsw ] || exit 1
+[ $2 = 8B ] && LAYERS=32
+mkdir -p out
+GPUS=`python -c "print(8)"`
+run_cmd="torchrun --nproc_per_node $GPUS pretrain_gpt.py --num-layers ${LAYERS} \
+ --lr ${3} "
+eval ${run_cmd}
+"""
+_ARRAYS = r"""
+source "$(dirname "$0")/env.sh"
+module load cuda || true
+ARGS=(--num-layers 12 # a comment
+  --lr $LR)
+$LAUNCH pretrain_gpt.py "${ARGS[@]}" --wandb-exp-name "a run" \
+  --data-path ${DATA[*]} \
+"""
+_SLURM = r"""#!/bin/bash
+#SBATCH -N 2 --ntasks-per-node=1
+#SBATCH --gres=gpu:a100:4  # whole nodes
+set -eu
+export ARGS="--num-layers 2 --hidden-size 64"
+export MASTER_ADDR=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
+first=$(srun -n 1 echo first)
+srun --label -N $SLURM_NNODES bash -c 'torchrun --nnodes $SLURM_NNODES --nproc-per-node gpu \
+  --node_rank $SLURM_PROCID --master_addr $MASTER_ADDR pretrain_gpt.py $ARGS --save '"$first" | cat
+"""
+_BATCH = r"""
+LR=5
+sbatch <<END
+#!/bin/bash
+#SBATCH -N 3
+srun --ntasks-per-node 4 python -u pretrain_gpt.py --lr $LR --save \$SLURM_NNODES
+END
+"""
+_PBS = r"""#!/bin/bash
+#PBS -l select=2:ncpus=16:ngpus=8:mpiprocs=8
+mpirun -np $(($(wc -l < $PBS_NODEFILE) * 8)) --map-by ppr:8:node python pretrain_gpt.py --lr 1
+"""
+_VENV = f"""
+export PYTHONPATH=/nowhere PATH={shlex.quote(os.path.dirname(sys.executable))}:$PATH
+torchrun --nproc-per-node 2 pretrain_gpt.py --lr 1
+"""
+_BY_PATH = f"""
+N=$({shlex.quote(sys.executable)} -c 'print(3)')
+{shlex.quote(sys.executable)} -m torch.distributed.run --nproc-per-node $N pretrain_gpt.py --lr 1
+"""
+_ELSEWHERE = r"""
+docker rm -f env.sh
+for host in a b; do
+  ssh $host "cd / && torchrun --nnodes 2 --nproc-per-node 4 pretrain_gpt.py --lr 1" &
+done
+wait
+"""
 
 
 @pytest.mark.parametrize(
-    ("condition", "branch"),
+    ("script", "launcher", "options", "num_ranks"),
     [
-        ('[ "$MOCK" = true ]', "otherwise"),
-        ("[[ $MOCK == false ]]", "then"),
-        ('! [ "$MOCK" = true ]', "then"),
-        ('[ ! "$MOCK" == false ]', "otherwise"),
-        ('[ -z "" ]', "then"),
-        ("[ -n $MOCK ]", "then"),
-        ("test ${10:-2} -gt 1", "then"),
-        ("[ 2 -lt 1 ]", "otherwise"),
-        ('[[ $MOCK == a || $MOCK == "false" && 2 -gt 1 ]]', "then"),
-        ("[[ $OUTSIDE == a && $MOCK == true ]]", "otherwise"),
-        ("[[ $OUTSIDE == a || $MOCK == false ]]", "then"),
-        ("[ 5 -gt -1 ]", "then"),
-        # Not known: the last branch counts.
-        ('[ "$EMPTY" -gt 1 ]', "otherwise"),
-        ('[ "$OUTSIDE" = true ]', "otherwise"),
-        ("[ -f pretrain_gpt.py ]", "otherwise"),
-        ("[[ $MOCK == f* ]]", "otherwise"),
-        ('[ "$MOCK" = false ] && [ -f data ]', "otherwise"),
+        (_POSITIONAL, "torchrun --nproc_per_node 8", "--num-layers 32 --lr 1e-5", 8),
+        (
+            _ARRAYS,
+            "torchrun --nproc-per-node=2",
+            "--num-layers 12 --lr 3 --wandb-exp-name 'a run' --data-path 1 a 2 b",
+            2,
+        ),
+        (
+            _SLURM,
+            "torchrun --nnodes 2 --nproc-per-node gpu --node_rank 0 --master_addr node0",
+            "--num-layers 2 --hidden-size 64 --save first",
+            8,
+        ),
+        (_BATCH, "python -u", "--lr 5 --save 3", 12),
+        (_PBS, "python", "--lr 1", 16),
+        (_VENV, "torchrun --nproc-per-node 2", "--lr 1", 2),
+        (
+            _BY_PATH,
+            f"{sys.executable} -m torch.distributed.run --nproc-per-node 3",
+            "--lr 1",
+            3,
+        ),
+        (_ELSEWHERE, "torchrun --nnodes 2 --nproc-per-node 4", "--lr 1", 8),
+    ],
+    ids=["positional", "arrays", "slurm", "batch", "pbs", "venv", "by_path", "elsewhere"],
+)
+def test_a_script_runs_up_to_its_launcher(
+    script: str,
+    launcher: str,
+    options: str,
+    num_ranks: int,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    for name in [name for name in os.environ if name.startswith(("SLURM_", "PBS_"))]:
+        monkeypatch.delenv(name)
+    Path("env.sh").write_text("LR=3 DATA=(1 a 2 b) LAUNCH='torchrun --nproc-per-node=2'")
+    Path("train.sh").write_text(script)
+    (call,) = recorded_calls(["bash", "train.sh", "dsw", "8B", "1e-5"])
+    assert call.options == tuple(shlex.split(options))
+    assert shlex.join(call.launcher) == launcher
+    assert call.num_ranks == num_ranks
+    assert Path("env.sh").exists()
+    assert Path("out").exists() == (script is _POSITIONAL)
+
+
+@pytest.mark.parametrize(
+    ("script", "says"),
+    [
+        ("echo no more; exit 3", r"(?s)exited with status 3 and called no launcher.*no more"),
+        ("torchrun eval.py --x 1", "called 'torchrun eval.py'|called torchrun eval.py"),
+        ("set -u; torchrun pretrain_gpt.py --lr $LR", "(?s)LR.*unbound variable"),
+        ("X=ab; for i in $(seq 40); do X=$X$X; done; python pretrain_gpt.py $X", "no launcher"),
+        ("sleep 60", "ended after 1 s"),
+        ("while :; do echo yes; done", "ended after 1 s"),
     ],
 )
-def test_a_condition_that_is_known_decides_its_branch(condition: str, branch: str) -> None:
-    script = f"""
-MOCK=false; EMPTY=
-if {condition}; then
-    if [ 1 = 2 ]; then A="--inner"; fi
-    A="--then"; B=(--then)
-else A="--otherwise"; B=(--otherwise)
-fi
-if [ 1 = 1 ]; then :; elif [ "$X" = y ]; then A="--elif"; else A="--else"; fi
-python pretrain_gpt.py $A ${{B[@]}}
-"""
-    assert read_launch_command(script).call.options == (f"--{branch}", f"--{branch}")
-
-
-def test_a_test_for_the_program_does_not_call_it() -> None:
-    script = "if [ ! -f pretrain_gpt.py ]; then exit 1; fi\n[ -f pretrain_gpt.py ]\n"
-    launch = read_launch_command(script + "srun python pretrain_gpt.py --lr ${12:-1}", {"12": "3"})
-    assert launch.call.options == ("--lr", "3")
-
-
-def test_ranks_that_a_layout_does_not_divide_have_no_strategy(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+def test_a_script_that_reaches_no_launcher_is_an_error(
+    script: str, says: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    script = tmp_path / "train.sh"
-    call = "srun python pretrain_gpt.py --lr 1 --tensor-model-parallel-size 8"
-    script.write_text(f"{call} --pipeline-model-parallel-size 3")
-    assert main(["convert", str(script), "--num-ranks", "16"]) == 1
-    shown = capsys.readouterr().out
-    assert "  strategy of tp8pp3 alone: replicas of 24 ranks do not fill" in shown
-    assert "\nstrategy" not in shown
-    assert main(["convert", str(script)]) == 1
-    assert "give --num-ranks N" in capsys.readouterr().out
+    monkeypatch.setattr(convert, "_MOST_MEMORY_BYTES", 1 << 28)
+    limit_s = 1 if "ended after" in says else 60
+    with pytest.raises(ConfigurationError, match=says):
+        recorded_calls(["bash", "-c", script], limit_s)
 
 
-def test_experts_of_a_script_are_shared_as_in_training(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    script = tmp_path / "train.sh"
-    script.write_text(
-        "srun python pretrain_gpt.py --num-experts 8 --tensor-model-parallel-size 2 "
-        "--expert-model-parallel-size 4"
-    )
-    main(["convert", str(script), "--num-ranks", "8"])
-    shown = capsys.readouterr().out
-    assert "--strategy 'tp2cp4~ep8' on 8 ranks" in shown
-    assert "in Megatron a rank holds" not in shown
-    script.write_text(script.read_text().replace("-experts 8", "-experts 4"))
-    main(["convert", str(script), "--num-ranks", "8"])
-    assert "\nwarning      experts: in Megatron a rank holds 1/8 of each" in capsys.readouterr().out
+def test_a_command_that_cannot_be_run_is_an_error(tmp_path: Path) -> None:
+    (tmp_path / "train.sh").write_text("torchrun pretrain_gpt.py")
+    with pytest.raises(ConfigurationError, match=r"Permission denied; give .* -- bash .*train\.sh"):
+        recorded_calls([str(tmp_path / "train.sh")])
 
 
-def _converted(
-    folder: Path, capsys: pytest.CaptureFixture[str], script: str, *arguments: str
-) -> tuple[int, str]:
+def test_calls_outlive_a_script_that_is_ended(capsys: pytest.CaptureFixture[str]) -> None:
+    (call,) = recorded_calls(["bash", "-c", "torchrun pretrain_gpt.py --lr 1; sleep 60"], 3)
+    assert call.options == ("--lr", "1")
+    assert "ended after 3 s" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("launcher", "num_ranks"),
+    [
+        ("srun -N 2 --ntasks-per-node 8 python", 16),
+        ("srun -N 2 --gpus-per-node=a100:4 python", 8),
+        ("srun -N9 env X=1 srun -N2 --ntasks-per-node=4 python", 8),
+        ("mpirun -np 4 -x PATH python", 4),
+        ("srun -N 3 --gres gpu:4 torchrun --nproc_per_node=gpu --nnodes $(echo x)", 12),
+        ("srun -N 2 torchrun --nproc-per-node 4", 4),
+        ("python", None),
+        ("accelerate launch --num_processes 4", None),
+    ],
+)
+def test_ranks_are_those_of_the_launchers(launcher: str, num_ranks: int | None) -> None:
+    (call,) = recorded_calls(["bash", "-c", f"{launcher} pretrain_gpt.py --lr 1"])
+    assert call.num_ranks == num_ranks
+
+
+def _converted(capsys: pytest.CaptureFixture[str], script: str, *arguments: str) -> tuple[int, str]:
     """The exit status of ``hydraulis convert`` and what it prints."""
-    path = folder / "train.sh"
-    path.write_text(script)
-    status = main(["convert", str(path), *arguments])
+    status = main(["convert", *arguments, "--", "bash", "-c", script])
     return status, capsys.readouterr().out
 
 
@@ -257,312 +246,86 @@ def _blocks(shown: str) -> dict[str, list[str]]:
     return blocks
 
 
-_MODEL = (
-    "--num-layers 2 --hidden-size 64 --num-attention-heads 4 --seq-length 128 --lr 1e-3 "
-    "--global-batch-size 8 --train-iters 10 --max-position-embeddings 128"
-)
-_HOSTILE = r"""#!/bin/bash
-#SBATCH -N 4
-#SBATCH --ntasks-per-node=1 --gpus-per-node=a100:8   # whole nodes
-set -eu
-source "$(dirname "$0")/env/data.sh"
-MODEL=${1:-8B}
-GPUS=${SLURM_GPUS_ON_NODE:-8}; export WORLD=$((GPUS * SLURM_NNODES))
-MASTER_ADDR=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
-usage() { cat <<USAGE
-torchrun pretrain_gpt.py --lr LR   # it's only a text
-USAGE
-}
-case "$MODEL" in
-  8B|8b) LAYERS=32; HIDDEN=4096 ;;
-  70B) LAYERS=80
-       HIDDEN=8192 ;;
-  *) usage; exit 1 ;;
-esac
-ARGS=(
-    --num-layers $LAYERS --hidden-size "$HIDDEN"  # sizes
-    --num-attention-heads $(( HIDDEN / 128 ))
-    --tensor-model-parallel-size ${TP:=4} \
-    --global-batch-size $((WORLD / TP * 2))
-)
-add() { local first=$1; shift; ARGS+=("$first" "$@"); }
-add --seq-length "${SEQ_LENGTH:-8192}" --max-position-embeddings 8192
-add --lr 3e-4 --train-iters 1000 --bf16
-mkdir -p ckpt; [ -d ckpt ] && add --load ckpt --eval-interval 5 || true
-if [[ "${MOCK:-0}" == 1 ]]; then add --mock-data; else add --data-path "$DATA_ROOT/corpus"; fi
-for part in 1 2; do EXTRA="${EXTRA:-} --start-eval-at-iter $part"; done
-launch() {
-  srun --label --nodes $SLURM_NNODES bash -c "export OMP_NUM_THREADS=1
-    torchrun --nnodes $SLURM_NNODES --nproc_per_node $GPUS \
-    --node_rank \$SLURM_PROCID --master_addr $MASTER_ADDR \
-    pretrain_gpt.py $* --save 'out/my \$RUN' $EXTRA \
-    --num-workers 8 2>&1 | cat"
-}
-launch "${ARGS[@]}" --tokenizer-type NullTokenizer --vocab-size 32000 \
-    # --log-interval 10
-"""
-_DIRECT = r"""
-ROOT=/data; ROOT+=/x
-MODEL="--num-layers 2 --hidden-size 64 \
-  --num-attention-heads 4"
-ARGS=($MODEL --seq-length 128 --lr 1e-3 --global-batch-size 8 --train-iters 10)
-for weight in 1 2; do BLEND+=" $weight $ROOT/part$weight"; done
-NAME="a \$b \"c\" d'e"; LIST=(x)
-nodes=($(scontrol show hostnames))
-CMD=(python -m torch.distributed.run --nproc-per-node 8)
-CMD+=(--master-addr "${nodes[0]}" ../pretrain_gpt.py)
-CUDA_DEVICE_MAX_CONNECTIONS=1 MODE="a b" exec "${CMD[@]}" "${ARGS[@]}" --wandb-exp-name "$NAME" \
-  --wandb-project p --data-path $BLEND --save ~/$(hostname)/"$HOME"/ckpt ${NONE:-} "$@" \
-  --tokenizer-special-tokens ${ROOT:+"a b"} "${LIST[1]}" > log --bf16
-"""
-_STUBS = {
-    "srun": 'while [[ $1 == -* ]]; do [[ $1 == --nodes ]] && shift; shift; done; exec "$@"',
-    "torchrun": r"""printf '%s\n' "${OMP_NUM_THREADS:-}" "${MODE:-}" "$@" > "$CALLED" """,
-    "python": 'exec torchrun "$@"',
-    "scontrol": "echo node7",
-}
-
-
-@pytest.mark.parametrize("script", [_HOSTILE, _DIRECT])
-def test_the_command_calls_the_program_as_the_script_does(
-    script: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+def test_convert_prints_the_command_and_what_becomes_of_each_option(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """The script and the command run in bash, with commands that write their arguments."""
-    (tmp_path / "env").mkdir()
-    (tmp_path / "env" / "data.sh").write_text("DATA_ROOT=/data\n")
-    (tmp_path / "bin").mkdir()
-    for name, body in _STUBS.items():
-        stub = tmp_path / "bin" / name
-        stub.write_text(f"#!/bin/bash\n{body}\n")
-        stub.chmod(0o755)
-    status, shown = _converted(tmp_path, capsys, script)
+    script = tmp_path / "train.sh"
+    script.write_text(f"torchrun --nproc_per_node=$1 /m/pretrain_gpt.py {_MODEL} --bf16 \\\n $2")
+    more = f"--micro-batch-size 2 --save '{tmp_path}/$(date)'"
+    assert main(["convert", "--", "bash", str(script), "8", more]) == 0
+    shown, notice = capsys.readouterr()
+    assert "train.sh 8" in notice
+    assert "rm" in notice
+    for text in (
+        "torchrun --nproc_per_node=8 --no-python hydraulis train \\\n    --num-layers 2 \\\n",
+        "  --micro-batch-size 2: packing decides",
+        "  --hidden-dropout 0.0 (Megatron: --hidden-dropout 0.1): ",
+        "strategy     --strategy '8*tp1' on 8 ranks equals",
+        "takes the place of /m/pretrain_gpt.py",
+        "--num-ranks 8 --dry-run",
+    ):
+        assert text in shown, text
+    script.write_text(script.read_text().replace("--bf16", "--fp16"))
+    assert main(["convert", "--", "bash", str(script), "8", ""]) == 1
+    shown = capsys.readouterr().out
+    assert "  --fp16 is not honoured: " in shown
+    assert "torchrun" not in shown
+
+
+def test_a_file_alone_is_not_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    script = tmp_path / "train.sh"
+    script.write_text(f"touch {tmp_path}/ran\ntorchrun pretrain_gpt.py {_MODEL}")
+    assert main(["convert", str(script)]) == 2
+    assert not (tmp_path / "ran").exists()
+    assert main(["convert"]) == main(["convert", str(script), "--", "bash", str(script)]) == 2
+    assert not (tmp_path / "ran").exists()
+    script.write_text(f"MODEL_ARGS=(\n{_MODEL}\n)")
+    capsys.readouterr()
+    assert main(["convert", str(script), "--num-ranks", "4"]) == 0
+    shown, notice = capsys.readouterr()
+    assert "torchrun [TORCHRUN OPTIONS] --no-python hydraulis train" in shown
+    assert notice == ""
+
+
+def test_one_of_several_calls_is_converted(capsys: pytest.CaptureFixture[str]) -> None:
+    script = f"""
+        python tools/convert.py --num-layers 2 --hidden-size 64
+        for rate in 1 2 2; do torchrun pretrain_gpt.py {_MODEL} --min-lr 1e-$((rate + 3)); done"""
+    status, shown = _converted(capsys, script, "--call", "2")
     assert status == 0, shown
-    slurm = {"SLURM_NNODES": "4", "SLURM_PROCID": "3", "SLURM_JOB_NODELIST": "node[7-8]"}
-    environment = {"PATH": f"{tmp_path}/bin:{os.environ['PATH']}", "HOME": "/home/me", **slurm}
-
-    def called(text: str) -> list[str]:
-        written = tmp_path / "called"
-        subprocess.run(
-            ["bash", "-c", text, str(tmp_path / "train.sh")],
-            env={**environment, "CALLED": str(written)},
-            cwd=tmp_path,
-            check=True,
-            timeout=60,
-        )
-        return written.read_text().splitlines()
-
-    theirs = called(script)
-    at = next(at for at, word in enumerate(theirs) if word.endswith("pretrain_gpt.py"))
-    if "--num-workers" in theirs:  # has no effect
-        del theirs[-2:]
-    kept = "MASTER_ADDR=node7; nodes=(node7)\n"
-    ours = called(kept + shown.partition("\n\n")[2])
-    assert ours == [*theirs[:at], "--no-python", "hydraulis", "train", *theirs[at + 1 :]]
+    assert [line.partition(" with ")[0] for line in _blocks(shown)["calls"]] == [
+        "1: pretrain_gpt.py",
+        "2: pretrain_gpt.py",
+        "3: tools/convert.py",
+    ]
+    assert "--min-lr 1e-5" in shown.partition("\n\n")[2]
+    assert _converted(capsys, script, "--call", "4")[0] == 2
 
 
-@pytest.mark.parametrize(
-    "script",
-    [
-        "X=1; (X=2); CALL $X",
-        "X=1; (X=2; CALL $X)",
-        "X=1; echo | X=2; CALL $X",
-        "X=1; X=2 echo hi; CALL $X",
-        "X=1 Y=2\nX=3 \\\n Y=4 true; CALL $X $Y",
-        "f() { CALL $X; X=3; }; X=1; X=2 f; CALL $X",
-        "X=1; X=2 eval 'CALL $X'",
-        "( cd . || exit 1; exit 0 ); CALL 1",
-        "f() { local TP=4 N; CALL ${N:-n}; }; TP=2; N=1; f; CALL $TP $N",
-        "f() { S=8; return 0; S=16; }; f; CALL $S",
-        "f() { if [ 1 = 1 ]; then S=8; return 0; fi; S=16; }; f; CALL $S",
-        "for N in 1 2 3; do [ $N = 2 ] && break; done; CALL $N",
-        "for N in 1 2 3; do [ $N = 3 ] && continue; M=$N; done; CALL $M",
-        "f() { for N in 1 2; do return; done; }; f; CALL $N",
-        "for N in 1 2; do for M in 3 4; do break 2; done; done; CALL $N $M",
-        "for N in 1 2; do for M in 3 4; do continue 2; done; K=5; done; CALL $N $M ${K:-no}",
-        "for N in 1 2; do continue 9; done; CALL $N",
-        "for N in 1 2; do for M in 3 4; do break; done; done; CALL $N $M",
-        "X=1; X=2 & wait; CALL $X",
-        "X=1; X=2 && Y=3 & wait; CALL $X ${Y:-no}",
-        "set -- --x 3; CALL $2 $1",
-        'f() { set -- --y "$@"; CALL "$@"; }; f 4; CALL $1',
-        "set -- $2 $1; shift; CALL $1",
-        "shift; CALL $1",
-        "M=big; [ $M = big ] && TP=4 || TP=1; CALL $TP",
-        "M=big; [ $M = big ] && M=small || M=big; CALL $M",
-    ],
-)
-def test_values_are_those_of_bash(script: str) -> None:
-    stub = "call() { printf '%s\\n' \"$*\"; }\n"
-    text = stub + script.replace("CALL", "call")
-    bash = subprocess.run(
-        ["bash", "-c", text, "x", "first", "second"], capture_output=True, text=True, timeout=60
+def test_ranks_that_a_layout_does_not_divide_have_no_strategy(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    script = (
+        "srun python pretrain_gpt.py --lr 1 --tensor-model-parallel-size 8 "
+        "--pipeline-model-parallel-size 3"
     )
-    given = {"1": "first", "2": "second"}
-    text = script.replace("CALL", "python pretrain_gpt.py")
-    launches = Script(given, {}, Path())
-    launches.read_all(text)
-    ours = [" ".join(call.options) for call in launches.calls]
-    assert ours == [line for line in bash.stdout.splitlines() if line != "hi"]
-    assert launches.changed == ()
-
-
-@pytest.mark.parametrize(
-    ("script", "unset"),
-    [
-        ("N=2; unset N; CALL ${N:-1}", True),
-        ("N=(--x 1); N[0]=--y; CALL ${N[0]}", True),
-        ("N=16; ((N*=2)); CALL $N", True),
-        ("N=16; M=$((N+=2)); CALL $N", True),
-        ("N=1; let N=3; CALL $N", True),
-        ("N=1; read -r N < file; CALL $N", True),
-        ("N=1; printf -v N 2; CALL $N", True),
-        ("f() { local -n M=$1; M=2; }; N=1; f N; CALL $N", True),
-        ("N=1; declare -n M=N; CALL $N", True),
-        (
-            "N=1; for M in 1 2; do for K in 3; do [ -d x ] && break 2; done; N=2; done; CALL $N",
-            False,
-        ),
-        ("f() { if [ -d x ]; then N=8; return; fi; N=16; }; f; CALL $N", False),
-        ("for N in 1 2; do [ -d x ] && break; done; CALL $N", False),
-        ("if [ -d x ]; then N=1; else N=2; fi; N=$N; CALL $N", False),
-        ("if [ -d x ]; then N=1; else N=2; fi; (CALL $N)", False),
-    ],
-)
-def test_what_is_not_followed_is_listed(script: str, unset: bool) -> None:
-    launch = read_launch_command(script.replace("CALL", "python pretrain_gpt.py"))
-    names = [line.partition(":")[0] for line in _unset(launch)]
-    changed = [line.partition(" ")[0] for line in launch.script.changed]
-    assert (names, changed) == ((["N"], []) if unset else ([], ["N"]))
-
-
-def test_arguments_that_a_branch_may_set_are_listed() -> None:
-    launch = read_launch_command("if [ -d x ]; then set -- --a 2; fi; python pretrain_gpt.py $1")
-    assert launch.script.changed == ("$@ = none, --a 2",)
-
-
-def test_variables_without_a_value_are_named_with_their_lines(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    script = f"""
-ROOT=$BASE/x
-LR=$(cat lr)
-source env.sh
-torchrun --nproc-per-node 2 --rdzv-id $JOB pretrain_gpt.py {_MODEL} --save $ROOT/$NAME \\
-  --lr $LR --load $ROOT --wandb-project p --num-workers $CPUS --eval-interval "$EVERY" $EXTRA"""
-    status, shown = _converted(tmp_path, capsys, script)
+    status, shown = _converted(capsys, script, "--num-ranks", "16")
     assert status == 1
-    blocks = _blocks(shown)
-    assert blocks["unset"] == [
-        "JOB: used in line 5",
-        "BASE: used in line 2",
-        "NAME: used in line 5",
-        "LR: line 3 sets it to $(cat lr)",
-        "EVERY: used in line 6",
-        "EXTRA: used in line 6",
-        "line 4 reads env.sh, which is not here",
-    ]
-    assert "refused" not in blocks
-    assert blocks["command"] == []
-    given = ("JOB=1", "BASE=/b", "NAME=n", "LR=1", "EVERY=5")
-    sets = [word for each in given for word in ("--set", each)]
-    status, shown = _converted(tmp_path, capsys, script.replace("$EXTRA", ""), *sets)
-    assert status == 0, shown
-    assert "  --num-workers $CPUS: each rank reads" in shown
+    assert "  strategy of tp8pp3 alone: replicas of 24 ranks do not fill" in shown
+    assert "\nstrategy" not in shown
+    assert "give --num-ranks N" in _converted(capsys, script)[1]
 
 
-def test_what_only_the_job_knows_stays_in_the_command(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    script = f"""#SBATCH --nodes=2 --gres=gpu:4
-RUN=x-$SLURM_JOB_ID
-ARGS="{_MODEL} --sft --tokenizer-type SFTTokenizer --data-path $(ls data)"
-srun bash -c 'torchrun --nnodes $SLURM_NNODES --nproc-per-node $N --node-rank $RANK \
-  pretrain_gpt.py '"$ARGS"' --save '"$RUN"
-"""
-    status, shown = _converted(tmp_path, capsys, script, "--set", "N=4")
-    assert status == 0, shown
-    assert _blocks(shown)["kept"] == [
-        "RANK: used in line 4",
-        "$(ls data): used in line 3",
-        "RUN: line 2 sets it to x-$SLURM_JOB_ID",
-    ]
-    command = shown.partition("\n\n")[2]
-    assert command.startswith('srun bash -c "torchrun --nnodes 2 --nproc-per-node 4 --node-rank')
-    assert r"--node-rank \$RANK --no-python hydraulis train" in command
-    assert "--data-path $(ls data)" in command
-    assert '--save ${RUN}"' in command
-
-
-@pytest.mark.parametrize(
-    ("text", "num_ranks"),
-    [
-        ("#SBATCH -N2\n#SBATCH --ntasks-per-node 8\nsrun python pretrain_gpt.py", 16),
-        ("#SBATCH -N 2 --gpus-per-node=a100:4\nsrun python pretrain_gpt.py", 8),
-        ("#SBATCH --nodes=9\nsrun -N 2 --ntasks-per-node=4 python pretrain_gpt.py", 8),
-        ("#SBATCH -n 6 # not -n 8\nsrun python pretrain_gpt.py", 6),
-        ("mpirun -np 4 python pretrain_gpt.py", 4),
-        ("torchrun --nproc_per_node=4 --nnodes $SLURM_NNODES pretrain_gpt.py", None),
-        (
-            "#SBATCH --nodes 3 --gres gpu:4\n"
-            "torchrun --nproc_per_node=gpu --nnodes $(wc -l hosts) pretrain_gpt.py",
-            12,
-        ),
-        ("#SBATCH -N 2\ntorchrun --nproc-per-node 4 pretrain_gpt.py", 4),
-        ("python pretrain_gpt.py", None),
-    ],
-)
-def test_ranks_are_those_of_the_launcher_and_of_slurm(text: str, num_ranks: int | None) -> None:
-    assert read_launch_command(text).num_ranks == num_ranks
-
-
-@pytest.mark.parametrize(
-    ("script", "option"),
-    [
-        ("run() { python pretrain_gpt.py $2; }; run x --a", "--a"),
-        ("run() { python pretrain_gpt.py $A; }; A=--a", "--a"),
-        ("run() { run; run; python pretrain_gpt.py --a; }; run", "--a"),
-        ("cat > run.sh <<'END'\npython pretrain_gpt.py --a\nEND", "--a"),
-        ("A=--a; sbatch <<END\npython pretrain_gpt.py $A\nEND\nA=--b", "--a"),
-        ("case $X in 1) A=--b ;; esac; A=--a; python pretrain_gpt.py $A", "--a"),
-        ("A=--a; case $X in 1) A=$2 ;; esac; python pretrain_gpt.py $A", "--a"),
-        ("while [ $# -gt 0 ]; do A=--a; shift; done; python pretrain_gpt.py $A", "--a"),
-        ("A=1; if [ $A = 2 ]; then B='\\\n --b'; fi; python pretrain_gpt.py --a $B", "--a"),
-        ("A=1; python pretrain_gpt.py --a; [ $A ] || exit 1; exit; python pretrain_gpt.py", "--a"),
-        ("A=1; [ $A = 1 ] && [ $A = 2 ] || A=--a; python pretrain_gpt.py $A", "--a"),
-    ],
-)
-def test_functions_branches_and_here_documents(script: str, option: str) -> None:
-    assert read_launch_command(script).call.options == (option,)
-
-
-def test_long_values_are_shortened_to_where_they_differ(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    script = f"""
-ARGS=({_MODEL})
-if [ -d old ]; then ARGS+=(--load old --finetune); SAVE="--save old"; fi
-if [ -d c ]; then NAME="{"a " * 40}"; else NAME=b; fi
-if [ "$X" = 1 ]; then SEED=; else SEED=" --seed 3"; fi
-ARGS+=(--bf16)
-torchrun pretrain_gpt.py "${{ARGS[@]}}" $SAVE $SEED --wandb-project "$NAME" """
-    status, shown = _converted(tmp_path, capsys, script)
-    assert status == 0, shown
-    assert _blocks(shown)["changed"] == [
-        "ARGS = … --bf16, … --load old --finetune --bf16",
-        "SAVE = none, --save old",
-        "SEED = none, --seed 3",
-        "NAME = a a a a a a a a a a a a a a a a a a a a a a a a a a a a a …, b",
-    ]
-
-
-def test_options_that_no_command_continues_are_refused(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    script = f"torchrun pretrain_gpt.py {_MODEL} \\\n # --bf16 \\\n --clip-grad 2\n"
-    status, shown = _converted(tmp_path, capsys, script)
-    assert status == 1
-    (line,) = _blocks(shown)["refused"]
-    assert line.startswith("line 3, --clip-grad 2: it belongs to no command, as the line above")
+def test_experts_of_a_script_are_shared_as_in_training(capsys: pytest.CaptureFixture[str]) -> None:
+    script = (
+        "srun python pretrain_gpt.py --num-experts 8 --tensor-model-parallel-size 2 "
+        "--expert-model-parallel-size 4"
+    )
+    shown = _converted(capsys, script, "--num-ranks", "8")[1]
+    assert "--strategy 'tp2cp4~ep8' on 8 ranks" in shown
+    assert "in Megatron a rank holds" not in shown
+    shown = _converted(capsys, script.replace("-experts 8", "-experts 4"), "--num-ranks", "8")[1]
+    assert "\nwarning      experts: in Megatron a rank holds 1/8 of each" in shown
 
 
 @pytest.mark.parametrize(
@@ -581,7 +344,7 @@ def test_options_that_no_command_continues_are_refused(
             "every tp must divide the padded vocabulary size",
         ),
         ("--tensor-model-parallel-size 4 --ffn-hidden-size 90", "divide the ffn hidden size"),
-        ("--sft --tokenizer-type NullTokenizer --data-path $DATA", "needs --tokenizer-type SFT"),
+        ("--sft --tokenizer-type NullTokenizer --data-path d", "needs --tokenizer-type SFT"),
         ("--data-path a b 2 c", "a blend gives a weight to every prefix"),
         ("--data-path a --train-data-path b", "both name the training corpus"),
         ("--global-batch-tokens 256", "both size the global batch"),
@@ -590,9 +353,10 @@ def test_options_that_no_command_continues_are_refused(
 def test_a_command_that_training_would_refuse_is_not_printed(
     typed: str, says: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    script = f"torchrun --nproc-per-node 8 pretrain_gpt.py {_MODEL} {typed}"
-    status, shown = _converted(tmp_path, capsys, script)
-    assert status == 1
+    options = tmp_path / "options"
+    options.write_text(f"{_MODEL} {typed}")
+    assert main(["convert", str(options), "--num-ranks", "8"]) == 1
+    shown = capsys.readouterr().out
     (line,) = _blocks(shown)["refused"]
     assert says in line
     assert "hydraulis train \\" not in shown

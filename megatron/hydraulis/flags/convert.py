@@ -1,83 +1,80 @@
 """``hydraulis convert``: from a launch script of Megatron to the command to run here."""
 
 import argparse
+import contextlib
 import copy
+import json
+import os
 import re
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+import resource
+import shlex
+import signal
+import subprocess
+import sys
+import tempfile
+import textwrap
+import threading
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path, PurePath
 
-from megatron.hydraulis.errors import ConfigurationError
-from megatron.hydraulis.flags.shell_script import Script
-from megatron.hydraulis.flags.shell_words import Call, Unknown, endings
+from megatron.hydraulis.errors import ConfigurationError, listed
+from megatron.hydraulis.flags import launch_stub
 from megatron.hydraulis.strategy.megatron_layout import SIZES, MegatronLayout
 
 _GIVEN_LATER = ("tokenizer_type", "data_path")
 """Attributes that a file of options may leave to the command line."""
-_SIZE = re.compile(
-    r"(?<!\S)--?(nodes|ntasks|ntasks-per-node|gpus-per-node|gres|cpus-per-task|nnodes|"
-    r"nproc-per-node|np|[Nnc])(?:[=\s]+|(?=\d))(\S+)"
-)
-_SAME_SIZE = {
-    "N": "nodes",
-    "n": "ntasks",
-    "np": "ntasks",
-    "c": "cpus-per-task",
-    "gres": "gpus-per-node",
-}
-_SLURM_VARIABLES = {
-    "nodes": "SLURM_NNODES SLURM_JOB_NUM_NODES",
-    "ntasks": "SLURM_NTASKS SLURM_NPROCS",
-    "ntasks-per-node": "SLURM_NTASKS_PER_NODE",
-    "gpus-per-node": "SLURM_GPUS_PER_NODE SLURM_GPUS_ON_NODE",
-    "cpus-per-task": "SLURM_CPUS_PER_TASK",
-}
+_TIME_LIMIT_S = 120.0
+_BACKGROUND_S = 10.0
+"""How long what a script leaves in the background may take."""
+_MOST_MEMORY_BYTES = 4 << 30
+"""Of a process of a script: one that doubles a variable forty times ends with an error."""
+_SHOWN_BYTES = 1500
+"""Of a script's output that an error shows."""
+_WORD = re.compile(r"""#[^\n]*|((?:'[^']*'|"(?:[^"\\]|\\.)*+"|\\.|[^\s'"\\])++)|\s++""", re.DOTALL)
+"""A comment, a word of a file of options, or blanks."""
 
 
 @dataclass(frozen=True, slots=True)
 class LaunchCommand:
-    """What a script runs."""
+    """A call of the training program."""
 
-    call: Call
-    """Without launcher and place for a file of options."""
+    launcher: tuple[str, ...]
+    """The words before the program; empty for a file of options."""
+    program: str
+    options: tuple[str, ...]
     num_ranks: int | None
     """Ranks on all nodes; None if the script does not say."""
-    script: Script
+
+    @classmethod
+    def recorded(cls, words: Sequence[str], around: Sequence[Sequence[str]]) -> "LaunchCommand":
+        """The call that a stub recorded.
+
+        around: options of the job and of the launchers around it, outermost first.
+        """
+        launcher, program, options = launch_stub.split_call(words)
+        outer = launch_stub.sizes(" ".join(word for words in around for word in words))
+        return cls(tuple(launcher), program, tuple(options), _num_ranks(launcher, outer))
 
     @property
     def is_torchrun(self) -> bool:
-        return _is_torchrun(self.call.launcher)
+        return _is_torchrun(self.launcher)
 
-    def command(self, options: Iterable[Sequence[str]]) -> str:
-        """The command to run instead, an option a line, within the shells that the script calls."""
-        launcher, typed = self.call.launcher, self.script.unknowns.typed
-        words = [("hydraulis", "train"), *options]
-        names = [PurePath(word).name for word in launcher]
-        placeholder = ""
-        if not self.call.place or not {"deepspeed", "accelerate"}.isdisjoint(names):
-            placeholder = "torchrun [TORCHRUN OPTIONS] --no-python "
-        elif self.is_torchrun:
-            words[0] = (*launcher, "--no-python", *words[0])
-        else:
-            python = [at for at, name in enumerate(names) if re.fullmatch(r"python[\d.]*", name)]
-            words[0] = (*launcher[: python[-1] if python else None], *words[0])
-        depth = len(self.call.shells)
-        lines = (" ".join(typed(word, depth) for word in line) for line in words)
-        text = placeholder + " \\\n    ".join(lines)
-        for shell in reversed(self.call.shells):
-            depth -= 1
-            outer = (*shell.before, text.join(shell.around), *shell.after)
-            text = " ".join(typed(word, depth) for word in outer)
-        return text
+    @property
+    def pretrains(self) -> bool:
+        """Whether the program is named pretrain….py."""
+        return PurePath(self.program).name.startswith("pretrain")
 
-
-def _sizes(text: str) -> dict[str, int | None]:
-    """Options of sbatch, srun, mpirun and torchrun; None for a value that is no number."""
-    sizes: dict[str, int | None] = {}
-    for name, value in _SIZE.findall(text.replace("_", "-")):
-        number = value.rpartition(":")[2]  # of gpu:a100:8
-        sizes[_SAME_SIZE.get(name, name)] = int(number) if number.isdecimal() else None
-    return sizes
+    def command(self, options: Sequence[Sequence[str]]) -> str:
+        """The command to run instead, an option a line."""
+        lines = [("hydraulis", "train"), *options]
+        launcher = ""
+        if self.is_torchrun:
+            launcher = f"{shlex.join(self.launcher)} --no-python "
+        elif not self.launcher or PurePath(self.launcher[0]).name in ("deepspeed", "accelerate"):
+            launcher = "torchrun [TORCHRUN OPTIONS] --no-python "
+        return launcher + " \\\n    ".join(map(shlex.join, lines))
 
 
 def _is_torchrun(launcher: Sequence[str]) -> bool:
@@ -87,14 +84,14 @@ def _is_torchrun(launcher: Sequence[str]) -> bool:
     )
 
 
-def _num_ranks(words: Sequence[str], of_job: Mapping[str, int | None]) -> int | None:
-    """Processes that the words before the program start on all nodes; None if that is not clear.
+def _num_ranks(launcher: Sequence[str], outer: dict[str, int | None]) -> int | None:
+    """Processes that the launcher starts on all nodes; None if that is not clear.
 
-    of_job: `_sizes` of the script.
+    outer: sizes of the job and of the launchers around it.
     """
-    sizes = {**of_job, **_sizes(" ".join(words))}
+    sizes = {**outer, **launch_stub.sizes(" ".join(launcher))}
     num_gpus, num_nodes = sizes.get("gpus-per-node"), sizes.get("nodes")
-    if _is_torchrun(words):
+    if _is_torchrun(launcher):
         num_nodes = sizes.get("nnodes", 1) or num_nodes
         num_of_node = sizes.get("nproc-per-node", 1) or num_gpus
     else:
@@ -104,73 +101,203 @@ def _num_ranks(words: Sequence[str], of_job: Mapping[str, int | None]) -> int | 
     return num_nodes * num_of_node if num_nodes and num_of_node else None
 
 
-def read_launch_command(
-    text: str, variables: Mapping[str, str] | None = None, folder: Path = Path()
-) -> LaunchCommand:
-    """The command of a launch script, or of a file of options alone.
+def read_options(path: Path) -> tuple[str, ...]:
+    """The words of a file of options as text: options alone, or ``NAME=( … )`` and ``NAME="…"``.
 
-    Args:
-        variables: values that the script expects from its environment or its arguments.
-        folder: of the script, for files that it reads.
-
-    Raises:
-        ConfigurationError: the script calls no program named pretrain….py, or calls it several
-            times with other options, or bash could not read it.
+    Raises ConfigurationError for another file, such as a script, and for a value that only a shell
+    can compute.
     """
-    lines = (line.strip() for line in text.splitlines())
-    is_script = not next((line for line in lines if line and line[0] != "#"), "").startswith("--")
-    of_job = _sizes("\n".join(re.findall(r"^#SBATCH\s+([^#\n]*)", text, re.MULTILINE)))
-    values = {
-        name: str(number)
-        for size, number in of_job.items()
-        for name in _SLURM_VARIABLES.get(size, "").split()
-        if number is not None
-    }
-    script = Script(variables or {}, values, folder)
-    if not is_script:
-        # Such a file may be one that no shell reads: --moe-layer-freq ([0]*3+[1]*58).
-        text = re.sub(r"(?<=\s)\(\S*\)(?=\s)", r"'\g<0>'", text)
-        text = f'O=({text}\n)\ntorchrun pretrain_gpt.py "${{O[@]}}"'
-    script.read_all(text)
-    calls = list({call.options: call for call in script.calls}.values())
-    if not calls:
+    try:
+        if not path.is_file() and path.exists():
+            raise OSError(0, "it is no regular file")
+        with path.open(encoding="utf-8") as file:
+            text = file.read(launch_stub.MOST_BYTES + 1)
+    except (OSError, UnicodeDecodeError) as error:
+        reason = (isinstance(error, OSError) and error.strerror) or error
         raise ConfigurationError(
-            "a launch script calls pretrain_gpt.py, or another pretrain….py, but this one calls "
-            "none; give the file that does, or a file with the options alone"
-        )
-    if len(calls) > 1:
-        options = endings(script.unknowns.shown(" ".join(call.options)) for call in calls)
-        places = (call.place for call in calls)
-        listed = "; ".join(map(" with ".join, zip(places, options, strict=True)))
+            f"{path}: a file of options is a text file but reading it fails: {reason}; correct the "
+            "path"
+        ) from error
+    if len(text) > launch_stub.MOST_BYTES:
         raise ConfigurationError(
-            "a launch script has one command to convert but this one calls pretrain….py with "
-            f"{len(calls)} different lists of options: {listed}; leave one of them in the file, or "
-            "give the variable that makes the difference by --set NAME=VALUE"
+            f"{path}: a file of options has at most {launch_stub.MOST_BYTES:,} characters but this "
+            "one has more; give the options alone"
         )
-    call = calls[0] if is_script else replace(calls[0], launcher=(), place="")
-    return LaunchCommand(call, _num_ranks(call.words_around, of_job), script)
+    words: list[str] = []
+    # A backslash at the end of a line separates words, whatever follows.
+    found = _words(path, re.sub(r"\\[ \t\r]*(\n|\Z)", r"\1", text))
+    is_plain, is_in_array = bool(found) and found[0].startswith("--"), False
+    for word in found:
+        begins = not (is_plain or is_in_array) and re.match(r"\w+\+?=\(", word)
+        string = not (is_plain or is_in_array) and re.match(r"""\w+\+?=(["']\s*--.*)""", word, re.S)
+        if begins:
+            is_in_array, word = True, word[begins.end() :]
+        elif string:
+            words += [each for part in _words(path, string[1][1:-1]) for each in _value(path, part)]
+            continue
+        elif not (is_plain or is_in_array):
+            raise _needs_bash(path, word)
+        if is_in_array and word.endswith(")") and word.count(")") > word.count("("):
+            is_in_array, word = False, word[:-1]
+        if not re.fullmatch(r'"?\$\{\w+\[@\]\}"?', word):  # of an array, which is in the file
+            words += _value(path, word)
+    return tuple(words)
+
+
+def _words(path: Path, text: str) -> list[str]:
+    """The words of a text, still in quotes, without comments."""
+    words, end = [], 0
+    for match in _WORD.finditer(text):
+        if match.start() != end:
+            break
+        end = match.end()
+        words += [match[1]] if match[1] else []
+    if end != len(text):
+        raise ConfigurationError(
+            f"{path}: a quote ends where another begins but that in line "
+            f"{text[:end].count(chr(10)) + 1} has no end; correct it"
+        )
+    return words
+
+
+def _value(path: Path, word: str) -> list[str]:
+    """A word without quotes; none if it is empty without them."""
+    word = re.sub(r"\$\{\w+:?-([^${}]*)\}", r"\1", word)
+    if re.search(r"[$`]", re.sub(r"'[^']*'|\\.", "", word)):
+        raise _needs_bash(path, word)
+    return shlex.split(word)
+
+
+def _needs_bash(path: Path, word: str) -> ConfigurationError:
+    return ConfigurationError(
+        f'{path}: a file of options holds options, NAME=( … ) or NAME="…" but has {word[:60]!r}, '
+        f"which takes a shell; run your script with its arguments, where training is not started: "
+        f"hydraulis convert -- bash {shlex.quote(str(path))} ARGUMENTS (or for variables alone: "
+        "-- bash -c 'source FILE; torchrun pretrain_gpt.py \"${MODEL_ARGS[@]}\"')"
+    )
+
+
+def recorded_calls(
+    command: Sequence[str], time_limit_s: float = _TIME_LIMIT_S
+) -> list[LaunchCommand]:
+    """Run a launch script with stubs instead of launchers; return its calls of training programs
+    that have different options, those of pretrain….py first.
+
+    Raises ConfigurationError if the command cannot be run or calls none.
+    """
+    print(
+        f"convert runs {shlex.join(command)} now, for at most {time_limit_s:g} s. Stubs record "
+        "calls of torchrun, deepspeed, accelerate and of Python with a training program, and do "
+        "not start them; what srun, mpirun, sbatch, ssh, docker and the like would start runs "
+        "here once, with these stubs. All other commands of the script do run: mkdir, rm, "
+        "downloads. A program called by its path, but for Python's, cannot be replaced.",
+        file=sys.stderr,
+        flush=True,
+    )
+    with tempfile.TemporaryDirectory(prefix="hydraulis-convert-") as name:
+        folder, environment = Path(name), dict(os.environ)
+        launch_stub.install(folder, environment, command)
+        ending, output = _run(command, environment, time_limit_s)
+        records = [json.loads(path.read_text()) for path in sorted(folder.glob("*.json"))]
+    calls = [LaunchCommand.recorded(**record) for record in records]
+    found = list({call.options: call for call in reversed(calls) if _is_megatrons(call)}.values())
+    found = sorted(reversed(found), key=lambda call: not call.pretrains)
+    if not found:
+        others = sorted({shlex.join((*call.launcher, call.program)) for call in calls})
+        called = listed(others) if others else "no launcher"
+        raise ConfigurationError(
+            "a launch script calls Megatron's training through torchrun, python or another "
+            f"launcher, but {shlex.join(command)} {ending} and called {called}; give its arguments "
+            "and the variables that it needs (NAME=VALUE hydraulis convert -- …), and no launcher "
+            f"by its path. Its last output:\n{output.strip() or '(none)'}"
+        )
+    if ending != "ended":
+        print(f"warning: {shlex.join(command)} {ending} after this call", file=sys.stderr)
+    return found
+
+
+def _is_megatrons(call: LaunchCommand) -> bool:
+    return call.pretrains or launch_stub.has_model_options(call.options)
+
+
+def _run(command: Sequence[str], environment: dict[str, str], limit_s: float) -> tuple[str, str]:
+    """How a command ended within a time, and the end of its output."""
+    try:
+        process = subprocess.Popen(
+            command,
+            env=environment,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
+    except OSError as error:
+        raise ConfigurationError(
+            f"convert runs what follows -- but {command[0]} cannot be run: {error.strerror}; "
+            f"give for example -- bash {shlex.quote(command[0])}"
+        ) from error
+    output = bytearray()
+
+    def read() -> None:
+        while chunk := os.read(stream.fileno(), 1 << 16):
+            output.extend(chunk)
+            del output[:-_SHOWN_BYTES]
+
+    assert process.stdout is not None
+    with process.stdout as stream:
+        reader = threading.Thread(target=read, daemon=True)
+        reader.start()
+        try:
+            hard = resource.getrlimit(resource.RLIMIT_DATA)[1]
+            if hard == resource.RLIM_INFINITY or hard > _MOST_MEMORY_BYTES:
+                limits = (_MOST_MEMORY_BYTES, hard)
+                resource.prlimit(process.pid, resource.RLIMIT_DATA, limits)
+            status = process.wait(limit_s)
+            ending = f"exited with status {status}" if status else "ended"
+            with contextlib.suppress(ProcessLookupError):
+                until = time.monotonic() + _BACKGROUND_S
+                while time.monotonic() < until:
+                    os.killpg(process.pid, 0)
+                    time.sleep(0.05)
+        except subprocess.TimeoutExpired:
+            ending = f"was ended after {limit_s:g} s (--time-limit)"
+        finally:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+        reader.join(1)
+    return ending, output.decode(errors="replace")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
-        "script",
+        "file",
         type=Path,
-        metavar="SCRIPT",
-        help="launch script that calls pretrain_gpt.py, or a file of its options",
+        nargs="?",
+        metavar="FILE",
+        help="options of pretrain_gpt.py as text, also as NAME=( … ); it is not run. Or, instead: "
+        "-- bash train.sh ARGUMENTS, a launch script, which is run, with stubs for launchers that "
+        "record what they would train",
     )
     parser.add_argument(
-        "--set",
-        action="append",
-        default=[],
-        metavar="NAME=VALUE",
-        help="a variable that the script takes from its environment, or from its arguments (1=…), "
-        "or sets differently in branches; may be repeated",
+        "--call",
+        type=int,
+        default=1,
+        metavar="N",
+        help="which of a script's calls with different options to convert, from 1 (default)",
+    )
+    parser.add_argument(
+        "--time-limit",
+        type=float,
+        default=_TIME_LIMIT_S,
+        metavar="SECONDS",
+        help="of the script. Default: %(default)g",
     )
     parser.add_argument(
         "--num-ranks",
         type=int,
         metavar="N",
-        help="ranks of the job (ranks). Default: those of the script's launcher or #SBATCH lines",
+        help="ranks of the job (ranks). Default: those of the script's launcher or headers",
     )
     parser.add_argument(
         "--ignore-unknown-options",
@@ -201,11 +328,14 @@ def run(namespace: argparse.Namespace) -> int:
     from megatron.hydraulis.flags.samples import training_sizes
     from megatron.hydraulis.strategy import Pool
 
-    path: Path = namespace.script
-    launch = read_launch_command(_read(path), _variables(namespace.set), path.parent)
-    call, script = launch.call, launch.script
-    of, shown = script.unknowns.of, script.unknowns.shown
-    options = [*call.options]
+    calls = _calls(namespace)
+    if not 1 <= namespace.call <= len(calls):
+        raise ConfigurationError(
+            f"--call is 1 to the number of calls with different options, {len(calls)}, but is "
+            f"{namespace.call}; correct it"
+        )
+    launch = calls[namespace.call - 1]
+    options = [*launch.options]
     if namespace.ignore_unknown_options:
         options.append("--ignore-unknown-options")
     problems = Problems()
@@ -255,82 +385,62 @@ def run(namespace: argparse.Namespace) -> int:
                 )
             check_fit(completed, pool, problems)
 
-    refused = [
-        *(line for line in problems.lines if not of(line)),
-        *(
-            f"{cut_off}: it belongs to no command, as the line above ends without a backslash, "
-            "with a blank after it or with a comment; join the lines"
-            for cut_off in script.cut_off
-        ),
-    ]
-    used = of(" ".join((*call.words_around, *(word for words in honoured for word in words))))
-    # No check accepts the character that stands for an unknown.
-    needed = {*(each for each in used if not each.is_set_by_job), *of("".join(problems.lines))}
-    unset = [each for each in of(" ".join((*call.words_around, *options))) if each in needed]
     texts = option_texts(
         taken,
         flags.unknown,
         differences(parser, flags, before, uses_tp=layout.tp > 1, has_cuda=True),
     )
     for line in (
-        *block_lines("refused", "change or remove these first", refused),
-        *block_lines(
-            "unset",
-            "variables without a value: give each by --set NAME=VALUE",
-            (*_unknown_lines(unset), *(script.not_found if unset else ())),
-        ),
-        *block_lines("changed", "variables with several values; the last is used", script.changed),
-        *block_lines(
-            "kept",
-            "what only the job knows: lines of the script that set it stay above the command",
-            _unknown_lines(each for each in used if each.is_set_by_job),
-        ),
-        *map(shown, option_lines(texts)),
+        *block_lines("refused", "change or remove these first", problems.lines),
+        *block_lines("calls", "of the script; --call N converts another", _differences(calls)),
+        *option_lines(texts),
+        *strategy,
     ):
         print(line)
-    for line in strategy:
-        print(line)
-    if refused or unset:
-        print("command      printed once nothing is refused or unset")
+    if problems:
+        print("command      printed once nothing is refused")
         return 1
-    replaced = f"in place of the call in {call.place}; " if call.place else ""
     print(
-        f"command      {replaced}to check its flags: hydraulis train FLAGS --num-ranks "
-        f"{num_ranks or 'N'} --dry-run, without a GPU also --device NAME"
+        f"command      to check its flags: hydraulis train FLAGS --num-ranks {num_ranks or 'N'} "
+        "--dry-run, without a GPU also --device NAME"
     )
-    if call.place and not launch.is_torchrun:
-        variables = "RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT"
-        print(f"  without torchrun, the launcher has to set {variables} for each rank")
+    if launch.launcher:
+        theirs = (
+            launch.program if launch.is_torchrun else f"{launch.launcher[0]} … {launch.program}"
+        )
+        ours = f"{'--no-python ' if launch.is_torchrun else ''}hydraulis train"
+        print(f"  in the script, {ours} takes the place of {theirs}, and these options that of its")
+        print("  options; values such as ranks, addresses, dates and folders are those of this run")
+        if not launch.is_torchrun:
+            variables = "RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT"
+            print(f"  without torchrun, the launcher has to set {variables} for each rank")
     print(f"\n{launch.command(honoured)}")
     return 0
 
 
-def _unknown_lines(unknowns: Iterable[Unknown]) -> tuple[str, ...]:
-    """A line for each name, with where it is used or set."""
-    places: dict[str, dict[str, None]] = {}
-    for unknown in unknowns:
-        places.setdefault(unknown.name or unknown.source, {})[unknown.where] = None
-    return tuple(f"{name}: {', '.join(where)}" for name, where in places.items())
-
-
-def _read(path: Path) -> str:
-    try:
-        return path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        reason = (isinstance(error, OSError) and error.strerror) or error
+def _calls(namespace: argparse.Namespace) -> list[LaunchCommand]:
+    """Those of the command that is given, or the options of the file as one."""
+    if bool(namespace.command_words) == bool(namespace.file):
         raise ConfigurationError(
-            f"{path}: a launch script is a text file but reading it fails: {reason}; correct the "
-            "path"
-        ) from error
+            "convert takes a file of options, FILE, or what runs a launch script, "
+            "-- bash train.sh ARGUMENTS; give one of them"
+        )
+    if namespace.command_words:
+        return recorded_calls(namespace.command_words, namespace.time_limit)
+    return [LaunchCommand((), "", read_options(namespace.file), None)]
 
 
-def _variables(assignments: Sequence[str]) -> dict[str, str]:
-    for each in assignments:
-        if "=" not in each:
-            raise ConfigurationError(
-                f"--set takes NAME=VALUE but is {each!r}; write for example --set NNODES=2"
-            )
-    return dict(each.split("=", 1) for each in assignments)
+def _differences(calls: Sequence[LaunchCommand]) -> list[str]:
+    """A line for each of several calls, with the words that not all of them have."""
+    if len(calls) < 2:
+        return []
+    common = set.intersection(*(set(call.options) for call in calls))
+    lines = []
+    for number, call in enumerate(calls, 1):
+        words = " ".join(word for word in call.options if word not in common)
+        shown = textwrap.shorten(words, 80, placeholder=" …")
+        lines.append(f"{number}: {call.program} with {shown or 'fewer options'}")
+    return lines
 
 
 def _strategy_lines(layout: MegatronLayout, num_ranks: int | None) -> list[str]:

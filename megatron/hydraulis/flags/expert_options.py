@@ -26,7 +26,7 @@ RESTRICTED = {
         "aux_loss and seq_aux_loss add the loss of each sequence, weighted by its tokens",
         only=("aux_loss", "seq_aux_loss", "none"),
         otherwise="this way of balancing depends on packing, so the plan would change the update; "
-        "use none",
+        "use seq_aux_loss, which balances each sequence and is the nearest",
     ),
     "--moe-grouped-gemm": Honoured(
         "a call for the products of all experts, in layers of Transformer Engine; elsewhere one "
