@@ -62,8 +62,6 @@ DATA_AND_LOGS = [
     "safetensors>=0.4.3",
     "tensorboard>=2.17,<3",
     "tokenizers>=0.22,<1",
-    # The syntax of launch scripts, for `hydraulis convert`. A new minor version of the grammar may
-    # rename its nodes.
 ]
 
 TRAIN = MEGATRON + DATA_AND_LOGS

@@ -106,7 +106,7 @@ _OPTIONS: dict[Range, str] = {
 }
 
 _OPTIONS_OF_COMMANDS: dict[Range, str] = {
-    _FROM_1: "--max-tokens --num-sizes --short-tokens --num-repeats --top --iteration",
+    _FROM_1: "--max-tokens --num-sizes --short-tokens --num-repeats --top --iteration --call",
     _FROM_0: "--seed --num-warmup --matrix-size",
     _POSITIVE: "--timeout --max-file-gb --intra-node-gb-per-s --inter-node-gb-per-s",
     _NOT_NEGATIVE: "--plan-time --least-gb-per-s",
@@ -115,6 +115,7 @@ _OPTIONS_OF_COMMANDS: dict[Range, str] = {
     Range(1, 100_000): "--num-batches",
     Range(1, 1_000): "--max-strategies",
     Range(1, 256): "--processes --workers",
+    Range(0.0, 86_400.0, above_low=True): "--time-limit",
 }
 """Of commands other than training, where they mean something else or do not exist."""
 

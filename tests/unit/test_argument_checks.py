@@ -306,7 +306,7 @@ _BAD_INPUT = [
         (),
         ["--v-head-dim must be at least 1 but is 0"],
     ),
-    ("--num-experts 4", (), ["have no biases", "add --disable-bias-linear"]),
+    ("--num-experts 4", (), ["experts with biases are not supported", "--disable-bias-linear"]),
     (
         f"{_EXPERTS} --moe-router-score-function sqrtsoftplus",
         (),

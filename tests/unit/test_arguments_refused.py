@@ -294,3 +294,9 @@ def test_other_values_of_an_option_are_refused(typed: str, fix: str) -> None:
         _parse(*typed.split())
     assert str(caught.value).startswith(f"{typed} is not honoured: ")
     assert fix in str(caught.value)
+
+
+@pytest.mark.parametrize("balancing", ["sinkhorn", "global_aux_loss"])
+def test_balancing_by_sequence_is_named_where_another_depends_on_packing(balancing: str) -> None:
+    with pytest.raises(ConfigurationError, match=f"{balancing} is not .* use seq_aux_loss"):
+        _parse("--num-experts", "4", "--moe-router-load-balancing-type", balancing)

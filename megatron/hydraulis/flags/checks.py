@@ -245,8 +245,9 @@ def check_experts(args: argparse.Namespace) -> None:
         )
     if args.add_bias_linear:
         raise ConfigurationError(
-            f"the layers of --num-experts {num_experts} experts have no biases, which every tp "
-            "rank would add again; add --disable-bias-linear"
+            f"--num-experts {num_experts}: experts with biases are not supported, as every tp rank "
+            "would add them again; only a model whose layers have none (--disable-bias-linear) "
+            "trains here"
         )
 
 

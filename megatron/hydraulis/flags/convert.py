@@ -200,8 +200,10 @@ def recorded_calls(
         ending, output = _run(command, environment, time_limit_s)
         records = [json.loads(path.read_text()) for path in sorted(folder.glob("*.json"))]
     calls = [LaunchCommand.recorded(**record) for record in records]
-    found = list({call.options: call for call in reversed(calls) if _is_megatrons(call)}.values())
-    found = sorted(reversed(found), key=lambda call: not call.pretrains)
+    found: dict[tuple[str, ...], LaunchCommand] = {}
+    for call in sorted(calls, key=lambda call: not call.pretrains):
+        if call.pretrains or launch_stub.has_model_options(call.options):
+            found.setdefault(call.options, call)
     if not found:
         others = sorted({shlex.join((*call.launcher, call.program)) for call in calls})
         called = listed(others) if others else "no launcher"
@@ -213,11 +215,7 @@ def recorded_calls(
         )
     if ending != "ended":
         print(f"warning: {shlex.join(command)} {ending} after this call", file=sys.stderr)
-    return found
-
-
-def _is_megatrons(call: LaunchCommand) -> bool:
-    return call.pretrains or launch_stub.has_model_options(call.options)
+    return [*found.values()]
 
 
 def _run(command: Sequence[str], environment: dict[str, str], limit_s: float) -> tuple[str, str]:

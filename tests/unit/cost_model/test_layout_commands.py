@@ -353,7 +353,7 @@ def test_options_of_a_launch_script_are_accepted(capsys: pytest.CaptureFixture[s
             "--moe-router-group-topk 1",
             "--num-experts 4 is not a multiple of --moe-router-num-groups 3",
         ),
-        ("--num-experts 4 --lr 1e-4", "add --disable-bias-linear"),
+        ("--num-experts 4 --lr 1e-4", "--disable-bias-linear"),
     ):
         assert main([*job, *typed.split()]) == 2
         assert problem in capsys.readouterr().err
