@@ -72,31 +72,7 @@ class CommandParser(argparse.ArgumentParser):
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
         """As argparse; keeps the words for `error`."""
         self._words = sys.argv[1:] if args is None else list(args)
-        return super().parse_known_args(self._with_pool_of_training(self._words), namespace)
-
-    def _with_pool_of_training(self, words: Sequence[str]) -> Sequence[str]:
-        """Words with --pool instead of training's --strategy-pool, unless another option of this
-        command says which schemes or ranks there are."""
-        action = self._option_string_actions.get("--pool")
-        if action is None or "--" in words:
-            return words
-        reader = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
-        reader.add_argument("--strategy-pool", nargs="?")
-        found, others = reader.parse_known_args(words)
-        instead = {"--pool", "--schemes", "--num-ranks"} & self._option_string_actions.keys()
-        given = tuple(word.split("=")[0] for word in others if word.startswith("--"))
-        if found.strategy_pool is None or any(
-            option.startswith(each) for option in instead for each in given
-        ):
-            return words
-        if found.strategy_pool == "auto":
-            if action.required:
-                self.error(
-                    "a pool is read from a file but --strategy-pool is auto, which training "
-                    "proposes itself; write one with hydraulis propose --out, give it by --pool"
-                )
-            return words
-        return ["--pool", found.strategy_pool, *others]
+        return super().parse_known_args(args, namespace)
 
     def _get_option_tuples(self, option_string: str) -> list[Any]:
         """Options that this may abbreviate; argparse calls it."""
@@ -184,13 +160,25 @@ def add_profile_argument(
 def add_pool_argument(
     parser: argparse._ActionsContainer, note: str = "", *, required: bool = True
 ) -> None:
-    """Declare --pool, with a note on what it is used for."""
+    """Declare --strategy-pool, or --pool for short, with a note on what it is used for."""
     parser.add_argument(
+        "--strategy-pool",
         "--pool",
+        dest="pool",
+        type=_pool_file,
         required=required,
         metavar="FILE",
-        help=f"pool of strategies, JSON{note} (or training's --strategy-pool)",
+        help=f"pool of strategies, JSON{note}",
     )
+
+
+def _pool_file(path: str) -> str:
+    if path == "auto":
+        raise argparse.ArgumentTypeError(
+            "a pool is read from a file but this is auto, which training proposes itself; write "
+            "one by hydraulis propose --out"
+        )
+    return path
 
 
 def closest(word: str, known: Iterable[str]) -> str | None:

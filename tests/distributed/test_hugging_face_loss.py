@@ -51,7 +51,6 @@ ITERATION = 5
         ("nemotron, biases, whole heads", "tp2"),
         ("smollm3", "pp2"),
         ("smollm3, untied, biases", "tp2"),
-        ("qwen3_next", "tp2"),
         ("deepseek_v2", "tp2"),
         ("deepseek_v3", "tp2"),
         ("deepseek_v3, as Moonlight", "pp2"),

@@ -42,7 +42,6 @@ _CLASSES = {
     "qwen3_moe": "Qwen3Moe",
     "nemotron": "Nemotron",
     "smollm3": "SmolLM3",
-    "qwen3_next": "Qwen3Next",
 }
 """What the names of a family's classes in transformers begin with."""
 _LATENTS = {
@@ -119,11 +118,6 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "qwen3_moe": _FEW_EXPERTS | {"head_dim": 12, "norm_topk_prob": True},
     "qwen3_moe, some dense, tied": _FEW_EXPERTS
     | {"head_dim": 6, "mlp_only_layers": [1], "tie_word_embeddings": True},
-    "qwen3_next": {
-        "layer_types": ["full_attention"] * 3,
-        "mlp_only_layers": [0, 1, 2],
-        "head_dim": 16,
-    },
 }
 """Differences from the family's small model, which the first part of the name gives."""
 

@@ -104,29 +104,22 @@ def test_no_option_of_training_is_an_abbreviation_in_another_command() -> None:
             assert short <= {*NEVER_ABBREVIATIONS}
 
 
-@pytest.mark.parametrize("required", [True, False])
-def test_a_pool_may_be_given_as_in_training(
-    required: bool, capsys: pytest.CaptureFixture[str]
+def test_a_pool_has_the_name_of_training_and_a_short_one(
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
-    parser = CommandParser(accept=lambda _, rest: ([], {"ignored": list(rest)}))
-    add_pool_argument(parser, required=required)
-    parser.add_argument("--schemes")
-    for words, pool, ignored in (
-        ("--strategy-pool a --strategy-pool=b", "b", None),
-        ("--pool a --strategy-pool b", "a", ["--strategy-pool", "b"]),
-        ("--poo a --strategy-pool b", "a", ["--strategy-pool", "b"]),
-        ("--sch=tp1 --strategy-pool b", None, ["--strategy-pool", "b"]),
-        ("--strategy-pool auto --pool=a", "a", ["--strategy-pool", "auto"]),
-        ("--schemes tp1 --strategy-pool b", None, ["--strategy-pool", "b"]),
-        ("--strategy-pool auto", None, ["--strategy-pool", "auto"]),
+    parser = CommandParser()
+    schemes = parser.add_mutually_exclusive_group()
+    add_pool_argument(schemes, required=False)
+    schemes.add_argument("--schemes")
+    for words in ("--strategy-pool b", "--strategy-pool=b", "--poo b", "--pool a --pool b"):
+        assert parser.parse_args(words.split()).pool == "b"
+    for words, message in (
+        ("--strategy-pool auto", "training proposes itself"),
+        ("--schemes tp1 --strategy-pool b", "not allowed with argument --schemes"),
     ):
-        if required and pool is None:
-            with pytest.raises(SystemExit):
-                parser.parse_args(words.split())
-        else:
-            namespace = parser.parse_args(words.split())
-            assert (namespace.pool, vars(namespace).get("ignored")) == (pool, ignored)
-    assert ("--strategy-pool is auto, which" in capsys.readouterr().err) == required
+        with pytest.raises(SystemExit):
+            parser.parse_args(words.split())
+        assert message in capsys.readouterr().err
 
 
 def test_usage_names_what_is_required() -> None:

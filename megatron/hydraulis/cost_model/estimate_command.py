@@ -59,7 +59,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="SCHEME",
         help="schemes to estimate, for example tp4pp2 (default: all of powers of two that fit)",
     )
-    add_job_arguments(job, ", without --pool", required=False)
+    add_job_arguments(job, ", without --strategy-pool", required=False)
     output = parser.add_argument_group("output")
     output.add_argument(
         "--out",
@@ -226,7 +226,7 @@ def _schemes(
     if namespace.pool is not None:
         if namespace.num_ranks is not None or namespace.ranks_per_node is not None:
             raise ConfigurationError(
-                "--pool gives the ranks of the job and its nodes but --num-ranks or "
+                "--strategy-pool gives the ranks of the job and its nodes but --num-ranks or "
                 "--ranks-per-node is given too; leave them out"
             )
         pool = Pool.read(namespace.pool)
@@ -236,8 +236,8 @@ def _schemes(
     else:
         if namespace.num_ranks is None:
             raise ConfigurationError(
-                "an estimate without --pool needs --num-ranks, over which the optimizer's state is "
-                "spread, but it is missing; give it"
+                "an estimate without --strategy-pool needs --num-ranks, over which the "
+                "optimizer's state is spread, but it is missing; give it"
             )
         num_ranks, ranks_per_node = job_ranks(namespace)
         if namespace.schemes is None:

@@ -24,6 +24,7 @@ from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
 from rich.progress import MofNCompleteColumn, TimeElapsedColumn
 
 from hydraulis_patches.cpu_backend import apply_cpu_backend
+from megatron.hydraulis.command_line import add_pool_argument
 from megatron.hydraulis.cost_model.layer_arguments import gradient_bytes
 from megatron.hydraulis.cost_model.profile import ProfileCostModel
 from megatron.hydraulis.errors import ConfigurationError, HydraulisError, StrategyError
@@ -96,11 +97,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     schemes.add_argument(
         "--schemes", nargs="+", metavar="SCHEME", help="schemes to measure, for example tp1 tp2 pp2"
     )
-    schemes.add_argument(
-        "--pool",
-        metavar="FILE",
-        help="measure the schemes of this pool, which may be for another number of ranks (default: "
-        "those of --strategy or --strategy-pool among the model flags)",
+    add_pool_argument(
+        schemes,
+        "; measure its schemes, also if it is for another number of ranks (default: those of "
+        "--strategy or --strategy-pool among the model flags)",
+        required=False,
     )
     sizes = parser.add_argument_group("grid of micro-batches")
     sizes.add_argument(

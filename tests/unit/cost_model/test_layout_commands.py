@@ -370,8 +370,6 @@ def test_options_of_a_launch_script_are_accepted(capsys: pytest.CaptureFixture[s
             "without effect here: --strategy tp8, --global-batch-tokens 8192, --run-dir x, "
             "--mock-data (training refuses it)",
         ),
-        ("--bf16 --strategy-pool auto", "without effect here: --strategy-pool auto"),
-        ("--bf16 --strategy-pool nowhere.json", "without effect here: --strategy-pool nowhere"),
         ("--bf16 --vocab-size 100 --no-such 1 --ignore-unknown-options", ", --no-such 1"),
         (
             "--bf16 --recompute-activations --recompute-modules moe_act",
@@ -529,13 +527,13 @@ def test_a_tp_that_does_not_cut_the_model_is_not_estimated(
     ("flags", "message"),
     [
         (["--schemes", "2*tp8", "--num-ranks", "64"], r"without copies and ranks.*'2\*tp8'"),
-        (["--schemes", "tp8"], "without --pool needs --num-ranks"),
+        (["--schemes", "tp8"], "without --strategy-pool needs --num-ranks"),
         (
             ["--num-ranks", "8", "--ranks-per-node", "0"],
             "-node must be at least 1 but is 0",
         ),
         (["--schemes", "tp8pp2", "--num-ranks", "8"], "a replica has 16 ranks but the job 8"),
-        (["--pool", "POOL", "--num-ranks", "64"], "--pool gives the ranks"),
+        (["--pool", "POOL", "--num-ranks", "64"], "--strategy-pool gives the ranks"),
         (["--schemes", "tp8", "--num-ranks", "8", "--recompute-granularity", "full"], "method"),
     ],
 )

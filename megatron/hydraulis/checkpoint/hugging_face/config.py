@@ -37,8 +37,6 @@ _YARN: Mapping[str, float] = {
     "original_max_position_embeddings": 4096,
 }
 """Likewise of YaRN, in latent attention."""
-_INTERVAL_OF_SMOLLM3 = 4
-"""Default of transformers (5.23)."""
 _NUMBER = "num_local_experts"
 """What transformers (5.23) writes for the number of experts of some families."""
 _NUM_PREDICTING = "num_nextn_predict_layers"
@@ -92,11 +90,8 @@ def config_of(model: HuggingFaceModel, dtype: str) -> dict[str, Any]:
         config["sliding_window"] = model.window_tokens
     if family.has("--no-rope-freq"):
         config["no_rope_layers"] = [1 - skips for skips in model.layers_without_rope]
-    if model.family == "qwen2_moe":
-        config["qkv_bias"] = model.has_qkv_biases
-    if model.family == "qwen3_next":
-        config["layer_types"] = [_FULL_ATTENTION] * model.num_layers
-        config["mlp_only_layers"] = list(range(model.num_layers))
+    if family.qkv_bias_key is not None:
+        config[family.qkv_bias_key] = model.has_qkv_biases
     if (experts := model.experts) is not None and (names := family.experts) is not None:
         config |= _config_of_experts(experts, names)
     if (latents := model.latents) is not None:
@@ -156,10 +151,6 @@ def model_from_config(content: Any, what: str) -> HuggingFaceModel:
     num_layers = config.integer("num_hidden_layers")
     check_range("--num-layers", num_layers, f"{what}: num_hidden_layers")
     types = config.array("layer_types") if config.has("layer_types") else []
-    if name == "qwen3_next":
-        if sorted(config.integers("mlp_only_layers")) != list(range(num_layers)):
-            raise _wrong(config, "mlp_only_layers", "all layers, without experts")
-        types = config.array("layer_types")
     if any(kind != _FULL_ATTENTION for kind in types):
         raise _wrong(config, "layer_types", [_FULL_ATTENTION, "…"])
     has_biases = False
@@ -187,9 +178,9 @@ def model_from_config(content: Any, what: str) -> HuggingFaceModel:
         window_tokens = family.window_tokens if "sliding_window" not in content else None
         if config.has("sliding_window"):
             window_tokens = config.integer("sliding_window")
-    has_qkv_biases = has_biases or name == "qwen2"
-    if name == "qwen2_moe":
-        has_qkv_biases = config.flag("qkv_bias", default=True)
+    has_qkv_biases = has_biases or "--add-qkv-bias" in family.marks
+    if family.qkv_bias_key is not None:
+        has_qkv_biases = config.flag(family.qkv_bias_key, default=True)
     return HuggingFaceModel(
         num_layers=num_layers,
         hidden_size=hidden_size,
@@ -207,10 +198,9 @@ def model_from_config(content: Any, what: str) -> HuggingFaceModel:
         has_qk_norms=family.has("--qk-layernorm"),
         window_tokens=window_tokens,
         layers_without_rope=(
-            _no_rope_layers(config, num_layers) if family.has("--no-rope-freq") else ()
+            _no_rope_layers(config, family, num_layers) if family.has("--no-rope-freq") else ()
         ),
         has_squared_relu=family.has("--squared-relu"),
-        has_output_gate=family.has("--attention-output-gate"),
         experts=_experts(config, family, num_layers),
         latents=latents,
     )
@@ -281,10 +271,10 @@ def _experts(config: JsonObject, family: Family, num_layers: int) -> Experts | N
     )
 
 
-def _no_rope_layers(config: JsonObject, num_layers: int) -> tuple[int, ...]:
+def _no_rope_layers(config: JsonObject, family: Family, num_layers: int) -> tuple[int, ...]:
     """SmolLM3's list has 1 for a layer with positions, and may be longer than the model."""
     if not config.has("no_rope_layers"):
-        interval = config.integer("no_rope_layer_interval", default=_INTERVAL_OF_SMOLLM3)
+        interval = config.integer("no_rope_layer_interval", default=family.no_rope_layer_interval)
         if interval < 1:
             raise config.error(
                 f"no_rope_layer_interval must be at least 1 layer but is {interval}; correct it"

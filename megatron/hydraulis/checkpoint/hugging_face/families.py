@@ -63,6 +63,11 @@ class Family:
     rope_theta: float = 10000.0
     rotary_percent: float = 1.0
     window_tokens: int | None = None
+    no_rope_layer_interval: int = 0
+    """Every so many layers one has no positions."""
+    qkv_bias_key: str | None = None
+    """Key that says whether queries, keys and values have biases, by default they do. Without it
+    they have them if the family's mark says so."""
     tied_embeddings: bool = False
     experts: ExpertNames | None = None
 
@@ -120,21 +125,13 @@ FAMILIES: Mapping[str, Family] = {
         norm_epsilon=1e-5,
         rotary_percent=0.5,
     ),
-    "qwen3_next": Family(
-        architecture="Qwen3NextForCausalLM",
-        marks=("--attention-output-gate",),
-        needs=("--qk-layernorm",),
-        may_have=("--rotary-percent",),
-        settings=_NO_BIAS,
-        needs_head_dim=True,
-        rotary_percent=0.25,
-    ),
     "smollm3": Family(
         architecture="SmolLM3ForCausalLM",
         marks=("--no-rope-freq",),
         may_have=(BIASES,),
         settings=_NO_WINDOW,
         rope_theta=2e6,
+        no_rope_layer_interval=4,
         tied_embeddings=True,
     ),
     "qwen2_moe": Family(
@@ -143,6 +140,7 @@ FAMILIES: Mapping[str, Family] = {
         needs=(_SHARED,),
         may_have=(*_SPARSE, "--add-qkv-bias"),
         settings=_NO_WINDOW,
+        qkv_bias_key="qkv_bias",
         experts=ExpertNames(shared_ffn_hidden_size="shared_expert_intermediate_size"),
     ),
     "qwen3_moe": Family(

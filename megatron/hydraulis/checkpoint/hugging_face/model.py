@@ -28,7 +28,6 @@ _SIZES = (
 )
 """Whole numbers that are called the same in Megatron's arguments and here."""
 _SOME_FAMILIES_HAVE = (
-    "attention_output_gate",
     "layernorm_zero_centered_gamma",
     "moe_router_enable_expert_bias",
     "multi_latent_attention",
@@ -44,7 +43,7 @@ _MUST_BE_OFF = (
 """Arguments of Megatron that change what is computed unless they are false, empty or absent."""
 FAMILY_NAMES = (
     "DeepSeek-V2, DeepSeek-V3, Llama, Mistral, Mixtral, Nemotron, Qwen2, Qwen3, both with experts, "
-    "dense Qwen3-Next and SmolLM3"
+    "and SmolLM3"
 )
 NO_COUNTERPART = f"{FAMILY_NAMES} have no counterpart; only such models can be exported"
 
@@ -163,8 +162,6 @@ class HuggingFaceModel:
     them."""
     has_squared_relu: bool = False
     """An MLP without gate and with squared ReLU, and LayerNorm around one: Nemotron."""
-    has_output_gate: bool = False
-    """A gate on attention's output, and RMSNorm around one: Qwen3-Next."""
     rotary_percent: float = 1.0
     """Part of each head that is rotated."""
     experts: Experts | None = None
@@ -216,7 +213,7 @@ class HuggingFaceModel:
 
     def shape(self, vocab_multiple: int = 1) -> ModelShape:
         """Its sizes, with the vocabulary padded to a multiple."""
-        further_sizes: dict[str, int] = {}
+        further_sizes: dict[str, Any] = {}
         if self.latents is not None:
             further_sizes = asdict(self.latents)
         if (experts := self.experts) is not None:
@@ -238,7 +235,6 @@ class HuggingFaceModel:
             vocab_size=-(-self.vocab_size // vocab_multiple) * vocab_multiple,
             gated_mlp=not self.has_squared_relu,
             tied_embeddings=self.tied_embeddings,
-            output_gate=self.has_output_gate,
             num_windowed_layers=self.num_layers if self.window_tokens else 0,
             window_tokens=self.window_tokens or 0,
             **further_sizes,
@@ -255,7 +251,6 @@ class HuggingFaceModel:
             "--window-size": self.window_tokens is not None,
             "--no-rope-freq": bool(self.layers_without_rope),
             "--squared-relu": self.has_squared_relu,
-            "--attention-output-gate": self.has_output_gate,
             "--multi-latent-attention": self.latents is not None,
             f"--rotary-percent {self.rotary_percent:g}": self.rotary_percent != 1.0,
         }
@@ -313,11 +308,6 @@ class HuggingFaceModel:
         return FAMILIES[self.family]
 
     @property
-    def norms_around_one(self) -> bool:
-        """Whether norms multiply by one more than their weights."""
-        return self.has_squared_relu or self.has_output_gate
-
-    @property
     def normalization(self) -> str:
         """Megatron's name of the norms."""
         return "LayerNorm" if self.has_squared_relu else "RMSNorm"
@@ -337,10 +327,9 @@ class HuggingFaceModel:
             "rope_scaling_factor": self.llama3_factor or _DEFAULT_LLAMA3_FACTOR,
             "normalization": self.normalization,
             "layernorm_epsilon": self.norm_epsilon,
-            "layernorm_zero_centered_gamma": self.norms_around_one,
+            "layernorm_zero_centered_gamma": self.has_squared_relu,
             "swiglu": not self.has_squared_relu,
             "squared_relu": self.has_squared_relu,
-            "attention_output_gate": self.has_output_gate,
             "window_size": None if self.window_tokens is None else (self.window_tokens - 1, 0),
             "no_rope_freq": list(self.layers_without_rope) or None,
             "add_bias_linear": self.has_linear_biases,
@@ -400,13 +389,9 @@ def model_from_arguments(
     """
     arguments = known_settings(arguments)
     has_squared_relu = bool(arguments.get("squared_relu"))
-    has_output_gate = bool(arguments.get("attention_output_gate"))
     required: dict[str, tuple[object, str]] = {
         "normalization": ("LayerNorm" if has_squared_relu else "RMSNorm", "--normalization"),
-        "layernorm_zero_centered_gamma": (
-            has_squared_relu or has_output_gate,
-            "--apply-layernorm-1p",
-        ),
+        "layernorm_zero_centered_gamma": (has_squared_relu, "--apply-layernorm-1p"),
         "position_embedding_type": ("rope", "--position-embedding-type"),
         "softmax_type": ("vanilla", "--softmax-type"),
         "swiglu": (not has_squared_relu, "--swiglu"),
@@ -449,7 +434,6 @@ def model_from_arguments(
         window_tokens=_window_tokens(arguments.get("window_size")),
         layers_without_rope=layers_without_rope(arguments.get("no_rope_freq"), sizes["num_layers"]),
         has_squared_relu=has_squared_relu,
-        has_output_gate=has_output_gate,
         rotary_percent=given.number("rotary_percent", default=1.0),
         experts=_experts(given) if arguments.get("num_experts") else None,
         latents=latents,

@@ -6,8 +6,6 @@ All differences of layout between the two are about rows, so one table serves bo
   its key head and of its value head; Hugging Face has three matrices, heads in order.
 - Megatron's ``linear_fc1`` stacks gate and up, and a tensor of experts has an axis for them.
 - Megatron's vocabulary may be padded.
-- Qwen3-Next puts the gate of each query head behind it, Megatron all gates of a group behind the
-  group's queries.
 
 Rotary positions are the same: both rotate the first half of a head against the second half.
 """
@@ -232,19 +230,11 @@ def _mlp(
 def _qkv_runs(model: HuggingFaceModel) -> dict[str, Runs]:
     size = model.kv_channels
     num_heads = model.num_attention_heads // model.num_query_groups
-    num_query_rows = num_heads * size * (2 if model.has_output_gate else 1)
+    num_query_rows = num_heads * size
     starts = [group * (num_query_rows + 2 * size) for group in range(model.num_query_groups)]
     ends = [start + num_query_rows for start in starts]
-    queries = list(zip(starts, ends, strict=True))
-    if model.has_output_gate:
-        queries = [
-            (start + row, start + row + size)
-            for start in starts
-            for head in range(num_heads)
-            for row in (head * size, (num_heads + head) * size)
-        ]
     return {
-        "self_attn.q_proj": tuple(queries),
+        "self_attn.q_proj": tuple(zip(starts, ends, strict=True)),
         "self_attn.k_proj": tuple((end, end + size) for end in ends),
         "self_attn.v_proj": tuple((end + size, end + 2 * size) for end in ends),
     }
