@@ -344,7 +344,7 @@ class Corpus:
         where = self.describe(sequence_id)
         return checked_weights(stored[first : first + num_tokens], num_tokens, where)
 
-    def check_vocabulary(self, vocab_size: int, *, share: int = 0, num_shares: int = 1) -> None:
+    def check_vocabulary(self, vocab_size: int, *, share: int = 0, num_shares: int = 1) -> bool:
         """Refuse token ids from ``vocab_size`` on, now in a sample and later in ``tokens``.
 
         Reads up to ``VOCABULARY_CHECK_TOKENS`` of each dataset: all of a small one, and stretches
@@ -357,6 +357,9 @@ class Corpus:
                 later calls of ``tokens`` check, whatever the share.
             num_shares: number of callers that share the work.
 
+        Returns:
+            Whether a token in the share has a weight above 0.
+
         Raises:
             DataError: names dataset, document, token id and vocabulary size; or a weight that is
                 negative or not finite.
@@ -364,6 +367,7 @@ class Corpus:
         if not 0 <= share < num_shares:
             raise ValueError(f"share {share} is not among {num_shares} shares")
         self._vocab_size = vocab_size
+        trains = any(weights is None for weights in self._token_weights)
         for dataset, documents in enumerate(self._ranges):
             stretches = spread_stretches(
                 *documents.token_range,
@@ -380,7 +384,11 @@ class Corpus:
                 for start in range(first, end, VOCABULARY_STRETCH_TOKENS)[share::num_shares]:
                     stretch = range(start, min(start + VOCABULARY_STRETCH_TOKENS, end))
                     where = f"{weights_path(documents.index.prefix)}, from token {stretch.start}"
-                    checked_weights(weights[stretch.start : stretch.stop], len(stretch), where)
+                    found = checked_weights(
+                        weights[stretch.start : stretch.stop], len(stretch), where
+                    )
+                    trains = trains or bool(found.any())
+        return trains
 
     def fingerprints(self) -> tuple[DatasetFingerprint, ...]:
         """What each dataset holds and how often it is drawn from.

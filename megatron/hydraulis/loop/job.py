@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
@@ -24,10 +24,13 @@ from megatron.hydraulis.cost_model.profile import ProfiledModel
 from megatron.hydraulis.data.corpus import Corpus, DatasetFingerprint
 from megatron.hydraulis.data.sampler import BatchSizes, EvaluationSampler, LengthSampler
 from megatron.hydraulis.data.sources import Corpora, load_corpora_from_arguments
+from megatron.hydraulis.data.weights import weights_path
 from megatron.hydraulis.errors import (
     FULL_DISK,
     ConfigurationError,
+    DataError,
     HydraulisError,
+    listed,
     why_not_written,
 )
 from megatron.hydraulis.flags.arguments import Resolved, install_globals
@@ -227,14 +230,19 @@ class Job:
                 most = max(_size_of(corpus, sizes), sizes.largest) // scale
                 _check_batch(option, size, most, data, unit)
 
-    def _check_tokens(self, corpora: Corpora) -> None:
-        """This rank's share of the check of tokens and weights. Raises DataError."""
-        for corpus in corpora.parts:
+    def _check_tokens(self, corpora: Corpora) -> list[bool]:
+        """This rank's share of the check of tokens and weights. Raises DataError.
+
+        Returns by corpus whether this rank has found a token that is trained.
+        """
+        return [
             corpus.check_vocabulary(
                 self._resolved.vocabulary.size,
                 share=dist.get_rank(),
                 num_shares=dist.get_world_size(),
             )
+            for corpus in corpora.parts
+        ]
 
     @property
     def _folders(self) -> dict[str, str | Path | None]:
@@ -281,7 +289,8 @@ class Job:
 
     def train(self, corpora: Corpora, store: dist.Store) -> None:
         """Train, with upstream's pretrain() around our step. Collective."""
-        on_all_ranks(lambda: self._check_tokens(corpora), "the data cannot be read")
+        trains = on_all_ranks(lambda: self._check_tokens(corpora), "the data cannot be read")
+        check_trained(corpora.parts, of_all_ranks(trains))
         if self._has_cuda:
             self._agree_on_device(corpora)
         checkpoints = self._make_checkpoints(corpora)
@@ -626,6 +635,25 @@ class Job:
         if parts.trace is not None:
             parts.trace.close()
         parts.guard.close()
+
+
+def check_trained(corpora: Sequence[Corpus], trains: Sequence[Sequence[bool]]) -> None:
+    """Refuse a corpus of which no token is trained: no iteration would update anything.
+
+    Args:
+        trains: by rank and corpus, whether its share of the weights has one above 0.
+
+    Raises:
+        DataError: names the corpus and its files.
+    """
+    for corpus, found in zip(corpora, zip(*trains, strict=True), strict=True):
+        if not any(found):
+            raise DataError(
+                f"corpus '{corpus.name}': at least 1 token is trained but all weights of its "
+                f"{corpus.report.num_tokens:,} tokens are 0; correct "
+                f"{listed([weights_path(prefix) for prefix in corpus.prefixes])}, or remove it to "
+                "train every token"
+            )
 
 
 def _size_of(corpus: Corpus, sizes: BatchSizes) -> int:

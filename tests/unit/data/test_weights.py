@@ -15,6 +15,7 @@ from megatron.hydraulis.data.index import LongSequences, read_index
 from megatron.hydraulis.data.packed_batch import pack
 from megatron.hydraulis.data.weights import read_weights
 from megatron.hydraulis.errors import ConfigurationError, DataError
+from megatron.hydraulis.loop.job import check_trained
 from tests.unit.data.datasets import numbered_documents, write_dataset
 
 LENGTHS = [5, 1, 9, 4]
@@ -161,6 +162,20 @@ def test_a_bad_weight_is_found_at_start_or_when_it_is_read(
     monkeypatch.setattr(corpus_module, "VOCABULARY_CHECK_TOKENS", 5)  # the first stretch alone
     with pytest.raises(DataError, match=rf"corpus\.weights, from token 5: .* 3 is {value:g}"):
         corpus.check_vocabulary(100)
+
+
+def test_a_corpus_of_which_no_token_is_trained_is_refused(tmp_path: Path) -> None:
+    corpus = corpus_of(write(tmp_path / "corpus"))
+    assert corpus.check_vocabulary(100)
+    with open(tmp_path / "corpus.weights", "r+b") as file:
+        num_weights = (file.seek(0, 2) - 24) // 4
+        file.seek(24)
+        file.write(bytes(4 * num_weights))
+    corpus = corpus_of(str(tmp_path / "corpus"))
+    assert not corpus.check_vocabulary(100)
+    check_trained([corpus], [[False], [True]])  # another rank's share has one
+    with pytest.raises(DataError, match=r"'train': .* all weights .* are 0; .*corpus\.weights"):
+        check_trained([corpus], [[False], [False]])
 
 
 def test_weights_are_part_of_the_fingerprint(tmp_path: Path) -> None:
