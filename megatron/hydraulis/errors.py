@@ -14,11 +14,24 @@ FULL_DISK = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 """Numbers of the errors that writes to a full disk, or beyond a quota, raise."""
 
 
+def printable(text: str) -> str:
+    """The text with escapes for what would control a terminal or cannot be encoded, such as
+    control characters and lone surrogates in names of files; line ends stay."""
+    if text.isprintable():
+        return text
+    return "".join(
+        each if each.isprintable() or each == "\n" else ascii(each)[1:-1] for each in text
+    )
+
+
 class HydraulisError(Exception):
     """Base of all errors of this package; its message is shown to the user."""
 
     is_shared = False
     """Whether every rank of the job raises it."""
+
+    def __str__(self) -> str:
+        return printable(super().__str__())
 
 
 class ConfigurationError(HydraulisError):

@@ -29,6 +29,8 @@ from rich.progress import (
 from rich.table import Table
 from rich.text import Text
 
+from megatron.hydraulis.errors import printable
+
 _WIDTH_WITHOUT_TERMINAL = 100
 _BYTES_PER_MB = 1e6
 _BYTES_PER_GB = 1e9
@@ -213,7 +215,7 @@ def print_next(command: str, *words: str | Path | int) -> None:
 
     command: printed as it is; words: quoted where a shell needs it.
     """
-    print(f"next: {command} {shlex.join(map(str, words))}")
+    print(f"next: {command} {printable(shlex.join(map(str, words)))}")
 
 
 def print_next_proposal(

@@ -1,5 +1,6 @@
 """Bad input gives one clear error with rule, numbers and fix, before any rank waits for another."""
 
+import argparse
 import dataclasses
 from argparse import Namespace
 from pathlib import Path
@@ -10,6 +11,7 @@ from megatron.core.datasets.utils import get_blend_from_list
 
 from megatron.hydraulis.errors import ConfigurationError, StrategyError
 from megatron.hydraulis.flags import checks
+from megatron.hydraulis.flags.checks import check_spec
 from megatron.hydraulis.flags.config import HydraulisConfig, option_of
 from megatron.hydraulis.flags.options import HONOURED
 from tests.unit.argument_command import parse, write_corpus
@@ -540,3 +542,15 @@ def test_no_honoured_option_with_a_wrong_value_ends_in_a_traceback(tmp_path: Pat
                 refused[typed] = str(error)
     assert refused.keys() > {"--save", "--swiglu bogus", "--sequence-parallel bogus"}
     assert not any("\n" in error for error in refused.values())
+
+
+def test_what_is_no_layer_spec_is_refused() -> None:
+    with pytest.raises(ConfigurationError, match="builtin_function_or_method"):
+        check_spec(argparse.Namespace(spec=["os", "system"]))
+    with pytest.raises(ConfigurationError, match="of type str"):
+        check_spec(argparse.Namespace(spec=["os", "sep"]))
+    check_spec(
+        argparse.Namespace(
+            spec=["megatron.core.models.gpt.gpt_layer_specs", "get_gpt_layer_local_spec"]
+        )
+    )

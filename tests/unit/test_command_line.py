@@ -5,6 +5,7 @@ import re
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import pytest
 from rich.progress import MofNCompleteColumn
@@ -17,6 +18,7 @@ from megatron.hydraulis.terminal import (
     ProgressBars,
     TimeLeftColumn,
     launch_command,
+    print_next,
     profile_command,
 )
 from tests.unit.argument_command import flag_parser
@@ -227,3 +229,15 @@ def test_progress_is_shown_in_lines_without_a_terminal(capsys: pytest.CaptureFix
     left = r"[-\d]:[-\d]{2}:[-\d]{2} left"
     assert re.fullmatch(rf"first \(1/3, {left}\)\nsecond \(2/3, {left}\)\n", lines)
     assert not output
+
+
+def test_errors_and_printed_commands_do_not_control_the_terminal(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    name = str(tmp_path / "a\x1b[31m\udcff b")
+    assert main(["lengths", "--lengths", name]) == 2
+    assert r"a\x1b[31m\udcff b" in capsys.readouterr().err
+    print_next("hydraulis train", "--load", name)
+    printed = capsys.readouterr().out
+    assert r"a\x1b[31m\udcff b'" in printed
+    assert printed.strip().isprintable()

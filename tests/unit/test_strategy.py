@@ -338,3 +338,10 @@ def test_impossible_limits_of_a_strategy(max_tokens: dict[str, Any], message: st
 def test_a_pool_is_for_one_job() -> None:
     with pytest.raises(StrategyError, match="is for 2 ranks, 2 a node, but its pool for 4 ranks"):
         Pool.of(Strategy.parse("tp4", 4), Strategy.parse("tp2", 2))
+
+
+@pytest.mark.parametrize("name", ["a\ud800", "a\x1b[31m", "a\nb"])
+def test_a_name_that_cannot_be_printed_is_refused(name: str) -> None:
+    with pytest.raises(StrategyError, match="no control characters") as raised:
+        Strategy.parse("tp1", 1, name=name)
+    assert str(raised.value).isprintable()

@@ -39,7 +39,7 @@ from megatron.hydraulis.errors import ConfigurationError, PlanError, StrategyErr
 from megatron.hydraulis.model_shape import ModelShape
 from megatron.hydraulis.strategy import Scheme, Strategy
 from megatron.hydraulis.strategy.strategy import RANKS_PER_NODE, replica_scheme
-from megatron.hydraulis.terminal import print_json, print_next, results_console
+from megatron.hydraulis.terminal import print_json, print_next, results_console, shown_while
 
 _MS_PER_S = 1e3
 
@@ -418,10 +418,6 @@ def run(namespace: argparse.Namespace) -> int:
 
     Raises ConfigurationError for flags that make no sense, PlanError when no layout fits.
     """
-    if namespace.top < 1:
-        raise ConfigurationError(
-            f"--top is at least 1 but is {namespace.top}; give a positive number"
-        )
     num_ranks, ranks_per_node = job_ranks(namespace)
     shape, num_parameter_bytes = shape_of(namespace), parameter_bytes(namespace)
     job = FixedLengthJob(
@@ -432,7 +428,9 @@ def run(namespace: argparse.Namespace) -> int:
         num_sequences=namespace.global_batch_size,
         layers=given_layers(namespace, shape) | {"parameter_bytes": num_parameter_bytes},
     )
-    search = search_layouts(job, device_constants(namespace.device))
+    device = device_constants(namespace.device)
+    with shown_while("layouts"):
+        search = search_layouts(job, device)
     if namespace.json:
         print_json(_to_json(search))
         return 0

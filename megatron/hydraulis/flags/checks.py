@@ -7,8 +7,11 @@ import math
 import signal
 from collections.abc import Collection, Sequence
 from pathlib import Path
+from types import BuiltinFunctionType
 
 from megatron.core.datasets.utils import get_blend_from_list
+from megatron.core.transformer.spec_utils import ModuleSpec
+from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 
 from megatron.hydraulis.cost_model.context import all_to_all_refusal, check_cp_comm_type
 from megatron.hydraulis.cost_model.recompute import check_recompute
@@ -291,6 +294,13 @@ def check_spec(args: argparse.Namespace) -> None:
     if not hasattr(module, name):
         raise ConfigurationError(
             f"--spec {module_name} {name}: the module has no {name}; name a layer spec in it"
+        )
+    found = getattr(module, name)
+    is_spec = isinstance(found, ModuleSpec | TransformerBlockSubmodules)
+    if not is_spec and (not callable(found) or isinstance(found, BuiltinFunctionType)):
+        raise ConfigurationError(
+            f"--spec {module_name} {name}: a layer spec is a ModuleSpec, a "
+            f"TransformerBlockSubmodules or a function but this is of type {type(found).__name__}; name one"
         )
 
 

@@ -8,6 +8,7 @@ file in place, hold a copy of everything that is saved, and unpickle what they r
 from __future__ import annotations
 
 import random
+import shlex
 from argparse import Namespace
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -218,7 +219,7 @@ class RunCheckpoints:
         )
         if existing and not continues:
             start = "without --load the run starts from iteration 1"
-            fix = f"give --load {save} to go on"
+            fix = f"give --load {shlex.quote(str(save))} to go on"
             if load is not None:
                 start = f"with --load {load} the run starts from what is there"
             if starts_over:

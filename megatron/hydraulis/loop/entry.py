@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shlex
 import sys
 from collections.abc import Sequence
 from datetime import timedelta
@@ -158,7 +159,7 @@ def _warn_of_restart(*, save: str | None, loads: bool) -> None:
     """Warn that a run restarted by Slurm or torchrun begins with iteration 1."""
     if loads:
         return
-    flags = f"--load {save}" if save else "--save DIR --load DIR"
+    flags = f"--load {shlex.quote(save)}" if save else "--save DIR --load DIR"
     for who, variable in RESTART_COUNTS.items():
         count = os.environ.get(variable, "")
         if count.isdigit() and int(count) > 0:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import datetime
 import math
+import shlex
 import statistics
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterator, Mapping
@@ -77,7 +78,7 @@ def closing_table(run: Run) -> str:
         table.add_row(name, value)
     return (
         f"{table_text(table, TABLE_WIDTH)}run folder: {run.folder}\n"
-        f"next: hydraulis report {run.folder}\n"
+        f"next: hydraulis report {shlex.quote(str(run.folder))}\n"
     )
 
 

@@ -33,6 +33,8 @@ _LEFT_BY_A_RUN = (
     REPORT_PICTURES_FOLDER_NAME,
 )
 
+_DAMAGES = (ValueError, TypeError, KeyError, AttributeError, RecursionError, HydraulisError)
+"""What reading a damaged record raises."""
 _LOWEST: dict[str, float] = {
     "iteration": 1,
     "num_sequences": 0,
@@ -234,10 +236,45 @@ class IterationRecord:
                 f"({', '.join(missing)}); the file was written by another version or by hand"
             )
         known = {field.name: values[field.name] for field in fields if field.name in values}
+        for field in fields:
+            if field.name in known:
+                _check_type(field.name, str(field.type), known[field.name])
         known["replica_times_s"] = tuple(known["replica_times_s"])
         if known.get("router_bias_range") is not None:
             known["router_bias_range"] = tuple(known["router_bias_range"])
         return cls(**known)
+
+
+_JSON_TYPES: dict[str, type | tuple[type, ...]] = {
+    "int": int,
+    "float": (int, float),
+    "str": str,
+    "tuple[float, ...]": (list, tuple),
+    "tuple[float, float]": (list, tuple),
+    "Mapping[str, Mapping[str, float]]": dict,
+}
+"""Annotation of a field -> what it is in JSON."""
+_LARGEST = 2**63
+
+
+def _check_type(name: str, annotation: str, value: Any) -> None:
+    """Raise `HydraulisError` for a JSON value that a field of a record cannot have."""
+    kind = annotation.removesuffix(" | None")
+    if value is None and kind != annotation:
+        return
+    is_right = isinstance(value, _JSON_TYPES[kind]) and not isinstance(value, bool)
+    if isinstance(value, int):
+        is_right &= abs(value) < _LARGEST
+    if kind == "tuple[float, float]":
+        is_right = is_right and len(value) == 2
+    if not is_right:
+        raise HydraulisError(
+            f"iteration record: {name} must be of type {kind} but is {value!r:.60}; the file is "
+            f"damaged or was written by another program"
+        )
+    if isinstance(value, list | tuple):
+        for each in value:
+            _check_type(name, "float", each)
 
 
 class MetricsWriter:
@@ -307,7 +344,7 @@ def read_metrics(run_dir: str | Path) -> list[IterationRecord]:
     for number, line in enumerate(complete_lines, start=1):
         try:
             record = IterationRecord.from_json(json.loads(line))
-        except (ValueError, TypeError, HydraulisError) as error:
+        except _DAMAGES as error:
             raise HydraulisError(
                 f"every line of {path} is one iteration record, but line {number} of "
                 f"{len(complete_lines)} is not ({error}); remove that line"

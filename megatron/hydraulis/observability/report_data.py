@@ -31,6 +31,8 @@ MAX_TRACE_BYTES = 256 * 2**20
 
 _EARLIER_FOLDER = re.compile(r"earlier\.(\d+)")
 _MS_PER_S = 1e3
+_OBJECTS = ("model", "settings", "hydraulis", "batch_sizes")
+"""Sections of the configuration."""
 
 
 def read_run(
@@ -142,7 +144,10 @@ def _read_config(path: Path, notes: list[str]) -> Mapping[str, Any]:
         config = json.loads(path.read_text())
         if not isinstance(config, dict):
             raise ValueError("it is not an object")
-    except (OSError, ValueError) as error:
+        for name in _OBJECTS:
+            if not isinstance(config.get(name) or {}, dict):
+                raise ValueError(f"{name} is not an object")
+    except (OSError, ValueError, RecursionError) as error:
         reason = error.strerror if isinstance(error, OSError) else error
         notes.append(
             f"{CONFIG_FILE_NAME} cannot be read ({reason}): schemes, ranks and settings of the run "

@@ -13,6 +13,7 @@ from typing import Any
 import jinja2
 
 from megatron.hydraulis.errors import HydraulisError, listed
+from megatron.hydraulis.json_object import replace_text
 from megatron.hydraulis.observability import console
 from megatron.hydraulis.observability.advice import advice_on
 from megatron.hydraulis.observability.records import (
@@ -93,7 +94,7 @@ def _write(folder: Path, found: Run) -> Path:
         # An earlier report may have had figures that this one does not have.
         for picture in pictures.glob("*.png"):
             picture.unlink()
-        path.write_text(page, encoding="utf-8")
+        replace_text(path, page)
     except OSError as error:
         raise HydraulisError(
             f"a report needs writable files: {error.filename or folder}: {error.strerror}; free "

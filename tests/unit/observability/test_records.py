@@ -232,3 +232,32 @@ def test_a_damaged_line_is_named(tmp_path: Path) -> None:
 def test_a_folder_without_metrics_is_refused(tmp_path: Path) -> None:
     with pytest.raises(HydraulisError, match="No such file"):
         read_metrics(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("lm_loss", "2.5"),
+        ("lm_loss", [2.5]),
+        ("strategy", ["a"]),
+        ("iteration", True),
+        ("num_tokens", 10**400),
+        ("replica_times_s", ["a"]),
+        ("replica_times_s", 1.0),
+        ("router_bias_range", [1.0]),
+        ("strategy_times_s", {"a": {}}),
+        ("strategy_times_s", [1]),
+    ],
+)
+def test_a_value_of_another_type_is_damage(tmp_path: Path, name: str, value: Any) -> None:
+    line = json.dumps({**make_record(1).to_json(), name: value})
+    (tmp_path / METRICS_FILE_NAME).write_text(line + "\n")
+    with pytest.raises(HydraulisError, match="line 1 of 1 is not"):
+        read_metrics(tmp_path)
+
+
+@pytest.mark.parametrize("line", ["[" * 100_000, "[1]", '"text"', "7"])
+def test_a_line_that_is_no_object_is_damage(tmp_path: Path, line: str) -> None:
+    (tmp_path / METRICS_FILE_NAME).write_text(line + "\n")
+    with pytest.raises(HydraulisError, match="line 1 of 1 is not"):
+        read_metrics(tmp_path)

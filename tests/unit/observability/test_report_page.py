@@ -302,6 +302,16 @@ def test_errors_are_one_line(
     assert printed.count("\n") == 1
 
 
+@pytest.mark.parametrize("content", ['{"model": "text"}', "[" * 100_000, '{"settings": [1]}'])
+def test_a_damaged_configuration_is_a_note(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], content: str
+) -> None:
+    write_run(tmp_path, make_records())
+    (tmp_path / "config.json").write_text(content)
+    assert main(["report", str(tmp_path)]) == 0
+    assert "config.json cannot be read" in capsys.readouterr().out
+
+
 def test_a_page_that_cannot_be_written_is_one_error(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import math
+import shlex
 from argparse import Namespace
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -93,7 +94,7 @@ def run(namespace: argparse.Namespace) -> int:
     flags += {"bfloat16": ["--bf16"], "float16": ["--fp16"]}.get(done.dtype_name, [])
     print("flags of such a run:")
     lines = [""]
-    for flag in [f"--load {namespace.output}", *flags]:
+    for flag in [shlex.join(("--load", str(namespace.output))), *flags]:
         if len(lines[-1]) + len(flag) > _LINE_WIDTH:
             lines.append("")
         lines[-1] += f" {flag}"
