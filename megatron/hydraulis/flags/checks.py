@@ -300,7 +300,8 @@ def check_spec(args: argparse.Namespace) -> None:
     if not is_spec and (not callable(found) or isinstance(found, BuiltinFunctionType)):
         raise ConfigurationError(
             f"--spec {module_name} {name}: a layer spec is a ModuleSpec, a "
-            f"TransformerBlockSubmodules or a function but this is of type {type(found).__name__}; name one"
+            f"TransformerBlockSubmodules or a function but this is "
+            f"of type {type(found).__name__}; name one"
         )
 
 
