@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 
+from megatron.hydraulis.cost_model.device import Precision
 from megatron.hydraulis.cost_model.recompute import NO_RECOMPUTE, Recompute
 from megatron.hydraulis.data.packed_batch import PackedBatch, pack
 from megatron.hydraulis.model_shape import ModelShape
@@ -46,7 +47,7 @@ class Role:
     rank: int = 0
     num_ranks: int = 64
     recompute: Recompute = NO_RECOMPUTE
-    parameter_bytes: int = 2
+    precision: Precision = Precision.BF16
     gradient_bytes: int = 4
     """Of a gradient on the wire."""
     sequence_parallel: bool = True
@@ -77,7 +78,7 @@ class Role:
             f"stage {self.stage}" if self.scheme.pp > 1 else "",
             f"{self.cp_comm_type}" if self.scheme.cp > 1 else "",
             f"in groups of {self.context_size}" if self.context_size else "",
-            "fp32" if self.parameter_bytes == 4 else "",
+            "fp32" if self.precision is Precision.FP32 else "",
             "gradients in bf16" if self.gradient_bytes == 2 else "",
             "" if self.sequence_parallel else "no sequence parallelism",
             f"{recompute.granularity} {recompute.method or ''} {recompute.num_layers or ''} "
@@ -225,7 +226,7 @@ def try_out(role: Role, num_tokens: int) -> TrialResult:
 def definition_of(role: Role) -> ModelDefinition:
     """A Llama, or a GPT of the same sizes if the MLP is not gated."""
     shape, recompute = role.shape, role.recompute
-    dtype = {2: torch.bfloat16, 4: torch.float32}[role.parameter_bytes]
+    dtype = {Precision.BF16: torch.bfloat16, Precision.FP32: torch.float32}[role.precision]
     normalization = "RMSNorm" if shape.gated_mlp else "LayerNorm"
     has_windows = shape.num_windowed_layers > 0
     again: dict[str, Any] = {}
@@ -325,7 +326,7 @@ def _expert_settings(role: Role) -> dict[str, Any]:
 
 
 def core_attention_of(role: Role) -> CoreAttentionName:
-    if role.parameter_bytes == 4 or role.softmax_type != "vanilla":
+    if role.precision is Precision.FP32 or role.softmax_type != "vanilla":
         return "sdpa"
     # The others are refused, see `te_obstacle`.
     return "te" if role.has_te and role.shape.kv_channels % 16 == 0 else "torch"

@@ -11,9 +11,9 @@ import pytest
 import torch
 from megatron.core.transformer.enums import AttnMaskType
 
-from megatron.hydraulis.cost_model.device import device_constants
+from megatron.hydraulis.cost_model.device import Precision, device_constants
 from megatron.hydraulis.cost_model.memory import MemoryModel
-from megatron.hydraulis.cost_model.recompute import Recompute
+from megatron.hydraulis.cost_model.recompute import EVERY_LAYER, Recompute
 from megatron.hydraulis.cost_model.staging import PoolFootprint
 from megatron.hydraulis.model_shape import ModelShape
 from megatron.hydraulis.optimizer.sharded_adamw import AdamWSettings, ShardedAdamW
@@ -117,7 +117,6 @@ LATENT_EXPERTS = dataclasses.replace(
 )
 """And with its attention."""
 MOONLIGHT = dataclasses.replace(LATENT_EXPERTS, num_layers=27, num_expert_layers=26)
-EVERY_LAYER = Recompute(granularity="full", method="uniform", num_layers=1)
 CHUNKS = Recompute(granularity="full", method="uniform", num_layers=4)
 BLOCK = Recompute(granularity="full", method="block", num_layers=30)
 MLP = Recompute(granularity="selective", modules=("mlp",))
@@ -175,8 +174,8 @@ MORE = (
     Role(shape=M32, strategy="8*tp8", gradient_bytes=2),
     Role(shape=M32, strategy="16*tp4", gradient_bytes=2),
     Role(shape=M8, strategy="64*tp1", gradient_bytes=2),
-    Role(shape=M7, strategy="16*tp4", parameter_bytes=4),
-    Role(shape=M7, strategy="16*tp2pp2", parameter_bytes=4),
+    Role(shape=M7, strategy="16*tp4", precision=Precision.FP32),
+    Role(shape=M7, strategy="16*tp2pp2", precision=Precision.FP32),
     Role(shape=dataclasses.replace(M7, gated_mlp=False), strategy="16*tp4"),
     Role(shape=dataclasses.replace(M7, gated_mlp=False), strategy="32*tp1pp2"),
     Role(shape=GATED, strategy="4*tp4cp4"),
@@ -215,7 +214,7 @@ MORE = (
     Role(shape=WINDOWED, strategy="32*tp2"),
     Role(shape=WINDOWED, strategy="32*tp2", softmax_type="learnable", has_separate_gate=True),
     Role(shape=WINDOWED, strategy="4*tp4cp4"),
-    Role(shape=M7, strategy="16*tp4", parameter_bytes=4, has_wide_norms=True),
+    Role(shape=M7, strategy="16*tp4", precision=Precision.FP32, has_wide_norms=True),
     Role(shape=M8, strategy="16*tp2pp2", has_wide_norms=True),
     Role(shape=M8, strategy="16*tp2pp2", rank=2, has_wide_norms=True),
     Role(shape=M7, strategy="16*tp4", has_wide_norms=True, recompute=EVERY_LAYER),
@@ -231,7 +230,7 @@ def model_of(role: Role) -> MemoryModel:
         shape=role.shape,
         device=DEVICE,
         num_ranks=role.num_ranks,
-        parameter_bytes=role.parameter_bytes,
+        precision=role.precision,
         sequence_parallel=role.sequence_parallel,
         recompute=role.recompute,
         cp_comm_type=role.cp_comm_type,
@@ -255,7 +254,7 @@ def left_bytes(role: Role, scheme: Scheme, num_tokens: int) -> float:
     """What micro-batches leave on a rank until the next ones: the gather buffer of upstream's
     layers with sequence parallelism and, after the first stage, the last hidden states received,
     with their gradient."""
-    hidden_bytes = num_tokens / scheme.cp * role.shape.hidden_size * role.parameter_bytes
+    hidden_bytes = num_tokens / scheme.cp * role.shape.hidden_size * role.precision.num_bytes
     is_spread = role.sequence_parallel and scheme.tp > 1
     buffer_bytes = hidden_bytes if is_spread and not role.has_te else 0.0
     part_bytes = hidden_bytes / scheme.tp if is_spread else hidden_bytes

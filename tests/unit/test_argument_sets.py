@@ -14,7 +14,7 @@ from megatron.training.arguments import moe_freq_type, no_rope_freq_type, tuple_
 from megatron.hydraulis.__main__ import COMMANDS, Command, _without_launch_options
 from megatron.hydraulis.command_line import CommandParser
 from megatron.hydraulis.cost_model.device import device_constants
-from megatron.hydraulis.cost_model.layer_arguments import TE_LAYERS, parameter_bytes
+from megatron.hydraulis.cost_model.layer_arguments import TE_LAYERS, job_precision
 from megatron.hydraulis.cost_model.shape_arguments import given_settings, shape_of
 from megatron.hydraulis.errors import ConfigurationError
 from megatron.hydraulis.flags.arguments import Resolved, parse_arguments
@@ -157,7 +157,7 @@ def test_estimate_gives_a_set_the_meaning_that_it_has_in_training(
     assert has_te_layers == (layers == TE_LAYERS)
     namespace.transformer_impl = "local"
     settings = given_settings(namespace, shape)
-    settings["parameter_bytes"] = parameter_bytes(namespace)
+    settings["precision"] = job_precision(namespace)
     assert settings == {field: getattr(in_training, field) for field in settings}
 
 

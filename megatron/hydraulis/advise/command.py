@@ -17,7 +17,7 @@ from megatron.hydraulis.command_line import PLACEHOLDER, add_profile_argument
 from megatron.hydraulis.cost_model.analytic import AnalyticCostModel
 from megatron.hydraulis.cost_model.estimate_command import estimated_profile, possible_schemes
 from megatron.hydraulis.cost_model.job_costs import JobCosts
-from megatron.hydraulis.cost_model.layer_arguments import parameter_bytes
+from megatron.hydraulis.cost_model.layer_arguments import job_precision
 from megatron.hydraulis.cost_model.limits import add_row_quantum
 from megatron.hydraulis.cost_model.profile import (
     AS_MEASURED,
@@ -423,7 +423,7 @@ def _costs(namespace: argparse.Namespace, num_ranks: int, ranks_per_node: int) -
             shape=shape,
             device=device,
             cluster=device.cluster(num_ranks, ranks_per_node),
-            parameter_bytes=parameter_bytes(namespace),
+            precision=job_precision(namespace),
             **options.layers(shape),
         )
         profile = estimated_profile(model, possible_schemes(shape, num_ranks, ranks_per_node))

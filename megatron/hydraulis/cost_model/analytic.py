@@ -57,7 +57,6 @@ from megatron.hydraulis.cost_model.memory import MemoryModel
 from megatron.hydraulis.cost_model.pipeline import split_layers
 from megatron.hydraulis.cost_model.regrouping import FP32_BYTES, RegroupCosts
 from megatron.hydraulis.cost_model.trained_model import TrainedModel
-from megatron.hydraulis.errors import ConfigurationError
 from megatron.hydraulis.strategy import Scheme, Strategy
 
 _MS_PER_S = 1e3
@@ -151,8 +150,6 @@ class AnalyticCostModel(TrainedModel):
     """CostModel from the model's shape, device constants and cluster.
 
     A model with experts keeps the activations of `KEPT_WITH_EXPERTS`, whatever it is to recompute.
-
-    Raises ConfigurationError for a size of parameters that is not 2 or 4 bytes.
     """
 
     cluster: Cluster
@@ -164,18 +161,13 @@ class AnalyticCostModel(TrainedModel):
     """Affects the overhead of strategies only."""
 
     def __post_init__(self) -> None:
-        if self.parameter_bytes not in (2, 4):
-            raise ConfigurationError(
-                f"cost model: parameters have 2 or 4 bytes but {self.parameter_bytes} are given; "
-                f"give 2 for bf16 or 4 for fp32"
-            )
         if self.shape.num_experts:
             object.__setattr__(self, "recompute", self.recompute.with_experts)
 
     @property
     def peak_flops_per_s(self) -> float:
         """Of the device in the training precision."""
-        return self.device.peak(self.parameter_bytes)
+        return self.device.peak(self.precision)
 
     def max_tokens(self, scheme: Scheme) -> int:
         """Most tokens of a micro-batch that fit in memory; see MemoryModel.

@@ -6,9 +6,36 @@ They are good enough to rank strategies before a cost profile is measured, which
 import math
 import re
 from dataclasses import dataclass, replace
+from enum import StrEnum
+from typing import Self
 
 from megatron.hydraulis.cluster import Cluster, Link
 from megatron.hydraulis.errors import ConfigurationError
+
+
+class Precision(StrEnum):
+    """In which a model trains: parameters and activations; each with the bytes of a number."""
+
+    BF16 = "bf16", 2
+    FP32 = "fp32", 4
+
+    num_bytes: int
+
+    def __new__(cls, name: str, num_bytes: int) -> Self:
+        member = str.__new__(cls, name)
+        member._value_ = name
+        member.num_bytes = num_bytes
+        return member
+
+    @classmethod
+    def of(cls, name: str) -> Self:
+        """By its name; ConfigurationError if it is unknown."""
+        for precision in cls:
+            if precision == name:
+                return precision
+        raise ConfigurationError(
+            f"precision {name!r} is none of {len(cls)}; use one of {', '.join(cls)}"
+        )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -52,7 +79,8 @@ class DeviceConstants:
     """Where the figures come from, with the date."""
 
     def __post_init__(self) -> None:
-        rates = (self.peak_flops_per_s, self.peak(4), self.memory_bytes, self.memory_bytes_per_s)
+        peaks = (self.peak(precision) for precision in Precision)
+        rates = (*peaks, self.memory_bytes, self.memory_bytes_per_s)
         fractions = (
             self.matmul_fraction,
             self.attention_fraction,
@@ -72,9 +100,9 @@ class DeviceConstants:
                 f"correct them"
             )
 
-    def peak(self, parameter_bytes: int) -> float:
-        """FLOP/s of dense matrix products of bf16 (2 bytes) or fp32 (4)."""
-        if parameter_bytes == 4 and self.fp32_flops_per_s is not None:
+    def peak(self, precision: Precision) -> float:
+        """FLOP/s of dense matrix products."""
+        if precision is Precision.FP32 and self.fp32_flops_per_s is not None:
             return self.fp32_flops_per_s
         return self.peak_flops_per_s
 

@@ -10,14 +10,14 @@ from rich.table import Table
 from megatron.hydraulis.command_line import add_pool_argument
 from megatron.hydraulis.cost_model.analytic import AnalyticCostModel
 from megatron.hydraulis.cost_model.device import communicators_text, device_constants
-from megatron.hydraulis.cost_model.layer_arguments import parameter_bytes
+from megatron.hydraulis.cost_model.layer_arguments import job_precision
 from megatron.hydraulis.cost_model.profile import (
     ProfileCostModel,
     ProfiledModel,
     ProfiledScheme,
     experts_setting,
 )
-from megatron.hydraulis.cost_model.regrouping import FP32_BYTES, wire_bytes
+from megatron.hydraulis.cost_model.regrouping import wire_bytes
 from megatron.hydraulis.cost_model.shape_arguments import (
     add_device_argument,
     add_job_arguments,
@@ -78,10 +78,8 @@ def run(namespace: argparse.Namespace) -> int:
     """
     shape = shape_of(namespace)
     device = device_constants(namespace.device)
-    num_parameter_bytes = parameter_bytes(namespace)
-    num_gradient_bytes = wire_bytes(
-        num_parameter_bytes, reduces_in_bf16=namespace.grad_reduce_in_bf16
-    )
+    precision = job_precision(namespace)
+    num_gradient_bytes = wire_bytes(precision, reduces_in_bf16=namespace.grad_reduce_in_bf16)
     is_given = namespace.pool is not None or namespace.schemes is not None
     with shown_while("estimate"):
         schemes, num_ranks, ranks_per_node, pool = _schemes(
@@ -91,7 +89,7 @@ def run(namespace: argparse.Namespace) -> int:
             shape=shape,
             device=device,
             cluster=device.cluster(num_ranks, ranks_per_node),
-            parameter_bytes=num_parameter_bytes,
+            precision=precision,
             pool=pool,
             **given_settings(namespace, shape),
         )
@@ -152,7 +150,7 @@ def estimated_profile(
         num_ranks=cluster.num_ranks,
         model=ProfiledModel(
             shape=model.shape,
-            dtype="fp32" if model.parameter_bytes == FP32_BYTES else "bf16",
+            dtype=model.precision,
             recompute=str(model.recompute),
             experts=experts_setting(model.shape, groups_experts=model.groups_experts),
         ),
@@ -281,7 +279,7 @@ def _table(profile: ProfileCostModel, rows: Sequence[ProfiledScheme]) -> Table:
 
 def _sources(model: AnalyticCostModel) -> list[str]:
     """The device's figures with their sources."""
-    device, precision = model.device, "fp32" if model.parameter_bytes == FP32_BYTES else "bf16"
+    device, precision = model.device, model.precision
     return [
         f"peak {model.peak_flops_per_s / 1e12:g} TFLOP/s in {precision}, memory "
         f"{device.memory_bytes / 1e9:g} GB of which {device.reserve_bytes / 1e9:g} GB stay free; "

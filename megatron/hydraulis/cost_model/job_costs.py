@@ -25,11 +25,11 @@ from pathlib import Path
 from typing import Any
 
 from megatron.hydraulis.cost_model.analytic import AnalyticCostModel
-from megatron.hydraulis.cost_model.device import DeviceConstants, described_device
+from megatron.hydraulis.cost_model.device import DeviceConstants, Precision, described_device
 from megatron.hydraulis.cost_model.experts import EXPERT_LOAD
 from megatron.hydraulis.cost_model.interface import Coefficients
 from megatron.hydraulis.cost_model.profile import ProfileCostModel, ProfiledModel, ProfiledScheme
-from megatron.hydraulis.cost_model.regrouping import BF16_BYTES, FP32_BYTES, wire_bytes
+from megatron.hydraulis.cost_model.regrouping import FP32_BYTES, wire_bytes
 from megatron.hydraulis.errors import ConfigurationError, StrategyError
 from megatron.hydraulis.model_shape import ModelShape
 from megatron.hydraulis.strategy import Pool, Scheme, Strategy
@@ -48,8 +48,8 @@ class JobOptions:
     grad_reduce_in_bf16: bool = False
     overlaps: bool = True
     """False for --no-regroup-overlap."""
-    dtype: Callable[[str | None], str] = lambda of_profile: of_profile or "bf16"
-    """Of the profile's precision, None if it names none: that of training."""
+    precision: Callable[[str | None], Precision] = lambda text: Precision.of(text or "bf16")
+    """Of training, by that of the profile, None if it names none."""
     layers: Callable[[ModelShape], Mapping[str, Any]] = lambda _: {}
     """Of the model: fields of `AnalyticCostModel` about layers."""
 
@@ -73,10 +73,10 @@ class JobOptions:
             shape = profile.model.shape
         where = profile.source if path is None else path
         profile.check_num_ranks(num_ranks, ranks_per_node, where)
-        dtype = "bf16"
+        precision = Precision.BF16
         if shape is not None:
-            dtype = self.dtype(None if profile.model is None else profile.model.dtype)
-            used = ProfiledModel(shape=shape, dtype=dtype)
+            precision = self.precision(None if profile.model is None else profile.model.dtype)
+            used = ProfiledModel(shape=shape, dtype=precision)
             profile.check_model(used, where, speaks=True)
         if device is None and self.link_bytes_per_s:
             raise ConfigurationError(
@@ -95,12 +95,11 @@ class JobOptions:
             name: replace(getattr(cluster, name), bytes_per_s=bytes_per_s, source="given")
             for name, bytes_per_s in self.link_bytes_per_s.items()
         }
-        parameter_bytes = FP32_BYTES if dtype == "fp32" else BF16_BYTES
         model = AnalyticCostModel(
             shape=shape,
             device=device,
             cluster=replace(cluster, **links),
-            parameter_bytes=parameter_bytes,
+            precision=precision,
             expert_load=profile.expert_load or EXPERT_LOAD,
             **{"cp_comm_type": "auto"} | dict(self.layers(shape)),
         )
@@ -109,7 +108,7 @@ class JobOptions:
             model,
             strategies,
             tp_degrees=tp_degrees,
-            gradient_bytes=wire_bytes(parameter_bytes, reduces_in_bf16=self.grad_reduce_in_bf16),
+            gradient_bytes=wire_bytes(precision, reduces_in_bf16=self.grad_reduce_in_bf16),
             overlaps=self.overlaps,
         )
 

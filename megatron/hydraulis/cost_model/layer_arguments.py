@@ -6,13 +6,14 @@ import sys
 from typing import Any
 
 from megatron.hydraulis.cost_model.context import CP_COMM_TYPES, check_cp_comm_type
+from megatron.hydraulis.cost_model.device import Precision
 from megatron.hydraulis.cost_model.recompute import (
     SELECTIVE_MODULES,
     check_recompute,
     drop_kept_modules,
     recompute_of,
 )
-from megatron.hydraulis.cost_model.regrouping import BF16_BYTES, FP32_BYTES, wire_bytes
+from megatron.hydraulis.cost_model.regrouping import wire_bytes
 from megatron.hydraulis.model_shape import ModelShape
 
 TE_LAYERS = "transformer_engine"
@@ -25,7 +26,7 @@ _SEQUENCE_BY_SEQUENCE = ("local", "unfused")
 
 
 def add_layer_arguments(parser: argparse._ActionsContainer) -> None:
-    """Declare the flags that given_layers, job_dtype and gradient_bytes read, as in training."""
+    """Declare the flags of given_layers, job_precision and gradient_bytes, as in training."""
     parser.set_defaults(launch_options=False)
     precision = parser.add_mutually_exclusive_group()
     precision.add_argument("--bf16", action="store_true", help="train in bf16")
@@ -166,36 +167,36 @@ def add_activation_arguments(parser: argparse._ActionsContainer) -> None:
     )
 
 
-def job_dtype(namespace: argparse.Namespace, profile_dtype: str | None = None) -> str:
-    """``bf16`` or ``fp32``: as given, else that of the cost profile if it names one.
+def job_precision(namespace: argparse.Namespace, of_profile: str | None = None) -> Precision:
+    """As given, else that of the cost profile if it names one.
 
     Without both it is that of training; a line on stderr says which, or that training with these
     options has another than the profile.
     """
     if namespace.bf16 or namespace.fp32:
-        return "bf16" if namespace.bf16 else "fp32"
-    if profile_dtype is not None:
-        dtype, text = profile_dtype, "as the cost profile; training without --bf16 is fp32"
-        is_said = namespace.launch_options and dtype != "fp32"
+        return training_precision(namespace)
+    if of_profile is not None:
+        precision = Precision.of(of_profile)
+        text = "as the cost profile; training without --bf16 is fp32"
+        is_said = namespace.launch_options and precision is not Precision.FP32
     elif namespace.launch_options:
-        dtype, text = "fp32", "as in training with these options, which have no --bf16"
+        precision, text = Precision.FP32, "as in training with these options, which have no --bf16"
         is_said = True
     else:
-        dtype, text, is_said = "bf16", "assumed; --bf16 or --fp32 gives it", True
+        precision, text, is_said = Precision.BF16, "assumed; --bf16 or --fp32 gives it", True
     if is_said:
-        print(f"precision: {dtype}, {text}", file=sys.stderr, flush=True)
-    return dtype
+        print(f"precision: {precision}, {text}", file=sys.stderr, flush=True)
+    return precision
 
 
-def parameter_bytes(namespace: argparse.Namespace) -> int:
-    """Of a parameter in training without a cost profile; speaks as `job_dtype`."""
-    return FP32_BYTES if job_dtype(namespace) == "fp32" else BF16_BYTES
+def training_precision(args: argparse.Namespace) -> Precision:
+    """Of parameters in training."""
+    return Precision.BF16 if args.bf16 else Precision.FP32
 
 
 def gradient_bytes(args: argparse.Namespace) -> int:
     """Bytes of a gradient on the wire in training."""
-    num_parameter_bytes = BF16_BYTES if args.bf16 else FP32_BYTES
-    return wire_bytes(num_parameter_bytes, reduces_in_bf16=args.grad_reduce_in_bf16)
+    return wire_bytes(training_precision(args), reduces_in_bf16=args.grad_reduce_in_bf16)
 
 
 def asked_layers(args: argparse.Namespace, given: str | None) -> str:

@@ -30,6 +30,7 @@ from megatron.hydraulis.cost_model.context import (
     takes_all_to_all,
     te_all_to_all_refusal,
 )
+from megatron.hydraulis.cost_model.device import Precision
 from megatron.hydraulis.cost_model.experts import num_copies, routing_bytes
 from megatron.hydraulis.cost_model.regrouping import FP32_BYTES
 from megatron.hydraulis.cost_model.trained_model import TrainedModel
@@ -199,7 +200,7 @@ class LayerMemory:
         kept = self._attended + output + self._per_head
         if model.softmax_type != "vanilla":  # the kernel's queries and output have more channels
             kept += self.query * (1 + 2 * self._channels_per_channel)
-        elif model.parameter_bytes == FP32_BYTES:  # outputs of blocks, before they are joined
+        elif model.precision is Precision.FP32:  # outputs of blocks, before they are joined
             kept += self.query * model.shape.num_windowed_layers / model.shape.num_layers
         if model.norms_copy:
             kept += self._normed
@@ -300,7 +301,7 @@ class LayerMemory:
     def gradients_by_head(self) -> float:
         """Gradients of keys that torch adds up after the kernel, in bf16."""
         model = self.model
-        is_bf16 = model.parameter_bytes < FP32_BYTES and not model.has_te_attention
+        is_bf16 = model.precision is Precision.BF16 and not model.has_te_attention
         adds_up = self.has_grouped_queries and is_bf16 and model.softmax_type == "vanilla"
         return self.keys_at_once * self.query if adds_up else 0.0
 

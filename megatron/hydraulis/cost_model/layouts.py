@@ -21,12 +21,12 @@ from rich.table import Table
 
 from megatron.hydraulis.cluster import Cluster
 from megatron.hydraulis.cost_model.analytic import AnalyticCostModel
-from megatron.hydraulis.cost_model.device import DeviceConstants, device_constants
+from megatron.hydraulis.cost_model.device import DeviceConstants, Precision, device_constants
 from megatron.hydraulis.cost_model.estimate_command import powers_of_two
-from megatron.hydraulis.cost_model.layer_arguments import given_layers, parameter_bytes
+from megatron.hydraulis.cost_model.layer_arguments import given_layers, job_precision
 from megatron.hydraulis.cost_model.pipeline import StageCosts, equal_micro_batches_time_ms
 from megatron.hydraulis.cost_model.recompute import EVERY_LAYER, NO_RECOMPUTE
-from megatron.hydraulis.cost_model.regrouping import FP32_BYTES, RegroupCosts
+from megatron.hydraulis.cost_model.regrouping import RegroupCosts
 from megatron.hydraulis.cost_model.shape_arguments import (
     add_device_argument,
     add_job_arguments,
@@ -419,14 +419,14 @@ def run(namespace: argparse.Namespace) -> int:
     Raises ConfigurationError for flags that make no sense, PlanError when no layout fits.
     """
     num_ranks, ranks_per_node = job_ranks(namespace)
-    shape, num_parameter_bytes = shape_of(namespace), parameter_bytes(namespace)
+    shape, precision = shape_of(namespace), job_precision(namespace)
     job = FixedLengthJob(
         shape=shape,
         num_ranks=num_ranks,
         ranks_per_node=ranks_per_node,
         sequence_tokens=namespace.seq_length,
         num_sequences=namespace.global_batch_size,
-        layers=given_layers(namespace, shape) | {"parameter_bytes": num_parameter_bytes},
+        layers=given_layers(namespace, shape) | {"precision": precision},
     )
     device = device_constants(namespace.device)
     with shown_while("layouts"):
@@ -460,7 +460,7 @@ def run(namespace: argparse.Namespace) -> int:
         f"{len(search.rejected)} layouts are out of memory, {len(search.refused)} cannot be run: "
         f"--json lists them. Layouts have no cp; advise compares strategies that have."
     )
-    is_assumed_fp32 = num_parameter_bytes == FP32_BYTES and not namespace.fp32
+    is_assumed_fp32 = precision is Precision.FP32 and not namespace.fp32
     print_next(
         "hydraulis advise --lengths CORPUS.idx --seq-length",
         *(str(job.sequence_tokens), "--global-batch-tokens", str(num_tokens)),

@@ -9,8 +9,8 @@ Between iterations a tensor-parallel rank holds its *state* (`state_bytes`):
 
 While micro-batches run, memory peaks at one of a few *moments* (`moments`), each linear in the
 tokens of a micro-batch: the state, what min(v, pp - i) micro-batches in flight keep on stage i
-(1F1B; v is assumed large), what micro-batches leave behind (`_left_per_token`), and what exists
-only at that moment, which is in or after the backward of the last layer:
+(1F1B; v is assumed large), what micro-batches leave behind, and what exists only at that moment,
+which is in or after the backward of the last layer:
 
 - *loss* (last stage): the gathered hidden state, and fp32 logits of one chunk of tokens
   (runtime/token_log_probs.py);
@@ -230,29 +230,31 @@ class MemoryModel(TrainedModel):
         return self.pool or footprint_of_scheme(scheme, self.shape, self.num_ranks, ranks_per_node)
 
     def _moments(self, scheme: Scheme, stage: int, num_layers: int) -> Iterator[Moment]:
+        """Each has a list of what is alive, in bytes per token; what was freed is negative."""
         shape, layer = self.shape, self._layer(scheme)
         is_last = stage == scheme.pp - 1
         state = self._state_bytes(scheme, stage, num_layers)
-        kept = self._kept_per_token(scheme, stage, num_layers)
-        kept *= scheme.pp - stage
-        again = layer.again(num_layers)
         whole = layer.hidden if layer.num_shares > 1 else 0.0
-        # Left by a micro-batch: what was received, with its gradient, and the buffer of gathers.
-        kept += 2 * layer.hidden_part if stage > 0 else 0.0
-        kept += 0.0 if self.has_te_layers else whole
+        in_flight = (scheme.pp - stage) * self._kept_per_token(scheme, stage, num_layers)
+        received = 2 * layer.hidden_part if stage > 0 else 0.0  # with its gradient
+        gathered = 0.0 if self.has_te_layers else whole  # the buffer
+        always = (in_flight, received, gathered)
+        final_norm = 0.0
         if is_last:
+            final_norm = (2 + self.widening) * layer.hidden_part
             is_kept = self.fuses_rope or self.recompute.num_layers_again(num_layers) > 0
             table = 0.0 if is_kept else self._rotary_table_per_token(scheme)
-            with_loss = kept + whole + _LOSS_BYTES_PER_TOKEN
+            with_loss = (*always, whole, _LOSS_BYTES_PER_TOKEN)
             num_columns = shape.vocab_size // scheme.tp
             chunk_tokens = self.loss_chunk_tokens or loss_chunk_tokens(num_columns)
             logits = num_columns * FP32_BYTES
-            yield Moment("loss", state, with_loss + table, logits, chunk_tokens)
+            yield Moment("loss", state, sum((*with_loss, table)), logits, chunk_tokens)
             if self.parameter_bytes < FP32_BYTES:
                 logits += num_columns * self.parameter_bytes
-            yield Moment("output layer", state, with_loss + layer.hidden, logits, chunk_tokens)
-            kept -= (2 + self.widening) * layer.hidden_part  # the final norm's have been freed
-        kept += again + layer.hidden_part
+            alive = sum((*with_loss, layer.hidden))
+            yield Moment("output layer", state, alive, logits, chunk_tokens)
+        # In or after the backward of the last layer.
+        in_layer = (*always, -final_norm, layer.again(num_layers), layer.hidden_part)
         num_tensors = _GATED_ACTIVATION_TENSORS if shape.gated_mlp else _PLAIN_ACTIVATION_TENSORS
         num_tensors = _SEPARATE_ACTIVATION_TENSORS if self.num_gate_tensors else num_tensors
         if shape.num_experts:
@@ -260,38 +262,41 @@ class MemoryModel(TrainedModel):
             outputs = layer.hidden * copies_at_once(shape, scheme, self.expert_load, width)
             # A forward has no gradient, a recompute no output yet. Before the last stage, the
             # schedule holds the gradient received last during the next forward.
-            outputs -= layer.hidden_part if is_last else 0.0
-            outputs += layer.hidden_part if shape.shared_expert_ffn_hidden_size else 0.0
-            yield Moment("outputs of experts", state, kept + outputs)
+            gradient = layer.hidden_part if is_last else 0.0
+            shared = layer.hidden_part if shape.shared_expert_ffn_hidden_size else 0.0
+            alive = sum((*in_layer, outputs, -gradient, shared))
+            yield Moment("outputs of experts", state, alive)
             share = 1 / scheme.tp if scheme.ep == 1 else 1
             expert = shape.expert_ffn_hidden_size * share * self.parameter_bytes
-            gradient = 0.0 if self.has_te_layers else shape.hidden_size * expert
             is_one = scheme.ep == 1 and not self.groups_experts
             chosen = expert * (1 if is_one else layer.num_copies)
-            an_expert = layer.copies + num_tensors * chosen
-            yield Moment("an expert", state + gradient, kept + an_expert)
+            weight = 0.0 if self.has_te_layers else shape.hidden_size * expert
+            alive = sum((*in_layer, layer.copies, num_tensors * chosen))
+            yield Moment("an expert", state + weight, alive)
         if shape.num_expert_layers < shape.num_layers:
-            gradient = 0.0 if self.has_te_layers else shape.hidden_size * layer.mlp
-            second = kept + whole + layer.mlp
-            yield Moment("second matrix of the MLP", state + gradient, second)
-            yield Moment("activation of the MLP", state, kept + num_tensors * layer.mlp)
+            weight = 0.0 if self.has_te_layers else shape.hidden_size * layer.mlp
+            second = sum((*in_layer, whole, layer.mlp))
+            yield Moment("second matrix of the MLP", state + weight, second)
+            activation = sum((*in_layer, num_tensors * layer.mlp))
+            yield Moment("activation of the MLP", state, activation)
         if self.has_te_layers:
             # The gradient of its output is all that is left of the inside.
-            gradients = (2 if shape.gated_mlp else 1) * layer.mlp + 2 * whole + layer.hidden_part
-            first = kept - layer.kept_by_mlp + gradients
+            of_output = (2 if shape.gated_mlp else 1) * layer.mlp
+            inputs = 2 * whole + layer.hidden_part
+            first = sum((*in_layer, -layer.kept_by_mlp, of_output, inputs))
             yield Moment("first matrix of the MLP", state, first)
-        freed = layer.kept_by_last_mlp(num_layers, are_first=stage == 0) + 2 * layer.hidden_part
-        kept += layer.needed_by_attention - freed
+        last_mlp = layer.kept_by_last_mlp(num_layers, are_first=stage == 0) + 2 * layer.hidden_part
+        attention = sum((*in_layer, -last_mlp, layer.needed_by_attention))
         if self.has_te_attention:
             rounded, num_rows = layer.rounded
             state += rounded / num_rows * _TE_LEAST_TOKENS
-            yield Moment("attention", state, kept, rounded, _TE_ROUNDED_TOKENS // num_rows)
+            yield Moment("attention", state, attention, rounded, _TE_ROUNDED_TOKENS // num_rows)
             return
-        yield Moment("attention", state, kept)
+        yield Moment("attention", state, attention)
         if layer.gradients_by_head:
             above = _INDEXED_BYTES / layer.gradients_by_head
             sums = layer.keys_at_once * layer.key * FP32_BYTES / self.parameter_bytes
-            yield Moment("attention to many keys", state, kept + sums, above_tokens=above)
+            yield Moment("attention to many keys", state, attention + sums, above_tokens=above)
 
     def _layer(self, scheme: Scheme) -> LayerMemory:
         return LayerMemory(model=self, scheme=scheme, expert_load=self.expert_load)

@@ -18,7 +18,7 @@ from dataclasses import dataclass, field, fields, replace
 from enum import Enum, auto
 
 from megatron.hydraulis.cluster import Cluster, Link
-from megatron.hydraulis.cost_model.device import DeviceConstants
+from megatron.hydraulis.cost_model.device import DeviceConstants, Precision
 from megatron.hydraulis.cost_model.pipeline import output_share
 from megatron.hydraulis.errors import ConfigurationError
 from megatron.hydraulis.model_shape import ModelShape
@@ -30,8 +30,8 @@ from megatron.hydraulis.transfer.role import roles_of
 from megatron.hydraulis.transfer.traffic import amounts_by_rank
 
 _MS_PER_S = 1e3
-FP32_BYTES = 4
-BF16_BYTES = 2
+FP32_BYTES = Precision.FP32.num_bytes
+BF16_BYTES = Precision.BF16.num_bytes
 _LEAST_SAVING = 0.01
 """Share of an iteration that is worth a line about an option."""
 # Gradient, master weight and two moments are read; master weight and moments are written.
@@ -41,9 +41,9 @@ MicroBatchTimes = Callable[[Scheme], tuple[float, float]]
 """Forward and backward of a scheme's micro-batch on one stage, in ms."""
 
 
-def wire_bytes(num_parameter_bytes: int, *, reduces_in_bf16: bool) -> int:
+def wire_bytes(precision: Precision, *, reduces_in_bf16: bool) -> int:
     """Bytes of a gradient on the wire: those of bf16 only if parameters are bf16, too."""
-    return num_parameter_bytes if reduces_in_bf16 else FP32_BYTES
+    return precision.num_bytes if reduces_in_bf16 else FP32_BYTES
 
 
 class Hiding(Enum):

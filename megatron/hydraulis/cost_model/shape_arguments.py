@@ -17,7 +17,7 @@ from megatron.hydraulis.cost_model.layer_arguments import (
     add_layer_arguments,
     given_activations,
     given_layers,
-    job_dtype,
+    job_precision,
 )
 from megatron.hydraulis.cost_model.profile import ProfileCostModel
 from megatron.hydraulis.errors import ConfigurationError
@@ -220,7 +220,7 @@ def job_options(namespace: argparse.Namespace) -> JobOptions:
         },
         grad_reduce_in_bf16=namespace.grad_reduce_in_bf16,
         overlaps=not namespace.no_regroup_overlap,
-        dtype=partial(job_dtype, namespace),
+        precision=partial(job_precision, namespace),
         layers=partial(given_settings, namespace),
     )
 

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from megatron.hydraulis.cost_model.device import DeviceConstants
+from megatron.hydraulis.cost_model.device import DeviceConstants, Precision
 from megatron.hydraulis.cost_model.experts import MOST_SCORE_TENSORS
 from megatron.hydraulis.cost_model.recompute import NO_RECOMPUTE, Recompute
 from megatron.hydraulis.cost_model.regrouping import FP32_BYTES
@@ -16,8 +16,8 @@ class TrainedModel:
 
     shape: ModelShape
     device: DeviceConstants
-    parameter_bytes: int = 2
-    """Bytes of a parameter and of an activation: 2 for bf16, 4 for fp32."""
+    precision: Precision = Precision.BF16
+    """Of parameters and activations."""
     sequence_parallel: bool = True
     recompute: Recompute = NO_RECOMPUTE
     """Which activations the backward computes again, in time and memory."""
@@ -50,6 +50,11 @@ class TrainedModel:
     """What a router keeps of scores, in fp32 tensors of all experts."""
     has_optimizer: bool = True
     """Whether the job trains; otherwise there are no gradients and moments."""
+
+    @property
+    def parameter_bytes(self) -> int:
+        """Of a parameter and of an activation."""
+        return self.precision.num_bytes
 
     @property
     def pads_values(self) -> bool:

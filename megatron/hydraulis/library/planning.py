@@ -9,12 +9,13 @@ from statistics import fmean
 from typing import Any
 
 from megatron.hydraulis.cost_model.analytic import AnalyticCostModel
-from megatron.hydraulis.cost_model.device import DeviceConstants
+from megatron.hydraulis.cost_model.device import DeviceConstants, Precision
 from megatron.hydraulis.cost_model.interface import CostModel, usual_times_ms
 from megatron.hydraulis.cost_model.layer_arguments import (
     gradient_bytes,
     groups_experts,
     layer_settings,
+    training_precision,
 )
 from megatron.hydraulis.cost_model.limits import CUDA_ROW_QUANTUM, Limits
 from megatron.hydraulis.cost_model.profile import (
@@ -23,7 +24,6 @@ from megatron.hydraulis.cost_model.profile import (
     experts_setting,
 )
 from megatron.hydraulis.cost_model.recompute import recompute_of
-from megatron.hydraulis.cost_model.regrouping import FP32_BYTES
 from megatron.hydraulis.cost_model.staging import PoolFootprint
 from megatron.hydraulis.errors import ConfigurationError, StrategyError
 from megatron.hydraulis.flags.arguments import Resolved
@@ -47,7 +47,7 @@ def profiled_model(resolved: Resolved, core_attention: str | None = None) -> Pro
     args = resolved.args
     return ProfiledModel(
         shape=resolved.shape,
-        dtype="bf16" if args.bf16 else "fp32",
+        dtype=training_precision(args),
         recompute=str(recompute_of(args)),
         core_attention=core_attention,
         experts=experts_setting(resolved.shape, groups_experts=groups_experts(args)),
@@ -217,7 +217,7 @@ class Planning:
         model, fix = self.cost_model, ""
         if self.limits.flag is not None:
             fix = ", raise --max-tokens-per-micro-batch"
-        elif isinstance(model, AnalyticCostModel) and model.parameter_bytes == FP32_BYTES:
+        elif isinstance(model, AnalyticCostModel) and model.precision is Precision.FP32:
             fix = ", train with --bf16"
         for name, longest in lengths.items():
             if longest > limit:
@@ -291,7 +291,7 @@ def analytic_cost_model(
         shape=resolved.shape,
         device=device,
         cluster=device.cluster(pool.num_ranks, pool.ranks_per_node),
-        parameter_bytes=2 if args.bf16 else 4,
+        precision=training_precision(args),
         sequence_parallel=hydraulis.sequence_parallel,
         recompute=recompute_of(args),
         cp_comm_type=args.cp_comm_type[0],

@@ -17,7 +17,7 @@ import numpy.typing as npt
 
 from megatron.hydraulis.checkpoint.hugging_face.config import model_from_config
 from megatron.hydraulis.cost_model.analytic import AnalyticCostModel
-from megatron.hydraulis.cost_model.device import device_constants
+from megatron.hydraulis.cost_model.device import Precision, device_constants
 from megatron.hydraulis.cost_model.estimate_command import (
     estimated_profile,
     possible_schemes,
@@ -113,7 +113,7 @@ def estimate(
         shape=shape,
         device=constants,
         cluster=constants.cluster(num_ranks, ranks_per_node),
-        parameter_bytes=4 if fp32 else 2,
+        precision=Precision.FP32 if fp32 else Precision.BF16,
         recompute=recompute,
         cp_comm_type="auto",
         pool=footprint,

@@ -8,6 +8,7 @@ from dataclasses import replace
 import pytest
 
 from megatron.hydraulis.cost_model.context import te_all_to_all_refusal
+from megatron.hydraulis.cost_model.device import Precision
 from tests.cuda_stand_in.role_memory import Role
 from tests.cuda_stand_in.test_memory import FEW, MORE, check
 
@@ -25,7 +26,7 @@ def with_te(role: Role) -> Role:
 
 def runs_on(role: Role) -> bool:
     """Whether its core attention takes the role, and the reference computations its norms."""
-    can_attend = role.parameter_bytes == 2 and role.softmax_type == "vanilla"
+    can_attend = role.precision is Precision.BF16 and role.softmax_type == "vanilla"
     has_window_over_ring = role.shape.num_windowed_layers > 0 and role.scheme.cp > 1
     return can_attend and not has_window_over_ring and not role.has_wide_norms
 

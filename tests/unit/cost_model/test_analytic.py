@@ -13,14 +13,14 @@ from megatron.hydraulis.cost_model import (
     device_constants,
 )
 from megatron.hydraulis.cost_model.analytic import KERNELS
-from megatron.hydraulis.cost_model.device import DEVICE_NAMES, DEVICES
+from megatron.hydraulis.cost_model.device import DEVICE_NAMES, DEVICES, Precision
+from megatron.hydraulis.cost_model.recompute import EVERY_LAYER
 from megatron.hydraulis.errors import ConfigurationError, StrategyError
 from megatron.hydraulis.strategy import Scheme
 from tests.support.planning import LLAMA_7B, LLAMA_32B
 
 A800 = device_constants("a800-80")
 
-EVERY_LAYER = Recompute(granularity="full", method="uniform", num_layers=1)
 
 # Time of a micro-batch on one stage, in ms a token (b) and ms (c), measured on A800-80G with 8
 # GPUs a node for LLAMA_32B: PKU-DAIR/Hetu, examples/hydraulis/strategy/generate_strategy_32b.py
@@ -231,8 +231,8 @@ def test_impossible_coefficients(bad: float) -> None:
 def test_impossible_constants() -> None:
     with pytest.raises(ConfigurationError, match="fractions in"):
         replace(A800, matmul_fraction=1.5)
-    with pytest.raises(ConfigurationError, match="2 or 4 bytes but 3"):
-        replace(model(), parameter_bytes=3)
+    with pytest.raises(ConfigurationError, match=r"precision 'fp16' is none of 2.*bf16, fp32"):
+        Precision.of("fp16")
 
 
 def test_a_window_shortens_long_sequences_only() -> None:
@@ -249,9 +249,9 @@ def test_fp32_has_the_rate_without_tensor_cores() -> None:
     """19.5 of 312 TFLOP/s: NVIDIA's data sheet, where torch does not allow TF32."""
     in_bf16, in_fp32 = (
         AnalyticCostModel(
-            shape=LLAMA_7B, device=A800, cluster=A800.cluster(8, 8), parameter_bytes=num_bytes
+            shape=LLAMA_7B, device=A800, cluster=A800.cluster(8, 8), precision=precision
         )
-        for num_bytes in (2, 4)
+        for precision in Precision
     )
     ratios = [
         in_fp32.forward_terms(Scheme())[cause].per_token_s

@@ -8,6 +8,8 @@ import pytest
 
 from megatron.hydraulis.__main__ import main
 from megatron.hydraulis.cost_model import MemoryModel, ModelShape, Recompute, device_constants
+from megatron.hydraulis.cost_model.device import Precision
+from megatron.hydraulis.cost_model.recompute import EVERY_LAYER
 from megatron.hydraulis.cost_model.staging import PoolFootprint
 from megatron.hydraulis.strategy import Pool, Scheme, Strategy
 from megatron.hydraulis.transfer.amounts import LayoutAmounts, StrategyAmounts
@@ -18,12 +20,12 @@ from megatron.hydraulis.transfer.role import roles_of
 from megatron.hydraulis.transfer.two_step import TwoStepPlan
 from tests.support.planning import LLAMA_7B, LLAMA_32B
 
-EVERY_LAYER = Recompute(granularity="full", method="uniform", num_layers=1)
-
 
 def memory(shape: ModelShape = LLAMA_7B, num_ranks: int = 64) -> MemoryModel:
     return MemoryModel(
-        shape=shape, device=device_constants("a800-80"), num_ranks=num_ranks, parameter_bytes=2
+        shape=shape,
+        device=device_constants("a800-80"),
+        num_ranks=num_ranks,
     )
 
 
@@ -200,7 +202,10 @@ def test_gradients_of_keys_by_head_above_2_gib_are_added_up_in_fp32() -> None:
     assert many.bytes_with(above + 1) > usual.bytes_with(above + 1)
     assert many.tokens_in(usual.bytes_with(above), 0.0) == many.above_tokens == above
     assert above < many.tokens_in(2 * many.bytes_with(above + 1), 0.0)
-    for other in (memory(replace(LLAMA_7B, num_layers=4)), replace(grouped, parameter_bytes=4)):
+    for other in (
+        memory(replace(LLAMA_7B, num_layers=4)),
+        replace(grouped, precision=Precision.FP32),
+    ):
         assert many.name not in per_token(other, scheme)
 
 
@@ -317,13 +322,13 @@ def test_norms_that_copy_queries_and_keys_do_not_keep_the_fused_output(
         assert found - per_token(model, Scheme())["loss"] == pytest.approx(expected)
 
 
-@pytest.mark.parametrize("parameter_bytes", [2, 4])
+@pytest.mark.parametrize("precision", Precision)
 @pytest.mark.parametrize("tp", [1, 4])
-def test_staging_of_an_owner_is_its_part_for_every_copy(parameter_bytes: int, tp: int) -> None:
-    model = replace(memory(num_ranks=8), parameter_bytes=parameter_bytes)
-    role = LLAMA_7B.num_parameters / tp * (parameter_bytes + 4)
+def test_staging_of_an_owner_is_its_part_for_every_copy(precision: Precision, tp: int) -> None:
+    model = replace(memory(num_ranks=8), precision=precision)
+    role = LLAMA_7B.num_parameters / tp * (precision.num_bytes + 4)
     canonical = 16 * LLAMA_7B.num_parameters / 8
-    staging = 2 * (parameter_bytes + 4) * LLAMA_7B.num_parameters_per_layer / tp
+    staging = 2 * (precision.num_bytes + 4) * LLAMA_7B.num_parameters_per_layer / tp
     found = model.state_bytes(Scheme(tp=tp), 0)
     # Norms are on every tp rank, and the last owner sends them to all.
     assert found == pytest.approx(role + canonical + staging + WORKSPACES, rel=2e-4)
