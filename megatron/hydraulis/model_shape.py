@@ -1,7 +1,7 @@
 """The sizes of a model, as far as planning needs them: no weights, no torch."""
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import MISSING, dataclass, fields
 from pathlib import Path
 from typing import Any
@@ -277,6 +277,20 @@ class ModelShape:
     def num_matrix_parameters_per_layer(self) -> int:
         """Entries of the matrices that a token passes in a layer, mean over the layers."""
         return self.num_attention_entries + self.num_mlp_parameters_per_layer
+
+    def causal_flops(self, lengths: Iterable[int]) -> float:
+        """Floating-point operations that a batch needs, forward and backward.
+
+        6 per entry of a matrix, the output layer included, and token; for causal attention
+        6·layers·q·s² per sequence of s tokens, half of arXiv 2204.02311's; less under a window.
+        """
+        entries = self.num_layers * self.num_matrix_parameters_per_layer
+        entries += self.num_embedding_parameters
+        attention, window = 6.0 * self.num_layers * self.score_size, self.window
+        return math.fsum(
+            6.0 * entries * s + attention * (s * s if window is None else window.squared(s))
+            for s in lengths
+        )
 
     @property
     def num_mlp_parameters_per_layer(self) -> int:

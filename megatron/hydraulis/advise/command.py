@@ -43,7 +43,6 @@ from megatron.hydraulis.lengths.command import (
     print_batch,
 )
 from megatron.hydraulis.lengths.counts import read_length_counts
-from megatron.hydraulis.model_shape import ModelShape
 from megatron.hydraulis.planner.solver import native_prints_to_stderr
 from megatron.hydraulis.proposal.batches import draw_batches
 from megatron.hydraulis.proposal.candidates import Candidates
@@ -104,7 +103,7 @@ class Advice:
     num_tokens: float
     """Of a batch, mean."""
     model_flops: float
-    """Of a batch, mean, see `causal_flops`."""
+    """Of a batch, mean, see `ModelShape.causal_flops`."""
     kinds: tuple[str, ...]
     """How regrouping can count, see `ProfileCostModel.readings`."""
 
@@ -122,19 +121,6 @@ class Advice:
         """Time of another choice over that of the pool."""
         kind = kind or self.kind
         return over.time_s(kind) / self.pool.time_s(kind)
-
-
-def causal_flops(shape: ModelShape, lengths: Iterable[int]) -> float:
-    """Floating-point operations that a batch needs, forward and backward.
-
-    6 per entry of a matrix, the output layer included, and token; for causal attention
-    6·layers·q·s² per sequence of s tokens, half of arXiv 2204.02311's; less under a window.
-    """
-    entries = shape.num_layers * shape.num_matrix_parameters_per_layer
-    entries += shape.num_embedding_parameters
-    squared = (lambda s: s * s) if shape.window is None else shape.window.squared
-    attention = 6.0 * shape.num_layers * shape.score_size
-    return math.fsum(6.0 * entries * length + attention * squared(length) for length in lengths)
 
 
 def advise(
@@ -248,7 +234,7 @@ def advise(
         bound_s=fmean(least_makespan_ms(profile, batch, num_ranks) for batch in batches)
         / _MS_PER_S,
         num_tokens=fmean(map(sum, batches)),
-        model_flops=fmean(causal_flops(shape, batch) for batch in batches),
+        model_flops=fmean(map(shape.causal_flops, batches)),
         kinds=tuple(models),
     )
 

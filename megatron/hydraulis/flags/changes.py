@@ -67,6 +67,7 @@ _OF_ONE_START = (
     "num_ranks",
     "override_opt_param_scheduler",
     "run_dir",
+    "console",
     "save",
     "take_over_save",
     "tensorboard_dir",

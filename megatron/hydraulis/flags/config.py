@@ -118,6 +118,10 @@ class HydraulisConfig:
     """Folder of the run: metrics.jsonl, TensorBoard events, summary, resolved configuration.
     Default: runs/<Slurm job or torchrun run id>, else runs/latest."""
 
+    console: Literal["megatron", "compact"] = "megatron"
+    """Lines of the log: Megatron's, with this program's fields behind; or compact, at most 120
+    columns. TensorBoard and the run folder are the same. Default: megatron."""
+
     plan_dir: Path | None = field(default=None, metadata=_flag("DIR"))
     """Folder for the plans, one JSON file per iteration. Default: not written."""
 
@@ -331,6 +335,7 @@ FIELDS_BY_TOPIC: Mapping[str, tuple[str, ...]] = MappingProxyType(
         ),
         "Run folder, traces, faults": (
             "run_dir",
+            "console",
             "trace",
             "trace_iterations",
             "keep_last",

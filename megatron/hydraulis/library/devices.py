@@ -54,6 +54,12 @@ def constants_of_this_rank(
     return constants
 
 
+def known_peak_flops_per_s(*, has_cuda: bool, parameter_bytes: int) -> float | None:
+    """FLOP/s of this rank's device by its data sheet; None of a CPU and an unknown GPU."""
+    known = described_device(torch.cuda.get_device_name()) if has_cuda else None
+    return None if known is None else known.peak(parameter_bytes)
+
+
 def common_constants(devices: Sequence[DeviceConstants]) -> DeviceConstants:
     """Constants for all ranks, with the smallest memory of any rank.
 

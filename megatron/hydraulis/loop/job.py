@@ -49,7 +49,11 @@ from megatron.hydraulis.library.building import (
     choose_core_attention,
     model_config,
 )
-from megatron.hydraulis.library.devices import common_constants, constants_of_this_rank
+from megatron.hydraulis.library.devices import (
+    common_constants,
+    constants_of_this_rank,
+    known_peak_flops_per_s,
+)
 from megatron.hydraulis.library.planning import (
     Planning,
     look_ahead_planner,
@@ -353,7 +357,14 @@ class Job:
             for part in corpora.parts
         }
         content = self._planning.description_of(self._resolved)
-        self._description = content | {"corpus": corpus, "notes": list(self._hooks.notes)}
+        peak = known_peak_flops_per_s(
+            has_cuda=self._has_cuda, parameter_bytes=2 if self._resolved.args.bf16 else 4
+        )
+        self._description = content | {
+            "corpus": corpus,
+            "notes": list(self._hooks.notes),
+            "peak_flops_per_s_of_rank": peak,
+        }
         self._write_description(self._description | {HAS_ENDED: False})
 
     def _lock_folders(self, store: dist.Store) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import math
-import re
 import statistics
 import time
 from argparse import Namespace
@@ -36,7 +35,7 @@ from megatron.hydraulis.loop.memory_safety import MemorySafety
 from megatron.hydraulis.loop.model_container import ModelContainer
 from megatron.hydraulis.loop.tracing import RunTrace
 from megatron.hydraulis.model_shape import AttentionWindow
-from megatron.hydraulis.observability.console import EtaEstimator, iteration_suffix
+from megatron.hydraulis.observability.console import EtaEstimator, compact_line, iteration_suffix
 from megatron.hydraulis.observability.records import IterationRecord, MetricsWriter
 from megatron.hydraulis.optimizer.sharded_adamw import ShardedAdamW
 from megatron.hydraulis.planner.plan import is_marked, plan_status
@@ -65,7 +64,6 @@ PEAKS = ("peak_allocated_bytes", "peak_reserved_bytes", "expert_load")
 MAX_SEQUENCES_NAMED = 16
 """Sequences that an error names before it only counts the rest."""
 
-_BATCH_SIZE = re.compile(r" global batch size: +\d+ \|")
 _NO_THROUGHPUT = " throughput per GPU (TFLOP/s/GPU): 0.0 |"
 """Of CPU ranks and tiny models, for which upstream's unit is too large."""
 
@@ -106,6 +104,8 @@ class TrainingLoop:
         self._make_iterators = make_iterators
         self._metrics = parts.metrics
         self._eta = EtaEstimator()
+        self._shape = resolved.shape
+        self._is_compact = hydraulis.console == "compact"
         self._interval = LogInterval(resolved.shape.window)
         self._num_sequences = 0
         """Size of the last global batch."""
@@ -323,24 +323,24 @@ class TrainingLoop:
         return log
 
     def around_print_rank_last(self, print_rank_last: Callable[[str], None]) -> Callable[..., None]:
-        """Appends our fields and the time left to upstream's line.
+        """Prints upstream's line with our fields behind it, or ours instead (--console compact).
 
         Like upstream's loss and time, they are means since the last line that ended an interval.
         """
 
-        def print_with_suffix(message: str) -> None:
+        def print_line(message: str) -> None:
             is_line = self._is_logging and " elapsed time per iteration (ms):" in message
             record = self._interval.mean_record if is_line else None
             if record is not None:
-                num_left = get_args().train_iters - record.iteration
-                message = message.replace(_NO_THROUGHPUT, "")
-                message = _BATCH_SIZE.sub(
-                    f" global batch size: {record.num_sequences:5d} |", message, count=1
-                )
-                message += iteration_suffix(record, self._eta.remaining_s(num_left))
+                num_iters = get_args().train_iters
+                eta_s = self._eta.remaining_s(num_iters - record.iteration)
+                if self._is_compact:
+                    message = compact_line(record, num_iters, eta_s)
+                else:
+                    message = message.replace(_NO_THROUGHPUT, "") + iteration_suffix(record, eta_s)
             print_rank_last(message)
 
-        return print_with_suffix
+        return print_line
 
     def _schedule_steps(self, args: Namespace, batch: GlobalBatch) -> float:
         """By how much a batch advances the learning-rate schedule: an iteration, or its samples."""
@@ -433,6 +433,7 @@ class TrainingLoop:
             regroup_bytes=outcome.regroup_bytes,
             gather_wait_s=outcome.gather_wait_s,
             scatter_wait_s=outcome.scatter_wait_s,
+            model_flops=self._shape.causal_flops(planned.batch.lengths),
             strategy_times_s={
                 one.name: {"bound_s": one.bound_s, "found_s": one.found_s}
                 for one in plan.strategy_times_s
@@ -540,6 +541,7 @@ class LogInterval:
         num_tokens = sum(record.num_tokens for record in self._records)
         num_padding = sum(record.num_padding for record in self._records)
         num_all = num_tokens + num_padding
+        losses = [record.lm_loss for record in self._records if record.lm_loss is not None]
         means = {
             name: statistics.fmean(getattr(record, name) for record in self._records)
             for name in AVERAGED
@@ -554,7 +556,7 @@ class LogInterval:
             strategy=self._strategies,
             num_tokens=round(num_tokens / len(self._records)),
             trained_tokens=round(statistics.fmean(r.trained_tokens for r in self._records)),
-            num_sequences=round(statistics.fmean(r.num_sequences for r in self._records)),
+            lm_loss=statistics.fmean(losses) if losses else None,
             padding_fraction=num_padding / num_all if num_all else 0.0,
             **means,  # type: ignore[arg-type]
             **peaks,  # type: ignore[arg-type]

@@ -17,6 +17,7 @@ from megatron.hydraulis.observability.report_numbers import Run, Statistics
 # checkpoint, few enough to follow a change of strategy.
 ETA_WINDOW = 20
 TABLE_WIDTH = 72
+LINE_WIDTH = 120
 
 
 class EtaEstimator:
@@ -59,8 +60,25 @@ def iteration_suffix(record: IterationRecord, eta_s: float | None) -> str:
             f"peak memory (GiB): {record.peak_allocated_bytes / 2**30:.2f} of "
             f"{record.peak_reserved_bytes / 2**30:.2f} reserved"
         )
-    eta = "unknown" if eta_s is None else str(datetime.timedelta(seconds=math.ceil(eta_s)))
-    return " " + " | ".join([*fields, f"ETA {eta}"]) + " |"
+    return " " + " | ".join([*fields, f"ETA {_eta_text(eta_s)}"]) + " |"
+
+
+def compact_line(record: IterationRecord, num_iterations: int, eta_s: float | None) -> str:
+    """A line of at most `LINE_WIDTH` columns instead of upstream's."""
+    norm = "none" if record.grad_norm is None else f"{record.grad_norm:.3g}"
+    per_s = record.num_tokens / record.iteration_time_s if record.iteration_time_s else None
+    before = (
+        f"iteration {record.iteration:,}/{num_iterations:,} | loss {loss_text(record.lm_loss)} | "
+        f"grad norm {norm} | {count_text(per_s)} tokens/s | "
+    )
+    after = f" | {_eta_text(eta_s)} left"
+    room = LINE_WIDTH - len(before) - len(after)
+    strategy = record.strategy
+    return before + (strategy if len(strategy) <= room else strategy[: room - 1] + "…") + after
+
+
+def _eta_text(eta_s: float | None) -> str:
+    return "unknown" if eta_s is None else str(datetime.timedelta(seconds=math.ceil(eta_s)))
 
 
 def closing_table(run: Run) -> str:
@@ -95,6 +113,8 @@ def _closing_rows(run: Run) -> Iterator[tuple[str, str]]:
     yield "lm loss, first → last", " → ".join(losses)
     yield "tokens", tokens_text(totals["num_tokens"], totals["trained_tokens"])
     yield "tokens/s", count_text(totals["tokens_per_s"])
+    if totals["mfu_fraction"] is not None:
+        yield "MFU", share_text(totals["mfu_fraction"])
     yield "padding", share_text(totals["padding_fraction"])
     yield "imbalance, median (worst)", median_and_worst("imbalance")
     if totals["expert_load"] is not None:

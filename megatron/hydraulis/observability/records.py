@@ -58,6 +58,7 @@ _OPTIONAL = (
     "scatter_wait_s",
     "peak_allocated_bytes",
     "peak_reserved_bytes",
+    "model_flops",
     "expert_load",
     "balancing_loss",
     "router_z_loss",
@@ -134,6 +135,8 @@ class IterationRecord:
     """Likewise, their z-loss."""
     router_bias_range: tuple[float, float] | None = None
     """Smallest and largest bias of a router, after the update; None as above and without biases."""
+    model_flops: float | None = None
+    """Operations that the sequences need, see `ModelShape.causal_flops`; None as above."""
     strategy_times_s: Mapping[str, Mapping[str, float]] = dataclasses.field(default_factory=dict)
     """By strategy that holds the batch: ``bound_s`` and ``found_s`` of the planner; empty where
     there was no choice, and as above."""

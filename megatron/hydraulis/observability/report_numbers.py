@@ -195,6 +195,7 @@ class Numbers:
             # Times, throughput and waits are those of steady iterations.
             "tokens_per_s": _tokens_per_s(steady),
             "iteration_time_s": _median(record.iteration_time_s for record in steady),
+            "mfu_fraction": _mfu_fraction(run),
             "padding_fraction": num_padding / max(num_tokens + num_padding, 1.0),
             "idle_fraction": _idle_fraction(records) or 0.0,
             "measured_idle_fraction": self._measured_idle_fraction(self._measured),
@@ -388,6 +389,17 @@ def _slowdown(records: Sequence[IterationRecord]) -> float | None:
         return None
     third = len(ratios) // 3
     return statistics.median(ratios[-third:]) / statistics.median(ratios[:third])
+
+
+def _mfu_fraction(run: Run) -> float | None:
+    """Operations that the sequences need over what the devices could have done meanwhile; None if
+    their peak or number is unknown."""
+    peak, num_ranks = run.config.get("peak_flops_per_s_of_rank"), run.config.get("num_ranks")
+    known = [record for record in run.steady if record.model_flops is not None]
+    if not peak or not num_ranks:
+        return None
+    time_s = math.fsum(record.iteration_time_s for record in known)
+    return _ratio(math.fsum(r.model_flops or 0.0 for r in known), time_s * num_ranks * peak)
 
 
 def _marked_plans(run: Run) -> dict[str, int]:

@@ -1,4 +1,5 @@
 import re
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -6,8 +7,10 @@ import pytest
 
 from megatron.hydraulis.observability.console import (
     ETA_WINDOW,
+    LINE_WIDTH,
     EtaEstimator,
     closing_table,
+    compact_line,
     iteration_suffix,
 )
 from megatron.hydraulis.observability.records import IterationRecord
@@ -44,6 +47,31 @@ def test_the_load_of_experts_is_shown_if_there_are_some() -> None:
     assert IterationRecord.from_json(record.to_json()) == record
     rows = rows_of(closing_table(make_run(record, make_record(2), make_record(3, expert_load=2.0))))
     assert rows["expert load, median (worst)"] == "1.62 (2.00)"
+
+
+@pytest.mark.parametrize("strategy", ["tp2+2*tp1", "a long name " * 12])
+def test_a_compact_line_has_at_most_120_columns(strategy: str) -> None:
+    record = make_record(12, num_tokens=5000, iteration_time_s=0.5, strategy=strategy)
+    line = compact_line(record, 40, 83.0)
+    start = "iteration 12/40 | loss 7.5000 | grad norm 1.5 | 10,000 tokens/s | "
+    assert line.startswith(start + strategy[:20].strip())
+    assert line.endswith(" | 0:01:23 left")
+    assert len(line) == (len(line) if strategy in line else LINE_WIDTH) <= LINE_WIDTH
+    skipped = compact_line(make_record(lm_loss=None, grad_norm=None), 10**6, None)
+    assert "loss none | grad norm none" in skipped
+    assert "unknown left" in skipped
+
+
+def test_mfu_is_shown_where_the_peak_is_known() -> None:
+    # The first iteration builds the model.
+    records = [make_record(n, model_flops=n * 1e12, iteration_time_s=0.5) for n in (1, 2, 4)]
+    run = make_run(*records)
+    assert "MFU" not in rows_of(closing_table(run))
+    known = replace(run, config={"num_ranks": 2, "peak_flops_per_s_of_rank": 10e12})
+    # 6e12 operations in a second on two devices.
+    assert rows_of(closing_table(known))["MFU"] == "30.0%"
+    before = replace(known, records=(make_record(1), make_record(2)))
+    assert "MFU" not in rows_of(closing_table(before))
 
 
 def test_eta_leaves_out_the_first_iteration_and_one_slow_one() -> None:
