@@ -396,7 +396,7 @@ def _mfu_fraction(run: Run) -> float | None:
     their peak or number is unknown."""
     peak, num_ranks = run.config.get("peak_flops_per_s_of_rank"), run.config.get("num_ranks")
     known = [record for record in run.steady if record.model_flops is not None]
-    if not peak or not num_ranks:
+    if not isinstance(peak, float | int) or not isinstance(num_ranks, int):
         return None
     time_s = math.fsum(record.iteration_time_s for record in known)
     return _ratio(math.fsum(r.model_flops or 0.0 for r in known), time_s * num_ranks * peak)
