@@ -14,6 +14,7 @@ from megatron.hydraulis.cost_model.recompute import (
     recompute_of,
 )
 from megatron.hydraulis.cost_model.regrouping import wire_bytes
+from megatron.hydraulis.cost_model.trained_model import CORE_ATTENTIONS
 from megatron.hydraulis.model_shape import ModelShape
 
 TE_LAYERS = "transformer_engine"
@@ -48,7 +49,7 @@ def add_layer_arguments(parser: argparse._ActionsContainer) -> None:
     parser.add_argument("--spec", nargs="*", metavar="NAME", help="module and name of own layers")
     parser.add_argument(
         "--core-attention",
-        choices=("auto", "te", "torch", "sdpa"),
+        choices=("auto", *CORE_ATTENTIONS),
         help="kernel of core attention (default: auto)",
     )
     parser.add_argument(

@@ -1,6 +1,7 @@
 """A model on a device and how it is trained: what its time and its memory depend on."""
 
 from dataclasses import dataclass
+from typing import Literal, get_args
 
 from megatron.hydraulis.cost_model.device import DeviceConstants, Precision
 from megatron.hydraulis.cost_model.experts import MOST_SCORE_TENSORS
@@ -8,6 +9,11 @@ from megatron.hydraulis.cost_model.recompute import NO_RECOMPUTE, Recompute
 from megatron.hydraulis.cost_model.regrouping import FP32_BYTES
 from megatron.hydraulis.cost_model.staging import PoolFootprint
 from megatron.hydraulis.model_shape import ModelShape
+
+CoreAttentionName = Literal["te", "torch", "sdpa"]
+"""Kernel of core attention, the best first: Transformer Engine's, torch's ``varlen_attn``, and
+``scaled_dot_product_attention`` sequence by sequence. Its class is in runtime/core_attention.py."""
+CORE_ATTENTIONS: tuple[CoreAttentionName, ...] = get_args(CoreAttentionName)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

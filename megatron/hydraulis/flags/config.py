@@ -11,6 +11,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Literal
 
+from megatron.hydraulis.cost_model.trained_model import CoreAttentionName
 from megatron.hydraulis.data.index import LongSequences
 from megatron.hydraulis.data.weights import LossNormalization
 from megatron.hydraulis.errors import ConfigurationError, Problems
@@ -85,7 +86,7 @@ class HydraulisConfig:
     """Size of a global batch (tokens), instead of --global-batch-size in sequences. A sequence that
     does not fit waits for the next batch. Default: --global-batch-size."""
 
-    core_attention: Literal["auto", "te", "torch", "sdpa"] = "auto"
+    core_attention: Literal["auto", CoreAttentionName] = "auto"
     """Transformer Engine's or torch's variable-length kernel, which need CUDA and bf16, or
     scaled_dot_product_attention sequence by sequence, which runs everywhere. Default: auto, the
     first of these that is available; the log says which and why."""

@@ -18,6 +18,7 @@ from megatron.core.packed_seq_params import PackedSeqParams
 from torch import Tensor
 
 from megatron.hydraulis.cost_model.context import takes_all_to_all, te_all_to_all_refusal
+from megatron.hydraulis.cost_model.trained_model import CORE_ATTENTIONS, CoreAttentionName
 from megatron.hydraulis.errors import ConfigurationError
 from megatron.hydraulis.model_shape import ModelShape
 from megatron.hydraulis.runtime.attention import (
@@ -393,16 +394,12 @@ def _context_stream(device: torch.device) -> Any:
     return torch.cuda.Stream(device) if device.type == "cuda" else None
 
 
-CoreAttentionName = Literal["te", "torch", "sdpa"]
-
 MODULE_OF: dict[CoreAttentionName, Any] = {
     "te": TEAttention,
     "torch": VarlenAttention,
     "sdpa": ContextAttention,
 }
-"""The class for ``core_attention`` in a layer spec, with upstream's signature; the best first."""
-
-CORE_ATTENTIONS = tuple(MODULE_OF)
+"""The class for ``core_attention`` in a layer spec, with upstream's signature."""
 
 _HALF_PRECISIONS = (torch.bfloat16, torch.float16)
 _HEAD_SIZE_MULTIPLE = 8
