@@ -295,6 +295,7 @@ ROWS: dict[str, Row] = {
     "--sequence-parallel": Row(
         "", "hydraulis.sequence_parallel", True, also="--no-sequence-parallel"
     ),
+    "--deterministic-mode": _args("", "deterministic_mode", True),
     "--distributed-backend": _args("gloo", "distributed_backend", "gloo", always=True),
     "--distributed-timeout-minutes": _args("3", "distributed_timeout_minutes", 3),
     # data
@@ -405,6 +406,7 @@ def _fill(value: Any, folder: Path) -> Any:
 
 
 @pytest.mark.parametrize("option", ROWS)
+@pytest.mark.usefixtures("plain_environment")
 def test_honoured(option: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     row = ROWS[option]
     monkeypatch.setattr(torch.cuda, "is_available", lambda: row.cuda)

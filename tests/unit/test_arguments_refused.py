@@ -132,7 +132,7 @@ def test_every_taken_option_is_listed_and_changes_no_argument() -> None:
         ("--logits-load-dir d", "distillation", "distillation"),
         ("--skip-train", "evaluation", "--train-iters equal to its iteration"),
         ("--error-injection-rate 1", "injected faults", "healthy"),
-        ("--deterministic-mode", "determinism", "speed"),
+        ("--batch-invariant-mode", "determinism", "speed"),
         ("--openai-gelu", "model variants", "every strategy"),
         ("--yaml-cfg file", "others", "does not act on it"),
     ],

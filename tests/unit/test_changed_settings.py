@@ -36,6 +36,7 @@ COMPARED_OTHERWISE = """
 """By the shapes of tensors, the fingerprint of the data, the sampler or the schedule's length."""
 
 NO_UPDATE_DEPENDS_ON = """
+    deterministic_mode
     calculate_per_token_loss reset_position_ids reset_attention_mask hidden_dropout
     attention_dropout accumulate_allreduce_grads_in_fp32 use_distributed_optimizer
     dist_ckpt_optim_fully_reshardable enable_one_logger log_throughput apply_rope_fusion

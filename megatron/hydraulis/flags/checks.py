@@ -487,7 +487,12 @@ wait (`planner.ahead`)."""
 
 
 def check_plan_time(args: argparse.Namespace, hydraulis: HydraulisConfig) -> None:
-    """Raise ConfigurationError if other ranks may stop waiting for a plan."""
+    """Raise ConfigurationError for a limit that other ranks, or equal plans, do not allow."""
+    if args.deterministic_mode and hydraulis.plan_time_limit is not None:
+        raise ConfigurationError(
+            "--deterministic-mode needs plans that do not depend on the clock but "
+            f"--plan-time-limit is {hydraulis.plan_time_limit:g}; remove one of them"
+        )
     minutes = args.distributed_timeout_minutes
     most_s = _MOST_PLANNING_OF_TIMEOUT * 60.0 * minutes
     if hydraulis.plan_time_limit is not None and hydraulis.plan_time_limit > most_s:

@@ -38,7 +38,7 @@ _TOPICS = {
     "Experts": expert_options.TOPIC,
     "Batch and length of training": """
         --global-batch-size --rampup-batch-size --step-batch-size-schedule --seq-length
-        --train-iters --train-samples --seed --calculate-per-token-loss
+        --train-iters --train-samples --seed --deterministic-mode --calculate-per-token-loss
         --reset-position-ids --reset-attention-mask --exit-interval --exit-duration-in-mins
         --exit-signal-handler --exit-signal --eval-interval --eval-iters --start-eval-at-iter
         --eval-global-batch-size --manual-gc --manual-gc-interval --no-manual-gc-eval""",
@@ -104,6 +104,8 @@ _DIFFERENT = {
     "--no-gradient-accumulation-fusion": "a separate kernel adds each weight gradient; always so "
     "without apex",
     "--global-batch-size": "sequences of a global batch; packing makes micro-batches of them",
+    "--deterministic-mode": "kernels and collectives that add in a fixed order, which may be "
+    "slower: runs on equal ranks with equal plans are equal bit by bit",
     "--train-iters": "iterations of the whole run, those before --load included",
     "--eval-interval": "iterations between evaluations on the validation part",
     "--eval-iters": "global batches of an evaluation, 100 if only --eval-interval is given; "
@@ -646,9 +648,9 @@ _REFUSED = (
     ),
     Refused(
         "determinism",
-        "which kernels run is chosen for speed, and some of CUDA's add in any order",
-        _REMOVE,
-        r"deterministic-mode|batch-invariant-mode",
+        "packed rows differ from batch to batch, and kernels are chosen for speed",
+        "remove it; --deterministic-mode repeats a run",
+        r"batch-invariant-mode",
     ),
     Refused(
         "model variants",

@@ -358,6 +358,11 @@ def test_changed_settings_of_the_update_need_a_flag_and_all_are_logged(
     assert run.losses[1] != pytest.approx(uninterrupted.losses[SAVED_AT + 1], rel=1e-4)
 
 
+def test_two_deterministic_runs_are_equal_bit_by_bit(launch: Launch) -> None:
+    runs = [launch("2*tp1", 2, "--deterministic-mode", *MAIN_FLAGS) for _ in range(2)]
+    assert runs[0].losses == runs[1].losses
+
+
 def test_a_checkpoint_without_a_record_of_its_data_loads(
     launch: Launch, uninterrupted: Run, saved: Path, tmp_path: Path
 ) -> None:
