@@ -9,6 +9,7 @@ import torch
 
 from megatron.hydraulis.cost_model.device import (
     DeviceConstants,
+    Precision,
     described_device,
     device_constants,
 )
@@ -54,10 +55,10 @@ def constants_of_this_rank(
     return constants
 
 
-def known_peak_flops_per_s(*, has_cuda: bool, parameter_bytes: int) -> float | None:
+def known_peak_flops_per_s(*, has_cuda: bool, precision: Precision) -> float | None:
     """FLOP/s of this rank's device by its data sheet; None of a CPU and an unknown GPU."""
     known = described_device(torch.cuda.get_device_name()) if has_cuda else None
-    return None if known is None else known.peak(parameter_bytes)
+    return None if known is None else known.peak(precision)
 
 
 def common_constants(devices: Sequence[DeviceConstants]) -> DeviceConstants:

@@ -20,6 +20,7 @@ from megatron.hydraulis.checkpoint.collective_errors import on_all_ranks, on_ran
 from megatron.hydraulis.checkpoint.folder import CheckpointFolder
 from megatron.hydraulis.checkpoint.folder_lock import STALE_S, FolderLocks, Writer
 from megatron.hydraulis.cost_model.device import described_device
+from megatron.hydraulis.cost_model.layer_arguments import training_precision
 from megatron.hydraulis.cost_model.profile import ProfiledModel
 from megatron.hydraulis.data.corpus import Corpus, DatasetFingerprint
 from megatron.hydraulis.data.sampler import BatchSizes, EvaluationSampler, LengthSampler
@@ -357,9 +358,8 @@ class Job:
             for part in corpora.parts
         }
         content = self._planning.description_of(self._resolved)
-        peak = known_peak_flops_per_s(
-            has_cuda=self._has_cuda, parameter_bytes=2 if self._resolved.args.bf16 else 4
-        )
+        precision = training_precision(self._resolved.args)
+        peak = known_peak_flops_per_s(has_cuda=self._has_cuda, precision=precision)
         self._description = content | {
             "corpus": corpus,
             "notes": list(self._hooks.notes),
