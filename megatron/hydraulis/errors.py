@@ -92,7 +92,8 @@ class Problems:
 
     def __init__(self) -> None:
         self._errors: list[ConfigurationError] = []
-        self._hidden: set[str] = set()
+        self.wrong: set[str] = set()
+        """Names of settings that have a problem, so that checks that read them are skipped."""
 
     def __bool__(self) -> bool:
         return bool(self._errors)
@@ -101,31 +102,29 @@ class Problems:
         """Add one problem."""
         self._errors.append(ConfigurationError(collected))
 
-    def hide(self, settings: object, names: Collection[str]) -> None:
-        """Remove attributes that have a problem: a check that reads one of them is left out.
+    def check[Result](self, check: Callable[[], Result], reads: str = "") -> Result | None:
+        """The result of a check; None if it fails or reads a setting that has a problem.
 
-        So that nobody gets two messages for one mistake.
+        So nobody gets two messages for one mistake.
+
+        Args:
+            check: raises ConfigurationError.
+            reads: names of the settings that it reads, separated by blanks.
         """
-        for name in names:
-            if hasattr(settings, name):
-                object.__delattr__(settings, name)
-                self._hidden.add(name)
+        if self.wrong.isdisjoint(reads.split()):
+            with self.collected():
+                return check()
+        return None
 
     @contextlib.contextmanager
     def collected(self) -> Iterator[None]:
-        """Add the ConfigurationError that the block raises, if any, and go on after the block.
-
-        The block ends where it reads a hidden attribute.
-        """
+        """Add the ConfigurationError that the block raises, if any, and go on after the block."""
         try:
             yield
         except SeveralProblems as several:
             self._errors += several.errors or [several]
         except ConfigurationError as error:
             self._errors.append(error)
-        except AttributeError as error:
-            if error.name not in self._hidden:
-                raise
 
     @property
     def lines(self) -> tuple[str, ...]:

@@ -1,9 +1,12 @@
 """Bad input gives one clear error with rule, numbers and fix, before any rank waits for another."""
 
 import argparse
+import contextlib
 import dataclasses
 from argparse import Namespace
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -14,7 +17,7 @@ from megatron.hydraulis.flags import checks
 from megatron.hydraulis.flags.checks import check_spec
 from megatron.hydraulis.flags.config import HydraulisConfig, option_of
 from megatron.hydraulis.flags.options import HONOURED
-from tests.unit.argument_command import parse, write_corpus
+from tests.unit.argument_command import base_command, flag_parser, parse, write_corpus
 
 pytestmark = pytest.mark.usefixtures("plain_environment")
 
@@ -555,3 +558,26 @@ def test_what_is_no_layer_spec_is_refused() -> None:
             spec=["megatron.core.models.gpt.gpt_layer_specs", "get_gpt_layer_local_spec"]
         )
     )
+
+
+@pytest.mark.parametrize("check", [*checks.SHAPE_CHECKS, *checks.SETTINGS_CHECKS])
+def test_every_check_declares_what_it_reads(
+    check: Callable[[Namespace], None], tmp_path: Path
+) -> None:
+    read: set[str] = set()
+
+    class Recording(Namespace):
+        def __getattribute__(self, name: str) -> Any:
+            read.add(name)
+            return super().__getattribute__(name)
+
+    experts = ("--num-experts", "8", "--moe-router-topk", "2", "--disable-bias-linear")
+    positions = ("--max-position-embeddings", "128")
+    for flags in ((), experts, ("--recompute-activations",), ("--lr-decay-style", "WSD")):
+        args = flag_parser().parse([*base_command(tmp_path), *positions, *flags]).args
+        with contextlib.suppress(ConfigurationError):
+            check(Recording(**vars(args)))
+    declared = {**checks.SHAPE_CHECKS, **checks.SETTINGS_CHECKS}[check].split()
+    assert read
+    assert read <= set(declared)
+    assert not set(declared) - set(vars(args))

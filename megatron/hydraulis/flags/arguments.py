@@ -48,11 +48,22 @@ from megatron.hydraulis.flags.defaults import (
     set_defaults,
 )
 from megatron.hydraulis.flags.parser import FlagParser, ParsedFlags
-from megatron.hydraulis.flags.samples import evaluation_sizes, training_sizes
+from megatron.hydraulis.flags.samples import evaluation_sizes, read_for_sizes, training_sizes
 from megatron.hydraulis.model_shape import ModelShape, count_windowed_layers
 from megatron.hydraulis.strategy import Pool
 from megatron.hydraulis.strategy.megatron_layout import SIZES
 from megatron.hydraulis.strategy.pool import num_ranks_of
+
+_OF_POOL = (
+    "num_layers num_experts strategy strategy_pool strategy_schedule regroup_owners_for elastic "
+    "ranks_per_node num_ranks max_tokens_per_micro_batch"
+)
+_OF_LIMITS = "seq_length global_batch_tokens max_tokens_per_micro_batch"
+_OF_VOCABULARY = (
+    "tokenizer_type tokenizer_model vocab_size padded_vocab_size make_vocab_size_divisible_by "
+    "null_tokenizer_eod_id null_tokenizer_pad_id tiktoken_num_special_tokens"
+)
+"""Settings that the checks of `parse_arguments` read."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,47 +138,49 @@ def parse_arguments(
         *run_as_others(flags),
         *_missing_here(flags, has_cuda=has_cuda),
     )
-    problems.hide(args, {*flags.wrong, *missing})
-    pool, sizes, vocabulary = None, None, None
+    problems.wrong |= {*flags.wrong, *missing}
     hydraulis = _take_our_flags(flags, problems)
-    ours = {field.name for field in dataclasses.fields(hydraulis)}
-    problems.hide(hydraulis, flags.wrong & ours)
     num_started = num_ranks
-    with problems.collected():
-        num_ranks = _num_ranks(hydraulis, num_started)
-        pool, pool_changes = checks.resolve_pool(
-            args,
-            hydraulis,
-            num_ranks=num_ranks,
-            ranks_per_node=_ranks_per_node(hydraulis, is_started=num_ranks == num_started),
-            proposed=proposed_pool,
+
+    def describe_pool() -> tuple[int, Pool, tuple[str, ...]]:
+        number = _num_ranks(hydraulis, num_started)
+        per_node = _ranks_per_node(hydraulis, is_started=number == num_started)
+        return number, *checks.resolve_pool(
+            args, hydraulis, num_ranks=number, ranks_per_node=per_node, proposed=proposed_pool
         )
-    with problems.collected():
-        checks.check_batch(args, hydraulis)
-    with problems.collected():
-        sizes = training_sizes(args, hydraulis.global_batch_tokens)
-    with problems.collected():
-        given = {given.dest for given in flags.given}
-        checks.check_needed(args, hydraulis, given=given)
-    with problems.collected():
-        checks.check_plan_time(args, hydraulis)
+
+    described = problems.check(describe_pool, f"{_OF_POOL} {' '.join(SIZES.values())}")
+    problems.check(partial(checks.check_batch, args, hydraulis), _OF_LIMITS)
+    sizes = problems.check(
+        partial(training_sizes, args, hydraulis.global_batch_tokens), read_for_sizes(args)
+    )
+    given = {given.dest for given in flags.given}
+    problems.check(partial(checks.check_needed, args, hydraulis, given=given))
+    problems.check(
+        partial(checks.check_plan_time, args, hydraulis),
+        "plan_time_limit distributed_timeout_minutes",
+    )
     set_defaults(flags, before, run_dir, has_cuda=has_cuda)
     checks.check_settings(args, problems)
-    for check in (
-        partial(checks.check_device, has_cuda=is_here),
-        partial(checks.check_layers, has_cuda=is_here),
-        checks.check_spec,
-        *((partial(checks.check_data, needs_files=needs_files),) if needs_data else ()),
-    ):
-        with problems.collected():
-            check(args)
+    problems.check(partial(checks.check_device, args, has_cuda=is_here), "distributed_backend")
+    problems.check(partial(checks.check_layers, args, has_cuda=is_here), "transformer_impl spec")
+    problems.check(partial(checks.check_spec, args), "spec")
+    if needs_data:
+        data = partial(checks.check_data, args, needs_files=needs_files)
+        problems.check(data, f"{' '.join(checks.DATA_PATHS)} sft")
     args.rank = rank  # for upstream's tokenizers
-    with problems.collected():
-        vocabulary = resolve_vocabulary(args)
+    vocabulary = problems.check(partial(resolve_vocabulary, args), _OF_VOCABULARY)
 
-    if pool is None or sizes is None or vocabulary is None:
+    if (
+        described is None
+        or sizes is None
+        or vocabulary is None
+        or missing
+        or not flag_parser.knows_shape(problems)
+    ):
         problems.raise_any()
         raise AssertionError("what is missing had a problem")
+    num_ranks, pool, pool_changes = described
     try:
         sizes_of_evaluation = evaluation_sizes(args, sizes)
         if sizes.number_varies:
@@ -175,7 +188,7 @@ def parse_arguments(
             # step corrects the consumed samples.
             args.global_batch_size, args.step_batch_size_schedule = 1, None
         _validate_as_one_group(args, is_here=is_here)
-    except (ConfigurationError, AttributeError):
+    except ConfigurationError:
         problems.raise_any()  # upstream's words are for what our checks let pass
         raise
     args.padded_vocab_size = vocabulary.padded_size
@@ -338,9 +351,8 @@ def _take_our_flags(flags: ParsedFlags, problems: Problems) -> HydraulisConfig:
     first."""
     values = {}
     for field in dataclasses.fields(HydraulisConfig):
-        if hasattr(flags.args, field.name):  # unless it has a problem
-            values[field.name] = getattr(flags.args, field.name)
-            delattr(flags.args, field.name)
+        values[field.name] = getattr(flags.args, field.name)
+        delattr(flags.args, field.name)
     wishes = [
         given.option
         for given in flags.given

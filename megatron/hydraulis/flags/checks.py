@@ -5,7 +5,8 @@ import importlib
 import importlib.util
 import math
 import signal
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from types import BuiltinFunctionType
 
@@ -40,32 +41,6 @@ _REQUIRED = (
     "tokenizer_type",
 )
 _TOKENIZED_ELSEWHERE = "--tokenizer-type NullTokenizer --vocab-size N"
-
-
-def check_settings(args: argparse.Namespace, problems: Problems) -> None:
-    """Collect what is wrong with model and schedule, whatever job and machine they are for."""
-    for check, name in (
-        (check_variants, "window_size"),
-        (check_query_groups, "num_query_groups"),
-        (check_experts, "moe_router_topk"),
-    ):
-        with problems.collected():
-            try:
-                check(args)
-            except ConfigurationError:
-                problems.hide(args, {name})  # the shape of the model is unknown
-                raise
-    for check in (
-        check_model,
-        check_recompute,
-        check_signal,
-        check_learning_rate,
-        check_schedule_lengths,
-        check_weight_decay,
-        check_schedule_source,
-    ):
-        with problems.collected():
-            check(args)
 
 
 def missing_flags(args: argparse.Namespace, *, attempted: Collection[str]) -> tuple[str, ...]:
@@ -393,7 +368,7 @@ def check_data(args: argparse.Namespace, *, needs_files: bool) -> None:
             )
     if not args.data_path and not args.train_data_path:
         raise ConfigurationError(f"there is no training corpus; give --data-path or {train}")
-    if args.sft and args.tokenizer_type != "SFTTokenizer":
+    if args.sft and args.tokenizer_type not in (None, "SFTTokenizer"):
         raise ConfigurationError(
             f"--sft needs --tokenizer-type SFTTokenizer but it is {args.tokenizer_type}; give it, "
             f"or tokenize by hydraulis preprocess --chat and remove --sft"
@@ -677,3 +652,47 @@ def check_vocabulary_parts(pool: Pool, padded_size: int) -> None:
             f"{num_parts}; give --make-vocab-size-divisible-by a multiple of {num_parts}, or "
             f"--padded-vocab-size {wanted}"
         )
+
+
+SHAPE = "shape of the model"
+"""Stands among the names of settings with a problem for a model that contradicts itself."""
+SHAPE_CHECKS: Mapping[Callable[[argparse.Namespace], None], str] = {
+    check_variants: "num_layers swiglu squared_relu quick_geglu multi_latent_attention "
+    "rotary_interleaved window_size window_attn_skip_freq no_rope_freq moe_layer_freq",
+    check_query_groups: "num_attention_heads num_query_groups group_query_attention "
+    "multi_latent_attention",
+    check_experts: "num_experts moe_router_topk moe_router_score_function moe_router_pre_softmax "
+    "moe_router_enable_expert_bias moe_aux_loss_coeff moe_router_load_balancing_type "
+    "moe_router_num_groups moe_router_group_topk add_bias_linear",
+}
+"""Checks of the model's layers -> the settings that they read."""
+SETTINGS_CHECKS: Mapping[Callable[[argparse.Namespace], None], str] = {
+    check_model: "kv_channels hidden_size num_attention_heads position_embedding_type "
+    "multi_latent_attention qk_pos_emb_head_dim rotary_percent max_position_embeddings seq_length",
+    check_recompute: "recompute_granularity recompute_activations recompute_method "
+    "recompute_num_layers recompute_modules add_bias_linear",
+    check_signal: "exit_signal_handler exit_signal",
+    check_learning_rate: "lr min_lr decoupled_lr decoupled_min_lr lr_warmup_init",
+    check_schedule_lengths: "train_iters train_samples lr_decay_iters lr_decay_samples "
+    "lr_warmup_iters lr_warmup_samples lr_wsd_decay_iters lr_wsd_decay_samples "
+    "lr_warmup_fraction lr_decay_style",
+    check_weight_decay: "weight_decay_incr_style start_weight_decay end_weight_decay",
+    check_schedule_source: "override_opt_param_scheduler use_checkpoint_opt_param_scheduler",
+}
+"""Checks of model and schedule, whatever job and machine they are for -> what they read."""
+
+
+def check_shape(args: argparse.Namespace, problems: Problems) -> None:
+    """Collect what is wrong with the model's layers."""
+    num_before = len(problems.lines)
+    for check, reads in SHAPE_CHECKS.items():
+        problems.check(partial(check, args), reads)
+    if len(problems.lines) > num_before:
+        problems.wrong.add(SHAPE)
+
+
+def check_settings(args: argparse.Namespace, problems: Problems) -> None:
+    """Collect what is wrong with model and schedule, whatever job and machine they are for."""
+    check_shape(args, problems)
+    for check, reads in SETTINGS_CHECKS.items():
+        problems.check(partial(check, args), reads)

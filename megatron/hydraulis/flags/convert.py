@@ -17,6 +17,7 @@ import threading
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path, PurePath
 
 from megatron.hydraulis.errors import ConfigurationError, listed
@@ -323,7 +324,7 @@ def run(namespace: argparse.Namespace) -> int:
     )
     from megatron.hydraulis.flags.describe import block_lines, option_lines, option_texts
     from megatron.hydraulis.flags.parser import FlagParser
-    from megatron.hydraulis.flags.samples import training_sizes
+    from megatron.hydraulis.flags.samples import read_for_sizes, training_sizes
     from megatron.hydraulis.strategy import Pool
 
     calls = _calls(namespace)
@@ -364,24 +365,24 @@ def run(namespace: argparse.Namespace) -> int:
     )
     set_defaults(flags, before, default_run_dir(), has_cuda=True)
     completed = copy.copy(flags.args)
-    problems.hide(completed, {*flags.wrong, *missing})
+    problems.wrong |= {*flags.wrong, *missing}
     checks.check_settings(completed, problems)
-    with problems.collected():
-        training_sizes(completed, completed.global_batch_tokens)
-    if any(getattr(completed, dest, None) for dest in checks.DATA_PATHS):
-        with problems.collected():
-            checks.check_data(completed, needs_files=False)
-    if pool is not None:
-        with problems.collected():
-            if completed.ffn_hidden_size is None:
-                completed.ffn_hidden_size = usual_ffn_hidden_size(completed)
-            if completed.padded_vocab_size is None:
-                size, multiple = completed.vocab_size, completed.make_vocab_size_divisible_by
-                # Without --vocab-size that of a tokenizer, which is not read here, may fit.
-                completed.padded_vocab_size = (
-                    padded_vocabulary_size(size, multiple) if size else pool.tp_lcm
-                )
-            check_fit(completed, pool, problems)
+    problems.check(
+        partial(training_sizes, completed, completed.global_batch_tokens),
+        read_for_sizes(completed),
+    )
+    if any(getattr(completed, dest) for dest in checks.DATA_PATHS):
+        problems.check(partial(checks.check_data, completed, needs_files=False))
+    if pool is not None and parser.knows_shape(problems):
+        if completed.ffn_hidden_size is None:
+            completed.ffn_hidden_size = usual_ffn_hidden_size(completed)
+        if completed.padded_vocab_size is None:
+            size, multiple = completed.vocab_size, completed.make_vocab_size_divisible_by
+            # Without --vocab-size that of a tokenizer, which is not read here, may fit.
+            completed.padded_vocab_size = (
+                padded_vocabulary_size(size, multiple) if size else pool.tp_lcm
+            )
+        check_fit(completed, pool, problems)
 
     texts = option_texts(
         taken,

@@ -12,7 +12,7 @@ from megatron.training.arguments import add_megatron_arguments
 
 from megatron.hydraulis.command_line import closest
 from megatron.hydraulis.errors import ConfigurationError, Problems
-from megatron.hydraulis.flags.checks import check_experts, check_query_groups, check_variants
+from megatron.hydraulis.flags.checks import SHAPE, check_shape
 from megatron.hydraulis.flags.config import FIELDS_BY_TOPIC, HydraulisConfig, option_of
 from megatron.hydraulis.flags.options import (
     EQUIVALENTS,
@@ -196,6 +196,11 @@ class FlagParser:
         dests = sorted({self._upstream[option][0].dest for option in HONOURED})
         return {dest: self._parser.get_default(dest) for dest in dests}
 
+    def knows_shape(self, problems: Problems) -> bool:
+        """Whether no setting of the model has a problem."""
+        of_model = {self._upstream[option][0].dest for option in _OF_MODEL}
+        return problems.wrong.isdisjoint({SHAPE, *of_model})
+
     def as_typed(self, dest: str, value: object) -> str:
         """How a user gives an attribute this value; empty for a switch that is not given."""
         actions = self._upstream_by_dest.get(dest, [])
@@ -300,12 +305,8 @@ class FlagParser:
         problems = Problems()
         flags = self.parse([*here, *_split(words, _OF_MODEL - options)[0]], problems)
         described = {name for name, value in vars(flags.args).items() if value is not None}
-        problems.hide(
-            flags.args, {*flags.wrong, *({"num_layers", "num_attention_heads"} - described)}
-        )
-        for check in (check_variants, check_query_groups, check_experts):
-            with problems.collected():
-                check(flags.args)
+        problems.wrong |= {*flags.wrong, *({"num_layers", "num_attention_heads"} - described)}
+        check_shape(flags.args, problems)
         problems.raise_any()
         return flags, refused, others
 

@@ -67,6 +67,13 @@ def counts_iterations(*, number_varies: bool, by_samples: bool) -> bool:
     return number_varies and not by_samples
 
 
+def read_for_sizes(args: argparse.Namespace) -> str:
+    """The settings that `training_sizes` reads, for `Problems.check`."""
+    names = "global_batch_size global_batch_tokens step_batch_size_schedule rampup_batch_size "
+    counts_tokens = args.step_batch_size_schedule or args.rampup_batch_size or args.train_samples
+    return f"{names} train_samples{' seq_length' if counts_tokens else ''}"
+
+
 def training_sizes(args: argparse.Namespace, num_budget_tokens: int | None) -> BatchSizes:
     """Sizes of the global batches of training.
 
