@@ -9,12 +9,17 @@ from megatron.hydraulis.cost_model.interface import FORWARD_SHARE
 from megatron.hydraulis.cost_model.pipeline import StageCosts, pipeline_time_ms
 from megatron.hydraulis.cost_model.regrouping import Hiding
 from megatron.hydraulis.model_shape import ModelShape
-from megatron.hydraulis.simulator.results import account
 from megatron.hydraulis.simulator.simulation import Simulator
 from megatron.hydraulis.simulator.work import IterationWork, MicroBatchWork
 from megatron.hydraulis.strategy import Strategy
 from tests.support.planning import TableCostModel
-from tests.support.simulation import SMALL_SHAPE, regroup_costs, simulator, work_of
+from tests.support.simulation import (
+    SMALL_SHAPE,
+    checked_account,
+    regroup_costs,
+    simulator,
+    work_of,
+)
 
 TOKENS = st.lists(st.integers(1, 50), min_size=0, max_size=9)
 
@@ -108,7 +113,7 @@ def test_busy_and_idle_times_add_up(
     )
     ended_ms = 0.0
     for iteration in run.run([work] * 3):
-        result = account(iteration, started_ms=ended_ms)  # raises if they do not
+        result = checked_account(iteration, started_ms=ended_ms)
         assert result.work_ms + result.idle_ms == pytest.approx(8 * result.time_ms)
         if not regroups:  # with the model's layers, one stage has less to do
             # Every token takes 1 ms on each rank of a replica.

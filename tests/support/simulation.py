@@ -1,11 +1,14 @@
-"""Small simulations with known times."""
+"""Small simulations with known times, and where the time of their ranks went."""
 
+import itertools
+import math
 from collections.abc import Sequence
 
 from megatron.hydraulis.cluster import Cluster, Link
 from megatron.hydraulis.cost_model import Coefficients, ModelShape
 from megatron.hydraulis.cost_model.pipeline import StageCosts
 from megatron.hydraulis.cost_model.regrouping import Hiding, RegroupCosts
+from megatron.hydraulis.simulator.results import IterationAccount, account
 from megatron.hydraulis.simulator.simulation import IterationTasks, Simulator
 from megatron.hydraulis.simulator.work import IterationWork, MicroBatchWork
 from megatron.hydraulis.strategy import Strategy
@@ -74,3 +77,27 @@ def regroup_costs(
 def compute_ms(iteration: IterationTasks) -> float:
     """From the start of an iteration to the end of its slowest replica."""
     return max(iteration.replica_ends_ms) - iteration.begin_ms
+
+
+def checked_account(iteration: IterationTasks, *, started_ms: float) -> IterationAccount:
+    """`account`, after a check that no stage runs two tasks at a time.
+
+    Work, the gaps between the tasks of every stage and the time of idle ranks must add up to time x
+    ranks, as must the parts of the account.
+    """
+    result = account(iteration, started_ms=started_ms)
+    num_idle, spent_ms = iteration.work.strategy.num_ranks, result.work_ms
+    for replica in iteration.replicas:
+        scheme = replica.replica.scheme
+        num_idle -= scheme.num_ranks
+        for operations in replica.by_stage:
+            tasks = [task for operation in operations for task in operation.tasks]
+            times_ms = [started_ms, *itertools.chain(*((t.start_ms, t.end_ms) for t in tasks))]
+            borders_ms = [*times_ms, iteration.end_ms]
+            gaps_ms = [b - a for a, b in zip(borders_ms[::2], borders_ms[1::2], strict=True)]
+            assert min(gaps_ms) >= 0.0
+            spent_ms += scheme.tp * scheme.cp * math.fsum(gaps_ms)
+    total_ms = iteration.work.strategy.num_ranks * result.time_ms
+    assert math.isclose(spent_ms + num_idle * result.time_ms, total_ms, rel_tol=1e-9, abs_tol=1e-6)
+    assert math.isclose(result.work_ms + result.idle_ms, total_ms, rel_tol=1e-9, abs_tol=1e-6)
+    return result
