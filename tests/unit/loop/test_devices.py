@@ -6,9 +6,13 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from megatron.hydraulis.cost_model.device import device_constants
+from megatron.hydraulis.cost_model.device import Precision, device_constants
 from megatron.hydraulis.errors import ConfigurationError
-from megatron.hydraulis.library.devices import common_constants, constants_of_this_rank
+from megatron.hydraulis.library.devices import (
+    common_constants,
+    constants_of_this_rank,
+    known_peak_flops_per_s,
+)
 from megatron.hydraulis.loop.startup import (
     check_devices,
 )
@@ -78,6 +82,22 @@ def test_an_unknown_device_gets_the_nearest_constants_with_a_warning(
 
 def test_without_cuda_the_device_is_the_cpu() -> None:
     assert constants_of_this_rank(has_cuda=False, speaks=True) == device_constants("cpu")
+
+
+@pytest.mark.parametrize(
+    ("name", "precision", "peak"),
+    [
+        ("NVIDIA H100 80GB HBM3", Precision.BF16, 989.4e12),
+        ("NVIDIA A100-SXM4-80GB", Precision.BF16, 312e12),
+        ("NVIDIA B200", Precision.BF16, None),  # whose predictions are those of another
+    ],
+)
+def test_the_peak_is_known_of_documented_devices(
+    name: str, precision: Precision, peak: float | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: name)
+    assert known_peak_flops_per_s(has_cuda=True, precision=precision) == peak
+    assert known_peak_flops_per_s(has_cuda=False, precision=precision) is None
 
 
 def test_fewer_gpus_than_ranks_are_refused() -> None:

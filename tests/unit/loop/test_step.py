@@ -14,6 +14,7 @@ from megatron.hydraulis.loop import step
 from megatron.hydraulis.loop.checkpoints import LoopCounters
 from megatron.hydraulis.loop.step import RunParts, TrainingLoop
 from megatron.hydraulis.runtime.outcome import LossTotal, StepOutcome
+from tests.unit.observability.run_folders import make_record
 
 
 def loop_of(guard: MagicMock) -> TrainingLoop:
@@ -165,3 +166,35 @@ def test_losses_of_a_log_line_are_added_up_on_the_host(monkeypatch: pytest.Monke
         loss = torch.tensor([float(iteration)])
         log({"lm loss": loss}, totals, 1e-3, iteration, 1.0, False, 0)
     assert shown == [1 + 2, 3 + 4]
+
+
+@pytest.mark.parametrize("console", ["megatron", "compact"])
+def test_the_line_of_an_iteration_is_upstreams_or_ours(
+    monkeypatch: pytest.MonkeyPatch, console: str
+) -> None:
+    args = SimpleNamespace(log_interval=1, data_parallel_size=1, train_iters=4)
+    monkeypatch.setattr(step, "get_args", lambda: args)
+    resolved: Any = SimpleNamespace(
+        hydraulis=MagicMock(console=console),
+        sizes=BatchSizes.constant(num_sequences=8),
+        shape=SimpleNamespace(window=None),
+    )
+    unused: Any = MagicMock()
+    loop = TrainingLoop(resolved, RunParts(None, None, unused, None, unused, MagicMock()), unused)
+    loop._interval.add(make_record(2, num_tokens=2500), (3,))
+    printed: list[str] = []
+    show = loop.around_print_rank_last(printed.append)
+    upstreams = " iteration 2/ 4 | elapsed time per iteration (ms): 1.0 |"
+
+    def training_log(*_: Any, **__: Any) -> None:
+        show(upstreams)
+        show("(after 2 iterations) memory")
+
+    show(upstreams)  # of another function
+    loop.around_training_log(training_log)({}, {}, 1e-3, 2, 1.0, False, 0)
+    before, line, after = printed
+    assert (before, after) == (upstreams, "(after 2 iterations) memory")
+    if console == "megatron":
+        assert line.startswith(f"{upstreams} strategy: tp2+2*tp1 | tokens: 2,500 | ")
+    else:
+        assert line.startswith("iteration 2/4 | loss 8.7500 | grad norm 1.5 | 2,000 tokens/s | ")
