@@ -319,9 +319,10 @@ def _replicas(run: Run) -> ReportFigure | None:
     prediction, measured = run.numbers.replicas_traced, run.numbers.measured_replicas
     if prediction is None:
         return None
-    colors = _colors_of_strategies(run)
+    colors, behind = _colors_of_strategies(run), ""
     labels = [one["strategy"] for one in measured]
     if len(set(labels)) == 1:
+        behind = "; behind a replica: the median of measured / predicted"
         names = {
             row["replica"]: f"replica {row['replica']} ({row['scheme']})"
             + (f" {factor_text(row['traced']['factor'])}" if row["traced"] else "")
@@ -340,7 +341,7 @@ def _replicas(run: Run) -> ReportFigure | None:
         "Predicted against measured: replicas",
         "A dot per replica of a traced iteration: from its first forward to the end of its last "
         f"backward ({num_traced} iterations are traced). Median error "
-        f"{share_text(prediction['error'])}; behind a replica: the median of measured / predicted.",
+        f"{share_text(prediction['error'])}{behind}.",
         _scatter(points, None, colors),
     )
 
@@ -466,7 +467,8 @@ def _draw_strategies(time_axes: Axes, share_axes: Axes, run: Run) -> None:
         colors.append(color)
         busy.append(busy_fraction(own) or 0.0)
     time_axes.set_ylabel("ms")
-    time_axes.set_ylim(0.0, max(time_axes.get_ylim()[1], 0.0) or 1.0)
+    # No dot is cut by the edge.
+    time_axes.set_ylim(0.0, 1.04 * max(time_axes.get_ylim()[1], 0.0) or 1.0)
     _iteration_axis(time_axes, run)
     _legend_above(time_axes, num_columns=3, title="Predicted makespan by strategy")
     _draw_bars(share_axes, labels, busy, colors)
