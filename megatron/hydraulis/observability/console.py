@@ -66,10 +66,9 @@ def iteration_suffix(record: IterationRecord, eta_s: float | None) -> str:
 def compact_line(record: IterationRecord, num_iterations: int, eta_s: float | None) -> str:
     """A line of at most `LINE_WIDTH` columns instead of upstream's."""
     norm = "none" if record.grad_norm is None else f"{record.grad_norm:.3g}"
-    per_s = record.num_tokens / record.iteration_time_s if record.iteration_time_s else None
     before = (
         f"iteration {record.iteration:,}/{num_iterations:,} | loss {loss_text(record.lm_loss)} | "
-        f"grad norm {norm} | {count_text(per_s)} tokens/s | "
+        f"grad norm {norm} | {count_text(record.tokens_per_s)} tokens/s | "
     )
     after = f" | {_eta_text(eta_s)} left"
     room = LINE_WIDTH - len(before) - len(after)

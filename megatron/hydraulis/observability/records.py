@@ -184,6 +184,11 @@ class IterationRecord:
         return tuple(1.0 - time_s / makespan_s for time_s in self.replica_times_s)
 
     @property
+    def tokens_per_s(self) -> float | None:
+        """Of `num_tokens`; None if no time has passed."""
+        return self.num_tokens / self.iteration_time_s if self.iteration_time_s else None
+
+    @property
     def idle_share(self) -> float:
         """Predicted share of the makespan that ranks of replicas wait for the slowest replica,
         from 0 to 1: 1 - 1 / imbalance."""

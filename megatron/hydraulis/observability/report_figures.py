@@ -17,7 +17,7 @@ from matplotlib.ticker import MaxNLocator
 
 from megatron.hydraulis.observability.console import factor_text, factors_text, share_text
 from megatron.hydraulis.observability.pictures import CATEGORY_COLORS, figure_svg, save_picture
-from megatron.hydraulis.observability.records import SUMMARY_FILE_NAME, IterationRecord
+from megatron.hydraulis.observability.records import SUMMARY_FILE_NAME
 from megatron.hydraulis.observability.report_numbers import Run, busy_fraction
 
 INK = "#24292f"
@@ -120,113 +120,18 @@ class ReportFigure:
             )
 
 
-def figures_of(run: Run) -> list[ReportFigure]:
-    """The report's figures that the run has data for."""
-
-    def per_s(record: IterationRecord) -> float:
-        time_s = record.iteration_time_s
-        return record.num_tokens / time_s if time_s else math.nan
-
-    def values(name: str, scale: float = 1.0) -> list[float]:
-        return [scale * _or_nan(getattr(record, name)) for record in run.records]
-
-    measured, predicted = values("iteration_time_s"), values("predicted_time_s")
-    unit, scale = _unit([*measured, *predicted])
-    rates = [per_s(record) for record in run.records]
-    with matplotlib.rc_context(SETTINGS):
-        figures = [
-            _curves(
-                *(run, "loss", "Loss"),
-                "Mean loss of each global batch, by the weights of its tokens.",
-                _Panel("lm loss per token", {"": (values("lm_loss"), MEASURED)}, is_smoothed=True),
-            ),
-            _curves(
-                *(run, "throughput", "Tokens per second"),
-                "Trained tokens of an iteration / its measured time; padding does not count.",
-                _Panel("tokens/s", {"": (rates, MEASURED)}, 0.0, is_smoothed=True),
-            ),
-            _curves(
-                *(run, "times", "Time of an iteration"),
-                "Time that the plan predicted for an iteration, and its measured time.",
-                _Panel(
-                    f"time, {unit}",
-                    {
-                        "measured": ([scale * value for value in measured], MEASURED),
-                        "predicted": ([scale * value for value in predicted], PREDICTED),
-                    },
-                    0.0,
-                ),
-            ),
-            _prediction(run),
-            _strategies(run),
-            _replicas(run),
-            _ranks(run),
-            _curves(
-                *(run, "idle", "Idle share, predicted"),
-                "By the plan: share of the makespan that the ranks of replicas wait for the "
-                "slowest one.",
-                _Panel(
-                    "% of the makespan", {"": (values("idle_share", 100.0), SERIES[2])}, 1.0, True
-                ),
-            ),
-            _curves(
-                *(run, "padding", "Padding"),
-                "Tokens that only fill up lengths to multiples that tp and cp need; they are not "
-                "trained.",
-                _Panel(
-                    "% of the computed tokens",
-                    {"": (values("padding_fraction", 100.0), SERIES[3])},
-                    0.1,
-                ),
-            ),
-            _curves(
-                *(run, "planning", "Plans: gap and wait"),
-                "Above: largest share of the makespan that a better plan with the same strategy "
-                "could save. Below: time of planning, mostly in parallel with training, and how "
-                "long training waited for the plan.",
-                _Panel("gap, %", {"": (values("plan_gap", 100.0), SERIES[4])}, 0.5),
-                _Panel(
-                    "time, ms",
-                    {
-                        "planning": (values("plan_time_s", _MS_PER_S), MUTED),
-                        "waiting": (values("plan_wait_s", _MS_PER_S), SERIES[4]),
-                    },
-                    0.0,
-                ),
-            ),
-        ]
-        if any(record.regroup_bytes is not None for record in run.records):
-            bytes_mb = values("regroup_bytes", 1.0 / _BYTES_PER_MB)
-            waits = {
-                "waits for parameters": (values("gather_wait_s", _MS_PER_S), SERIES[5]),
-                "waits for gradients": (values("scatter_wait_s", _MS_PER_S), SERIES[3]),
-            }
-            figures.append(
-                _curves(
-                    *(run, "regrouping", "Regrouping: bytes and waits"),
-                    "On the logging rank. Above: bytes that it receives and sends to gather "
-                    "parameters and scatter gradients. Below: how long its compute waited for "
-                    "them, late ranks included.",
-                    _Panel("bytes, MB", {"": (bytes_mb, SERIES[5])}, 1.0),
-                    _Panel("time, ms", waits, 0.0),
-                )
-            )
-        found = [figure for figure in figures if figure is not None]
-        for one in found:
-            # The layout uses the ticks of the previous draw: without it, longer labels are cut off.
-            one.figure.draw_without_rendering()
-    return found
-
-
 @dataclass(frozen=True)
 class _Panel:
     """Lines over the iterations."""
 
     ylabel: str
-    lines: Mapping[str, tuple[Sequence[float], str]]
-    """By label, which is empty for a single line: a value for each iteration, colour."""
+    lines: Mapping[str, tuple[str | Sequence[float], str]]
+    """By label, which is empty for a single line: a record's field, or a value for each iteration;
+    colour."""
     min_top: float | None = None
     """If given, the axis begins at 0 and reaches at least this."""
+    scale: float = 1.0
+    """What values are multiplied by."""
     is_smoothed: bool = False
     """Whether many values are drawn grey, below their running median."""
 
@@ -234,7 +139,10 @@ class _Panel:
         """Returns a sentence about the running median, or nothing."""
         iterations, caption = [record.iteration for record in run.records], ""
         has_markers = len(iterations) <= MAX_ITERATIONS_WITH_MARKERS
-        for label, (values, color) in self.lines.items():
+        for label, (given, color) in self.lines.items():
+            if isinstance(given, str):
+                given = [_or_nan(getattr(record, given)) for record in run.records]
+            values = [self.scale * value for value in given]
             is_smoothed = self.is_smoothed and len(values) >= MIN_ITERATIONS_TO_SMOOTH
             axes.plot(
                 iterations,
@@ -258,10 +166,102 @@ class _Panel:
         return caption
 
 
-def _curves(run: Run, name: str, title: str, caption: str, *panels: _Panel) -> ReportFigure:
-    """Panels below each other."""
-    height = HEIGHT_INCHES if len(panels) == 1 else TALL_INCHES
-    figure = Figure(figsize=(WIDTH_INCHES, height), layout="constrained")
+_PERCENT = 100.0
+_CURVES: Mapping[str, tuple[str, str, tuple[_Panel, ...]]] = {
+    "loss": (
+        "Loss",
+        "Mean loss of each global batch, by the weights of its tokens.",
+        (_Panel("lm loss per token", {"": ("lm_loss", MEASURED)}, is_smoothed=True),),
+    ),
+    "throughput": (
+        "Tokens per second",
+        "Trained tokens of an iteration / its measured time; padding does not count.",
+        (_Panel("tokens/s", {"": ("tokens_per_s", MEASURED)}, 0.0, is_smoothed=True),),
+    ),
+    "times": (
+        "Time of an iteration",
+        "Time that the plan predicted for an iteration, and its measured time.",
+        (
+            _Panel(
+                "time, s",
+                {
+                    "measured": ("iteration_time_s", MEASURED),
+                    "predicted": ("predicted_time_s", PREDICTED),
+                },
+                0.0,
+            ),
+        ),
+    ),
+    "idle": (
+        "Idle share, predicted",
+        "By the plan: share of the makespan that the ranks of replicas wait for the slowest one.",
+        (_Panel("% of the makespan", {"": ("idle_share", SERIES[2])}, 1.0, _PERCENT, True),),
+    ),
+    "padding": (
+        "Padding",
+        "Tokens that only fill up lengths to multiples that tp and cp need; they are not trained.",
+        (_Panel("% of the computed tokens", {"": ("padding_fraction", SERIES[3])}, 0.1, _PERCENT),),
+    ),
+    "planning": (
+        "Plans: gap and wait",
+        "Above: largest share of the makespan that a better plan with the same strategy could "
+        "save. Below: time of planning, mostly in parallel with training, and how long training "
+        "waited for the plan.",
+        (
+            _Panel("gap, %", {"": ("plan_gap", SERIES[4])}, 0.5, _PERCENT),
+            _Panel(
+                "time, ms",
+                {"planning": ("plan_time_s", MUTED), "waiting": ("plan_wait_s", SERIES[4])},
+                0.0,
+                _MS_PER_S,
+            ),
+        ),
+    ),
+    "regrouping": (
+        "Regrouping: bytes and waits",
+        "On the logging rank. Above: bytes that it receives and sends to gather parameters and "
+        "scatter gradients. Below: how long its compute waited for them, late ranks included.",
+        (
+            _Panel("bytes, MB", {"": ("regroup_bytes", SERIES[5])}, 1.0, 1.0 / _BYTES_PER_MB),
+            _Panel(
+                "time, ms",
+                {
+                    "waits for parameters": ("gather_wait_s", SERIES[5]),
+                    "waits for gradients": ("scatter_wait_s", SERIES[3]),
+                },
+                0.0,
+                _MS_PER_S,
+            ),
+        ),
+    ),
+}
+"""Title, caption and panels, below each other, of the figures over the iterations, by name."""
+_OTHERS_AFTER = "times"
+
+
+def figures_of(run: Run) -> list[ReportFigure]:
+    """The report's figures that the run has data for."""
+    figures: list[ReportFigure | None] = []
+    with matplotlib.rc_context(SETTINGS):
+        for name in _CURVES:
+            if name != "regrouping" or any(r.regroup_bytes is not None for r in run.records):
+                figures.append(_curves(run, name))
+            if name == _OTHERS_AFTER:
+                figures += [_prediction(run), _strategies(run), _replicas(run), _ranks(run)]
+        found = [figure for figure in figures if figure is not None]
+        for one in found:
+            # The layout uses the ticks of the previous draw: without it, longer labels are cut off.
+            one.figure.draw_without_rendering()
+    return found
+
+
+def _curves(run: Run, name: str) -> ReportFigure:
+    """The figure of `_CURVES`."""
+    title, caption, panels = _CURVES[name]
+    figure = Figure(
+        figsize=(WIDTH_INCHES, HEIGHT_INCHES if len(panels) == 1 else TALL_INCHES),
+        layout="constrained",
+    )
     ratios = (1.0,) if len(panels) == 1 else (0.8, 1.0)
     all_axes = figure.subplots(len(panels), 1, height_ratios=ratios, squeeze=False)[:, 0]
     for axes, panel in zip(all_axes, panels, strict=True):
@@ -396,9 +396,7 @@ def summary_of(run: Run) -> Figure:
     used = [row["name"] for row in run.numbers.used]
     figure = Figure(figsize=SUMMARY_SIZE_INCHES, layout="constrained")
     loss_axes, time_axes, share_axes = figure.subplots(3, 1, height_ratios=(1.15, 1.15, 0.8))
-    losses = [_or_nan(record.lm_loss) for record in run.records]
-    panel = _Panel("lm loss per token", {"": (losses, MEASURED)}, is_smoothed=True)
-    if panel.draw(loss_axes, run):
+    if _CURVES["loss"][2][0].draw(loss_axes, run):
         loss_axes.legend()
     loss_axes.set_title("Loss", loc="left")
     if len(used) == 1:
@@ -526,9 +524,8 @@ def _scatter(
     factor."""
     figure, axes = _figure()
     points = [point for point in points if min(point[1:]) > 0.0]
-    unit, scale = _unit([value for point in points for value in point[1:]])
     for label, color, names in _groups(colors):
-        own = [(x * scale, y * scale) for name, x, y in points if name in names]
+        own = [(x, y) for name, x, y in points if name in names]
         if own:
             axes.plot(
                 [x for x, _ in own],
@@ -541,8 +538,8 @@ def _scatter(
                 label=label if len(colors) > 1 else None,
                 rasterized=len(own) > MAX_DOTS,
             )
-    right = 1.08 * scale * max(x for _, x, _ in points)
-    top = 1.08 * scale * max(y for _, _, y in points)
+    right = 1.08 * max(x for _, x, _ in points)
+    top = 1.08 * max(y for _, _, y in points)
     axes.plot([0.0, right], [0.0, right], color=MUTED, linewidth=1.0, label="as predicted")
     if factor is not None:
         axes.plot(
@@ -555,8 +552,8 @@ def _scatter(
         )
     axes.set_xlim(0.0, right)
     axes.set_ylim(0.0, max(top, right if right < 2.0 * top else 0.0))
-    axes.set_xlabel(f"predicted, {unit}")
-    axes.set_ylabel(f"measured, {unit}")
+    axes.set_xlabel("predicted, s")
+    axes.set_ylabel("measured, s")
     axes.grid()
     figure.legend(loc="outside upper left", ncols=2 if len(colors) > 1 else 3)
     return figure
@@ -614,11 +611,6 @@ def _short(names: Sequence[str], max_chars: int = MAX_LABEL_CHARS) -> list[str]:
         is_short = len(name) <= max_chars
         shown.append(name if is_short else name[: max_chars - len(end)] + end)
     return shown
-
-
-def _unit(values_s: Sequence[float]) -> tuple[str, float]:
-    """Unit of times, and the factor that seconds are multiplied by."""
-    return ("s", 1.0) if statistics.median(values_s) >= 1.0 else ("ms", _MS_PER_S)
 
 
 def _or_nan(value: float | None) -> float:
