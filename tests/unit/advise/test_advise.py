@@ -191,6 +191,24 @@ def test_recomputation_is_advised_where_plans_are_faster_with_it(
     assert most / speed == pytest.approx(gain, abs=0.005)  # as found when it is tried
 
 
+def test_a_pool_of_one_strategy_is_called_by_it(
+    job: list[str],
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(command, "_WORTH_A_POOL", 0.0)
+    assert main([*job, "--device", "h100-80g", "--max-strategies", "1"]) == 0
+    text = " ".join(capsys.readouterr().out.split())
+    (strategy,) = Pool.read(tmp_path / "advice" / "pool.json").strategies
+    assert f"Train with --strategy '{strategy}': " in text
+    assert " × as fast as this strategy" in text
+    assert "the pool:" not in text
+    # What the columns of the last table count.
+    assert "Nothing hidden: all of regrouping" in text
+    assert "By the rule: what is not overlapped" in text
+
+
 def test_the_next_proposal_has_the_settings_of_the_advice(
     job: list[str],
     tmp_path: Path,
