@@ -353,18 +353,42 @@ def test_every_page_is_in_the_index() -> None:
     assert not [page for page in pages if f"]({page})" not in index and str(page) != "README.md"]
 
 
-def test_the_table_of_contributing_names_existing_code() -> None:
-    """Every name of the table "Where is what decided" is defined in a module of its row."""
+MAX_WORDS_OF_DOCS = 30_000
+
+
+def test_the_docs_have_at_most_as_many_words_as_contributing_says() -> None:
+    num_words = sum(len(path.read_text().split()) for path in (ROOT / "docs").rglob("*.md"))
+    assert num_words <= MAX_WORDS_OF_DOCS
+    assert f"{MAX_WORDS_OF_DOCS:,} words" in (ROOT / "CONTRIBUTING.md").read_text()
+
+
+@pytest.mark.parametrize(
+    ("head", "least"),
+    [("| question | module | name |", 20), ("| to add | begin in | name | then |", 8)],
+    ids=["decided", "added"],
+)
+def test_the_tables_of_contributing_name_existing_code(head: str, least: int) -> None:
+    """Each name is defined in a module of its row; what the last column mentions exists."""
     text = (ROOT / "CONTRIBUTING.md").read_text()
-    table = text[text.index("| question | module | name |") :].partition("\n\n")[0]
-    rows = table.splitlines()[2:]
+    rows = text[text.index(head) :].partition("\n\n")[0].splitlines()[2:]
+    folders = (ROOT / "megatron", ROOT / "tests", ROOT / "scripts")
+    code = {path: path.read_text() for folder in folders for path in folder.rglob("*.py")}
     for row in rows:
         sources = [(ROOT / path).read_text() for path in re.findall(r"\]\(([^)]+)\)", row)]
         assert sources, row
-        for name in re.findall(r"`([^`]+)`", row.rpartition(" | ")[2]):
+        _, _, names, *mentions = row.removeprefix("| ").removesuffix(" |").split(" | ")
+        for name in re.findall(r"`([^`]+)`", names):
             defines = rf"^ *((class|def) {name}\b|{name}\b.* = )"
             assert any(re.search(defines, each, re.MULTILINE) for each in sources), (row, name)
-    assert len(rows) >= 15
+        for name in re.findall(r"`(\w[\w/.]*)`", "".join(mentions)):
+            is_found = (
+                any(str(path).endswith(f"/{name}") for path in code)
+                if name.endswith(".py")
+                else (ROOT / name).is_file()
+                or any(re.search(rf"\b{name}\b", each) for each in code.values())
+            )
+            assert is_found, (row, name)
+    assert len(rows) >= least
 
 
 def test_the_flags_that_operations_give_as_an_example_train_on_eight_nodes(tmp_path: Path) -> None:
