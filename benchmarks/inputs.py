@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -168,12 +168,17 @@ class PoolCase:
     batch: list[int]
 
 
-def pool_cases(seed: int) -> Iterator[PoolCase]:
-    """27 cases: three sizes of the job, three profiles and three contexts."""
+def pool_cases(seed: int, profiles: Sequence[str] = POOL_PROFILES) -> Iterator[PoolCase]:
+    """A case for every size of the job, profile and context: 27 with all profiles.
+
+    profiles: those wanted; a case does not depend on which others are.
+    """
     documents = LengthDistribution()
     for index, (num_ranks, name, context) in enumerate(
         itertools.product(POOL_RANKS, POOL_PROFILES, POOL_CONTEXTS_TOKENS)
     ):
+        if name not in profiles:
+            continue
         generator = np.random.default_rng([seed, index])
         if name == POOL_PROFILES[0]:
             profile = llama_13b_on_a100(num_ranks)

@@ -51,6 +51,8 @@ class _Share:
     work_ms: float
     packed: Packing
     is_repacked: bool = False
+    slowness: float | None = None
+    """See Assignment._slowness; None if the packing has changed since."""
 
 
 class Assignment:
@@ -108,24 +110,35 @@ class Assignment:
         """Take another packing of the same sequences if it is faster."""
         share = self._shares[replica]
         share.packed = min(share.packed, packed, key=lambda each: each.time_ms)
+        share.slowness = None
 
     def step(self) -> bool:
-        """Make the slowest replica faster by one move or swap; False if none is found."""
+        """Make the slowest replica faster by one move or swap; False if none is found.
+
+        Estimates are first corrected by what the packings so far take, then not: packings may
+        become better.
+        """
         slowest = self.slowest
         limit_ms = self._shares[slowest].packed.time_ms * (1.0 - _LEAST_IMPROVEMENT)
         if limit_ms == 0.0:
             return False
-        given = self._offered(self._shares[slowest])
-        candidates = sorted(
-            itertools.chain.from_iterable(
-                self._candidates(slowest, given, partner, limit_ms)
-                for partner in self._partners(slowest)
-            )
-        )
         return any(
             self._try(slowest, partner, moved, taken, limit_ms)
-            for _, _, partner, moved, taken in candidates[:_NUM_TRIED]
+            for is_corrected in (True, False)
+            for _, _, partner, moved, taken in self._best_candidates(
+                slowest, limit_ms, is_corrected=is_corrected
+            )
         )
+
+    def _best_candidates(
+        self, slowest: int, limit_ms: float, *, is_corrected: bool
+    ) -> list[tuple[float, float, int, int, int]]:
+        given = self._offered(self._shares[slowest])
+        candidates = itertools.chain.from_iterable(
+            self._candidates(slowest, given, partner, limit_ms, is_corrected=is_corrected)
+            for partner in self._partners(slowest)
+        )
+        return sorted(candidates)[:_NUM_TRIED]
 
     def _packed_share(self, replica: int, sequences: list[int], target_ms: float = 0.0) -> _Share:
         packer = self._packers[replica]
@@ -161,17 +174,26 @@ class Assignment:
 
     def repack_slowest(self) -> bool:
         """Pack the slowest replica thoroughly, once; returns whether that made it faster."""
-        slowest = self.slowest
-        share = self._shares[slowest]
+        return self._repack(self.slowest)
+
+    def repack_partner(self) -> bool:
+        """Pack one more pipeline thoroughly, so that it can take more; False if none is faster."""
+        replicas = [r for r, packer in enumerate(self._packers) if packer.cost.num_stages > 1]
+        replicas.sort(key=self._slowness, reverse=True)
+        return any(self._repack(replica) for replica in replicas)
+
+    def _repack(self, replica: int) -> bool:
+        share = self._shares[replica]
         if share.is_repacked or share.packed.time_ms == 0.0:
             return False
-        repacked = self._packers[slowest].pack_thoroughly(
+        repacked = self._packers[replica].pack_thoroughly(
             share.sequences, _NUM_THOROUGH_STEPS, self.effort
         )
         is_faster = repacked.time_ms < share.packed.time_ms * (1.0 - _LEAST_IMPROVEMENT)
         share.is_repacked = True
         if is_faster:
             share.packed = repacked
+            share.slowness = None
         return is_faster
 
     def _partners(self, slowest: int) -> list[int]:
@@ -187,9 +209,15 @@ class Assignment:
         return partners
 
     def _candidates(
-        self, slowest: int, given: NDArray[np.int64], partner: int, limit_ms: float
+        self,
+        slowest: int,
+        given: NDArray[np.int64],
+        partner: int,
+        limit_ms: float,
+        *,
+        is_corrected: bool,
     ) -> list[tuple[float, float, int, int, int]]:
-        """The best moves and swaps of the given sequences by estimate.
+        """The best moves and swaps of the given sequences by estimate, corrected or not.
 
         As (time of the slower, sum of both, partner, sequence given, sequence taken); -1 takes
         nothing.
@@ -213,6 +241,9 @@ class Assignment:
             np.maximum(taker_ms[given][:, None], _longest_of_others(theirs, taken, taker_ms)),
             len(theirs.packed.micro_batches),
         )
+        if is_corrected:
+            mine_ms *= self._slowness(slowest)
+            theirs_ms *= self._slowness(partner)
         slower_ms = np.maximum(mine_ms, theirs_ms)
         fits = (given_tokens <= taker.cost.longest) & (taken_tokens <= giver.cost.longest)
         rows, columns = np.nonzero(fits & (slower_ms < limit_ms))
@@ -226,6 +257,23 @@ class Assignment:
                 (float(slower_ms[place]), both_ms, partner, int(given[row]), int(taken[column]))
             )
         return found
+
+    def _slowness(self, replica: int) -> float:
+        """How many times longer a pipeline takes than estimated: indivisible sequences do not fill
+        its shape, and only the longest one is estimated as a long micro-batch."""
+        packer, share = self._packers[replica], self._shares[replica]
+        if packer.cost.num_stages == 1 or not share.sequences:
+            return 1.0
+        if share.slowness is None:
+            estimate_ms = packer.estimates_ms(
+                np.array([share.work_ms]),
+                np.array([share.num_tokens]),
+                np.array([packer.works_ms[share.sequences[0]]]),
+                len(share.packed.micro_batches),
+            )
+            # Without any cost nothing takes time.
+            share.slowness = max(1.0, share.packed.time_ms / (float(estimate_ms[0]) or math.inf))
+        return share.slowness
 
     def _offered(self, share: _Share) -> NDArray[np.int64]:
         """Sequences of different lengths, by falling length, to be given or taken."""
@@ -257,7 +305,7 @@ def improve_dispatch(
     *,
     is_over: Callable[[], bool] = lambda: False,
 ) -> int:
-    """Moves and swaps until the makespan is at most target_ms, num_steps are done or none helps.
+    """Moves, swaps and packings until target_ms is reached, num_steps are done or none helps.
 
     is_over: called before every step, stops if true. Returns the number of steps.
     """
@@ -266,7 +314,7 @@ def improve_dispatch(
             assignment.makespan_ms <= target_ms
             or assignment.effort.is_spent
             or is_over()
-            or not (assignment.step() or assignment.repack_slowest())
+            or not (assignment.step() or assignment.repack_slowest() or assignment.repack_partner())
         ):
             return step
     return num_steps

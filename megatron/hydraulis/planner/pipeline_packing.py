@@ -35,9 +35,12 @@ FloatArray = NDArray[np.float64]
 IntArray = NDArray[np.int64]
 
 
-# Numbers of micro-batches that are tried on each side of the most promising one.
-_NUM_MORE_PACKED = 1
-# With more sequences only that one is tried, in its best shape: the others differ little.
+# Besides the most promising number of micro-batches so many more and fewer are tried. With few
+# sequences it is tried down to half: it is that of the bound, which divides sequences at will, and
+# fewer micro-batches come closer to their shape.
+_NUM_MORE_PACKED = 2
+_FEW_SEQUENCES = 64
+# With many sequences only that one is tried, in its best shape: the others differ little.
 _MANY_SEQUENCES = 256
 # The estimate stops after so many numbers of micro-batches without improvement.
 _MAX_FRUITLESS = 2
@@ -114,10 +117,15 @@ class ReplicaPacker:
         work_ms = math.fsum(self.works_ms[sequence] for sequence in sequences)
         num_tokens = sum(self.lengths[sequence] for sequence in sequences)
         center = self._best_num(work_ms, num_tokens, len(sequences), sequences[0])
-        num_more = 0 if len(sequences) > _MANY_SEQUENCES else _NUM_MORE_PACKED
-        first, last = max(1, center - num_more), center + num_more
-        near = range(first, min(last, len(sequences)) + 1)
-        nearest = sorted(near, key=lambda num: abs(num - center))
+        fewest = -(-num_tokens // self.cost.max_tokens)
+        first, last = center, min(center + _NUM_MORE_PACKED, len(sequences))
+        if len(sequences) > _MANY_SEQUENCES:
+            last = center
+        elif len(sequences) > _FEW_SEQUENCES:
+            first = max(fewest, center - _NUM_MORE_PACKED)
+        else:
+            first = max(fewest, center // 2)
+        nearest = sorted(range(first, last + 1), key=lambda num: abs(num - center))
         more = ([num] for num in _growing(last + 1, len(sequences)))
         for nums in itertools.chain([nearest], more):
             found = []

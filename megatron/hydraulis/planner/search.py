@@ -37,13 +37,13 @@ _NUM_STEPS = 200
 # The programs are asked for dispatches at times between bound and best plan, given as shares of
 # that interval: for single stages, pipelines (bisection with this step) and long sequences.
 _SINGLE_STAGE_TIMES = (0.05, 0.25, 0.5)
-_PIPELINE_STEP = 0.4
-_NUM_PIPELINE_TIMES = 3
+_PIPELINE_STEP = 0.3
+_NUM_PIPELINE_TIMES = 2
 _LONG_TIME = 0.05
-# See Relaxation.owed.
-_LONGEST_FILL = 0.12
-# Number of dispatches, the best ones, that are improved by moves and swaps.
-_NUM_IMPROVED = 2
+# See Relaxation.owed: no single one is good for all strategies.
+_LONGEST_FILLS = (0.06, 0.12, 0.25)
+# Number of dispatches that are improved by moves and swaps: the greedy one and the best others.
+_NUM_IMPROVED = 3
 # The slower searches are skipped below these gaps.
 _PIPELINE_GAP = 2e-3
 _LONG_GAP = 3e-3
@@ -180,9 +180,9 @@ class StrategySearch:
         if self._has_pipelines:
             self._raise_bound()
             first = Assignment(self._packers, self.best.shares, self._effort)
-            starts = [first, *self._pipeline_starts()]
-            starts.sort(key=lambda start: start.makespan_ms)
-            for start in starts[:_NUM_IMPROVED]:
+            starts = sorted(self._pipeline_starts(), key=lambda start: start.makespan_ms)
+            starts = [first, *starts[: _NUM_IMPROVED - 1]]
+            for start in sorted(starts, key=lambda start: start.makespan_ms):
                 self._take(start)
                 self._improve(start)
             self._search_long_sequences()
@@ -284,23 +284,24 @@ class StrategySearch:
         The program overestimates the capacity of pipelines, so bisection looks for the time at
         which pipelines, assigned no more than necessary, are as slow as the other replicas.
         """
-        low_ms, high_ms = self.bound_ms, self.found_ms
-        for _ in range(_NUM_PIPELINE_TIMES):
-            if self._is_done(_PIPELINE_GAP):
-                return
-            time_ms = low_ms + _PIPELINE_STEP * (high_ms - low_ms)
-            shares = dispatch_by_program(
-                self._relaxation, time_ms, self._packers, longest_fill=_LONGEST_FILL
-            )
-            if shares is None:
-                return
-            assignment = Assignment(self._packers, shares, self._effort)
-            assignment.repack_slowest()
-            if self._packers[assignment.slowest].cost.num_stages > 1:
-                low_ms = time_ms
-            else:
-                high_ms = time_ms
-            yield assignment
+        for longest_fill in _LONGEST_FILLS:
+            low_ms, high_ms = self.bound_ms, self.found_ms
+            for _ in range(_NUM_PIPELINE_TIMES):
+                if self._is_done(_PIPELINE_GAP):
+                    return
+                time_ms = low_ms + _PIPELINE_STEP * (high_ms - low_ms)
+                shares = dispatch_by_program(
+                    self._relaxation, time_ms, self._packers, longest_fill=longest_fill
+                )
+                if shares is None:
+                    return
+                assignment = Assignment(self._packers, shares, self._effort)
+                assignment.repack_slowest()
+                if self._packers[assignment.slowest].cost.num_stages > 1:
+                    low_ms = time_ms
+                else:
+                    high_ms = time_ms
+                yield assignment
 
     def _search_long_sequences(self) -> None:
         """Raise the bound by the long sequences alone, and improve their dispatch."""
