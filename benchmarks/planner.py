@@ -191,28 +191,45 @@ class Benchmark:
         return figures
 
     def in_line(self) -> Any:
-        """The planner of the engine, whose caller waits, on strategies with cp and waves too."""
+        """The planner of the engine, whose caller waits, against the greedy one."""
         pool = Pool.read(inputs.POOL)
-        planner = GreedyPlanner(pool, ProfileCostModel.read(inputs.COST_PROFILE))
-        seeds = self._seeds(NUM_IN_LINE_BATCHES)
-        batches = [self._lengths.draw(seed, IN_LINE_SEQUENCES) for seed in seeds]
-        results = [
-            _planned(planner, batch, seed) for seed, batch in zip(seeds, batches, strict=True)
-        ]
-        self._time_rounds(planner, batches, results, "Greedy planner")
+        profile = ProfileCostModel.read(inputs.COST_PROFILE)
         table = figures_table(
-            f"Greedy planner, {IN_LINE_SEQUENCES} documents of Wikipedia: "
-            f"{len(pool.strategies)} strategies on {pool.num_ranks} ranks",
-            ("",),
-            ("best", "quartile", "median", "quartile", "worst"),
-            caption=f"{len(results)} batches, {self._options.rounds} rounds.",
+            f"In line with a step, {IN_LINE_SEQUENCES} documents of Wikipedia",
+            ("strategies",),
+            ("greedy / planned", "worst", "greedy CPU ms", "CPU ms", "worst"),
+            caption=f"{NUM_IN_LINE_BATCHES} batches, {self._options.rounds} rounds: predicted "
+            "times, and the median of CPU times.",
         )
-        table.add_row(
-            "predicted time / bound", *_quartiles((r.time_ms / r.bound_ms for r in results), 4)
-        )
-        table.add_row("CPU time, s", *_quartiles((s for r in results for s in r.cpu_s), 3))
+        figures = {}
+        for strategies in (pool, Pool.of(pool.strategy("S6")), Pool.of(pool.strategy("S0"))):
+            name = ", ".join(each.name for each in strategies.strategies)
+            limits = [profile.max_tokens(s) for each in strategies.strategies for s in each.schemes]
+            cut_tokens = min(inputs.CONTEXT_TOKENS, max(limits))
+            seeds = self._seeds(NUM_IN_LINE_BATCHES)
+            batches = [self._lengths.draw(seed, IN_LINE_SEQUENCES, cut_tokens) for seed in seeds]
+            found = []
+            for planner in (
+                GreedyPlanner(strategies, profile),
+                CertifiedPlanner(strategies, profile, is_in_line=True),
+            ):
+                results = [_planned(planner, *each) for each in zip(batches, seeds, strict=True)]
+                self._time_rounds(planner, batches, results, name)
+                found.append(results)
+            greedy, planned = found
+            ratios = [g.time_ms / p.time_ms for g, p in zip(greedy, planned, strict=True)]
+            cpu_ms = [[MS_PER_S * min(r.cpu_s) for r in results] for results in found]
+            table.add_row(
+                name if len(strategies.strategies) == 1 else f"all {len(strategies.strategies)}",
+                f"{np.mean(ratios):.4f}",
+                f"{max(ratios):.4f}",
+                f"{np.median(cpu_ms[0]):.0f}",
+                f"{np.median(cpu_ms[1]):.0f}",
+                f"{max(cpu_ms[1]):.0f}",
+            )
+            figures[name] = [[asdict(result) for result in results] for results in found]
         self._console.print(table)
-        return [asdict(result) for result in results]
+        return figures
 
     def pools(self) -> Any:
         """Random pools of many strategies; one plan of each batch."""

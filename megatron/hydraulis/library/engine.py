@@ -40,7 +40,7 @@ from megatron.hydraulis.library.hugging_face import (
 from megatron.hydraulis.library.plans import PoolLike, ProfileLike
 from megatron.hydraulis.optimizer.sharded_adamw import AdamWSettings
 from megatron.hydraulis.planner.plan import Planner, PlanText
-from megatron.hydraulis.planner.planners import GreedyPlanner
+from megatron.hydraulis.planner.planners import CertifiedPlanner
 from megatron.hydraulis.runtime.engine import Engine as RuntimeEngine
 from megatron.hydraulis.runtime.memory import SharedOutOfMemoryError, release_cached_memory
 from megatron.hydraulis.runtime.outcome import LossTotal, StepOutcome
@@ -141,8 +141,9 @@ class Engine:
             options=options,
         )
         planning = built.planning
-        # In line with training: the certified planner takes ten times as long for 0.1 % less time.
-        planner = GreedyPlanner(planning.pool, planning.cost_model, planning.limits)
+        planner = CertifiedPlanner(
+            planning.pool, planning.cost_model, planning.limits, is_in_line=True
+        )
         return cls(built.engine, planner, planning.limits, built)
 
     def plan(

@@ -28,7 +28,7 @@ from megatron.hydraulis.planner.plan import (
     StrategyOutcome,
     StrategyTime,
 )
-from megatron.hydraulis.planner.search import StrategySearch, greedy_plan
+from megatron.hydraulis.planner.search import TARGET_GAP, StrategySearch, greedy_plan
 from megatron.hydraulis.planner.solver import Deadline, Solver
 from megatron.hydraulis.planner.wave_packing import packer_for
 from megatron.hydraulis.strategy import Pool, Strategy
@@ -41,8 +41,12 @@ PLAN_FILES = "iteration_*.json"
 _GREEDY = "greedy"
 # A strategy is searched unless it is proved to be slower by more than this share.
 _ROUNDING = 1e-9
-# Work that the searches of one plan may take, in the unit of Effort: about 0.5 s on one core.
+# Work that the searches of one plan may take, in the unit of Effort: about 0.5 s on one core, and
+# less where a step waits for the plan.
 _EFFORT = 5e7
+_IN_LINE_EFFORT = 4e6
+# Share of the predicted time that is worth a search where a step waits for it.
+_IN_LINE_GAIN = 0.01
 _Planned = tuple[IterationPlan, dict[str, float], dict[str, float]]
 """A plan, and by the name of a strategy its bound and the time found for it, in ms."""
 _INFEASIBLE = "no replica can hold the longest sequence, or one has no room for its weights"
@@ -62,6 +66,8 @@ class CertifiedPlanner:
         seed: for the solver's tie-breaking; another seed may give another, equally good plan.
         time_limit_s: wall-clock limit after which the best plan so far is used and marked
             'time limit'. Such a plan may differ between machines. None for no limit.
+        is_in_line: whether a step waits for each plan. Strategies are then started only as far as
+            they may win, and searches end when at most 1 % is left to gain or little effort is.
 
     Raises StrategyError when a scheme of the pool does not fit the cost model's model.
     """
@@ -74,7 +80,9 @@ class CertifiedPlanner:
         *,
         seed: int = 0,
         time_limit_s: float | None = None,
+        is_in_line: bool = False,
     ) -> None:
+        self._is_in_line = is_in_line
         self._greedy = GreedyPlanner(pool, cost_model, limits)
         self._costs = self._greedy.costs
         self._seed = seed
@@ -111,10 +119,13 @@ class CertifiedPlanner:
                     packer_of,
                     solver,
                     overhead_ms=self._costs.overheads_ms[strategy.name],
+                    target_gap=_IN_LINE_GAIN if self._is_in_line else TARGET_GAP,
                 )
                 for strategy in feasible
             ]
-            best = self._costs.with_rows(_search_all(searches, solver).candidate(), batch)
+            best = self._costs.with_rows(
+                _search_all(searches, solver, is_in_line=self._is_in_line).candidate(), batch
+            )
             plan = replace(
                 best.to_plan(iteration, batch, start_s), strategy_times_s=self._times(searches)
             )
@@ -130,7 +141,7 @@ class CertifiedPlanner:
             plan, bounds_ms, found_ms = self._greedy.planned(batch, iteration)
             return _marked(plan, f"{_GREEDY}: {type(error).__name__}"), bounds_ms, found_ms
         bounds_ms = {search.strategy.name: _bound_ms(search) for search in searches}
-        found_ms = {search.strategy.name: _found_ms(search) for search in searches}
+        found_ms = {s.strategy.name: _found_ms(s) for s in searches if s.is_started}
         return plan, bounds_ms, found_ms
 
     def _times(self, searches: Sequence[StrategySearch]) -> tuple[StrategyTime, ...]:
@@ -144,29 +155,36 @@ class CertifiedPlanner:
                 round(_found_ms(search) / MS_PER_S, 6),
             )
             for search in searches
+            if search.is_started
         )
 
 
-def _search_all(searches: Sequence[StrategySearch], solver: Solver) -> StrategySearch:
+def _search_all(
+    searches: Sequence[StrategySearch], solver: Solver, *, is_in_line: bool
+) -> StrategySearch:
     """Search the strategies that may be the fastest; returns that with the best plan.
 
     Each search may take half of the effort that is left, the last one all of it. To finish, each
     gets a fixed amount in addition, and the next ones what it does not use of that.
     """
-    for search in searches:
-        search.start()
+    least_gain = _IN_LINE_GAIN if is_in_line else _ROUNDING
+    for search in sorted(searches, key=_bound_ms):
+        most_ms = (1.0 - least_gain) * min(map(_found_ms, searches))
+        if not is_in_line or _bound_ms(search) < most_ms:
+            search.start()
     best = min(searches, key=_found_ms)
     promising = []
     for search in sorted(searches, key=_bound_ms):
-        if not _is_beaten(search, best):
-            search.raise_bound()
+        if not _is_beaten(search, best, least_gain):
+            if not is_in_line:
+                search.raise_bound()
             promising.append(search)
-    left = _EFFORT
+    left = _IN_LINE_EFFORT if is_in_line else _EFFORT
     promising.sort(key=_bound_ms)
     for search in promising:
         if solver.deadline.is_over:
             break
-        if not _is_beaten(search, best):
+        if not _is_beaten(search, best, least_gain):
             share = left if search is promising[-1] else left / 2.0
             effort = Effort(share)
             search.search(effort)
@@ -175,11 +193,11 @@ def _search_all(searches: Sequence[StrategySearch], solver: Solver) -> StrategyS
     return best
 
 
-def _is_beaten(search: StrategySearch, best: StrategySearch) -> bool:
-    """Whether it is proved that a strategy has no better plan than the best one so far."""
+def _is_beaten(search: StrategySearch, best: StrategySearch, least_gain: float) -> bool:
+    """Whether no plan of a strategy can be faster than the best one so far by more than a share."""
     if search is best:
         return False
-    return search.excludes((_found_ms(best) - search.overhead_ms) * (1.0 - _ROUNDING))
+    return search.excludes(_found_ms(best) * (1.0 - least_gain) - search.overhead_ms)
 
 
 def _found_ms(search: StrategySearch) -> float:

@@ -62,11 +62,13 @@ class StrategySearch:
         solver: Solver,
         *,
         overhead_ms: float,
+        target_gap: float = TARGET_GAP,
     ) -> None:
         """costs: shape (num_replicas,); batch: lengths, shape (num_sequences,), that fit; order:
-        `longest_first` of them."""
+        `longest_first` of them; target_gap: at which the search ends."""
         self.strategy = strategy
         self.overhead_ms = overhead_ms
+        self._target_gap = target_gap
         self._batch = batch
         self._order = order
         self._packers = [packer_of(cost) for cost in costs]
@@ -109,6 +111,11 @@ class StrategySearch:
         """(found - bound) / found."""
         return 1.0 - self.bound_ms / self.found_ms if self.found_ms > 0.0 else 0.0
 
+    @property
+    def is_started(self) -> bool:
+        """Whether there is a plan."""
+        return self._best is not None
+
     def start(self) -> None:
         """The first plan: longest processing time first."""
         begin_s = time.perf_counter()
@@ -137,12 +144,14 @@ class StrategySearch:
             return self._excludes(time_ms)
 
     def raise_bound(self) -> None:
-        """Raise the bound until nothing is left to prove, down to `TARGET_GAP`."""
+        """Raise the bound until nothing is left to prove, down to the target gap."""
         with self._dispatch_timed():
             self._raise_bound()
 
     def search(self, effort: Effort) -> None:
         """Improve the best plan and the bound until they meet or there is nothing left to try."""
+        if self.gap <= self._target_gap:
+            return
         self._effort = effort
         self.best.effort = effort
         with self._dispatch_timed():
@@ -167,9 +176,9 @@ class StrategySearch:
         if self._waves_alone is not None:
             self._raise_bound_by_waves(self._waves_alone, is_thorough=False)
             return
-        most_ms = self.found_ms * (1.0 - TARGET_GAP)
+        most_ms = self.found_ms * (1.0 - self._target_gap)
         if not self._excludes(most_ms):
-            self._bisect(most_ms, TARGET_GAP, self._excludes)
+            self._bisect(most_ms, self._target_gap, self._excludes)
 
     def _search(self) -> None:
         if self._waves_alone is not None:
@@ -236,7 +245,7 @@ class StrategySearch:
 
     def _raise_bound_by_waves(self, packer: WavePacker, *, is_thorough: bool) -> None:
         """With a single replica, the bound of its waves is that of the strategy."""
-        if self.gap > TARGET_GAP:
+        if self.gap > self._target_gap:
             everything = range(len(self._batch))
             bound_ms = packer.bound_ms(everything, self.found_ms, is_thorough=is_thorough)
             # The second one takes the fill of a pipeline into account.
@@ -253,8 +262,12 @@ class StrategySearch:
             else:
                 high_ms = middle_ms
 
-    def _is_done(self, gap: float = TARGET_GAP) -> bool:
-        return self.gap <= gap or self._effort.is_spent or self._solver.deadline.is_over
+    def _is_done(self, gap: float = 0.0) -> bool:
+        return (
+            self.gap <= max(gap, self._target_gap)
+            or self._effort.is_spent
+            or self._solver.deadline.is_over
+        )
 
     def _take(self, assignment: Assignment) -> None:
         if assignment.makespan_ms < self.found_ms:
@@ -263,7 +276,7 @@ class StrategySearch:
     def _improve(self, assignment: Assignment) -> None:
         improve_dispatch(
             assignment,
-            self.bound_ms / (1.0 - TARGET_GAP),
+            self.bound_ms / (1.0 - self._target_gap),
             _NUM_STEPS,
             is_over=lambda: self._solver.deadline.is_over,
         )
@@ -305,7 +318,7 @@ class StrategySearch:
 
     def _search_long_sequences(self) -> None:
         """Raise the bound by the long sequences alone, and improve their dispatch."""
-        if self.gap <= _LONG_GAP:
+        if self.gap <= max(_LONG_GAP, self._target_gap):
             return
         for program in long_sequences(self._classes, self._rising, self._solver):
             if not program.is_impossible(self.bound_ms * (1.0 + _LONG_GAP)):

@@ -153,6 +153,33 @@ def test_pipelines_and_other_replicas_share_the_work_well(
     assert plan.dispatch.gap < most_gap
 
 
+def test_in_line_with_a_step_pipelines_are_planned_nearly_as_well() -> None:
+    pool = Pool.of(inputs.pool().strategy("S6"))
+    batch = inputs.LengthDistribution().batch(0, inputs.BATCH_TOKENS, 12_416)
+    model = inputs.cost_model()
+    planners = (
+        CertifiedPlanner(pool, model, is_in_line=True),
+        CertifiedPlanner(pool, model),
+        GreedyPlanner(pool, model),
+    )
+    in_line, certified, greedy = (planner.plan(batch) for planner in planners)
+    assert in_line.predicted_time_s < 1.01 * certified.predicted_time_s
+    assert in_line.predicted_time_s < 0.92 * greedy.predicted_time_s
+    assert in_line.digest == planners[0].plan(batch).digest
+
+
+def test_in_line_with_a_step_a_good_first_plan_is_not_searched(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def search_(*_: object) -> None:
+        raise AssertionError
+
+    monkeypatch.setattr(search.StrategySearch, "_search", search_)
+    pool = pool_of("4*tp1", "2*tp2", "tp2+2*tp1")
+    plan = CertifiedPlanner(pool, MODEL, is_in_line=True).plan([*range(60, 140)] * 5)
+    assert not is_marked(plan_status(plan))
+
+
 def test_a_useless_class_gets_nothing() -> None:
     slow = TableCostModel(
         times=lambda scheme: Coefficients(0.0, 100.0 if scheme.pp > 1 else 0.1, 1.0)
@@ -481,7 +508,7 @@ def test_the_status_of_a_fallback_plan(
     late = CertifiedPlanner(pool, model, time_limit_s=1e-9).plan(LENGTHS)
     assert plan_status(late) == "time limit"
 
-    def fail(*args: object) -> None:
+    def fail(*_: object, **__: object) -> None:
         raise RuntimeError("no such thing")
 
     monkeypatch.setattr(planners, "_search_all", fail)
