@@ -373,6 +373,11 @@ class Job:
         folders = {name: Path(folder) for name, folder in self._folders.items() if folder}
 
         def lock() -> None:
+            if dist.get_rank() > 0:
+                # The lock of a job that was killed is watched for longer than a collective takes.
+                timeout = timedelta(seconds=STALE_S, minutes=args.distributed_timeout_minutes)
+                store.wait([_LOCKED], timeout)
+                return
             writer = Writer.of_this_process()
             self._locks = FolderLocks(folders, writer, log=partial(print, flush=True))
             try:
@@ -382,11 +387,7 @@ class Job:
             if args.save is not None:
                 CheckpointFolder(folders["--save"]).remove_leftovers()
 
-        if dist.get_rank() > 0:
-            # The lock of a job that was killed is watched for longer than a collective may take.
-            timeout = timedelta(seconds=STALE_S, minutes=args.distributed_timeout_minutes)
-            store.wait([_LOCKED], timeout)
-        on_rank_0(lock, "the folders of the run cannot be locked")
+        on_all_ranks(lock, "the folders of the run cannot be locked")
 
     def _check_locks(self) -> None:
         if self._locks is not None:
