@@ -221,11 +221,15 @@ def check_experts(args: argparse.Namespace) -> None:
             f"chosen from --moe-router-group-topk {chosen} of --moe-router-num-groups {groups} "
             f"groups with {num_experts // groups} experts each; change one of them"
         )
-    if args.add_bias_linear:
+
+
+def check_expert_biases(args: argparse.Namespace) -> None:
+    """Raise ConfigurationError for experts with biases: planned by commands, refused by training."""
+    if args.num_experts is not None and args.add_bias_linear:
         raise ConfigurationError(
-            f"--num-experts {num_experts}: experts with biases are not supported, as every tp rank "
-            "would add them again; only a model whose layers have none (--disable-bias-linear) "
-            "trains here"
+            f"--num-experts {args.num_experts}: experts with biases are not supported, as every tp "
+            "rank would add them again; only a model whose layers have none "
+            "(--disable-bias-linear) trains here"
         )
 
 
@@ -663,10 +667,11 @@ SHAPE_CHECKS: Mapping[Callable[[argparse.Namespace], None], str] = {
     "multi_latent_attention",
     check_experts: "num_experts moe_router_topk moe_router_score_function moe_router_pre_softmax "
     "moe_router_enable_expert_bias moe_aux_loss_coeff moe_router_load_balancing_type "
-    "moe_router_num_groups moe_router_group_topk add_bias_linear",
+    "moe_router_num_groups moe_router_group_topk",
 }
 """Checks of the model's layers -> the settings that they read."""
 SETTINGS_CHECKS: Mapping[Callable[[argparse.Namespace], None], str] = {
+    check_expert_biases: "num_experts add_bias_linear",
     check_model: "kv_channels hidden_size num_attention_heads position_embedding_type "
     "multi_latent_attention qk_pos_emb_head_dim rotary_percent max_position_embeddings seq_length",
     check_recompute: "recompute_granularity recompute_activations recompute_method "

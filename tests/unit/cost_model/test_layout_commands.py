@@ -353,13 +353,24 @@ def test_options_of_a_launch_script_are_accepted(capsys: pytest.CaptureFixture[s
             "--moe-router-group-topk 1",
             "--num-experts 4 is not a multiple of --moe-router-num-groups 3",
         ),
-        ("--num-experts 4 --lr 1e-4", "--disable-bias-linear"),
     ):
         assert main([*job, *typed.split()]) == 2
         assert problem in capsys.readouterr().err
     with pytest.raises(SystemExit):
         main([*job, "--bf16", "--rank-per-node", "8"])
     assert "did you mean --ranks-per-node instead of --rank-per-node?" in capsys.readouterr().err
+
+
+def test_experts_with_biases_cost_the_same_with_options_of_training(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    # Training refuses them, with or without other options.
+    job = "estimate --device h100 --schemes tp4 --num-ranks 8 --num-experts 4 --bf16 --json"
+    costs = []
+    for more in ("--num-layers 8", "--num-layers 8 --lr 1e-4"):
+        assert main([*job.split(), *LLAMA_13B, *more.split()]) == 0
+        costs.append(capsys.readouterr().out)
+    assert costs[0] == costs[1] != ""
 
 
 @pytest.mark.parametrize(

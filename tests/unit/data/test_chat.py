@@ -340,7 +340,7 @@ def test_the_command_writes_weights_and_shows_spans(
         ("--show", "--show is about conversations; add --chat"),
         ("--chat --tokenizer-type NullTokenizer", "--tokenizer-type is NullTokenizer; give"),
         ("--chat --long-sequences drop", "--seq-length is not given"),
-        ("--chat --seq-length 0", "at least 1 token but --seq-length is 0"),
+        ("--chat --seq-length 0", "--seq-length must be at least 1 but is 0"),
         ("--chat --chat-template none.jinja", "none.jinja cannot be read"),
     ],
 )
