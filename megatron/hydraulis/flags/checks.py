@@ -224,7 +224,7 @@ def check_experts(args: argparse.Namespace) -> None:
 
 
 def check_expert_biases(args: argparse.Namespace) -> None:
-    """Raise ConfigurationError for experts with biases: planned by commands, refused by training."""
+    """Raise ConfigurationError for experts with biases: commands plan them, training refuses."""
     if args.num_experts is not None and args.add_bias_linear:
         raise ConfigurationError(
             f"--num-experts {args.num_experts}: experts with biases are not supported, as every tp "
