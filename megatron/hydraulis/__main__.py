@@ -2,6 +2,7 @@
 
 import argparse
 import importlib
+import io
 import os
 import sys
 from collections.abc import Sequence
@@ -159,6 +160,9 @@ COMMANDS = tuple(command for commands in _COMMANDS_BY_TOPIC.values() for command
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a command; returns the exit status, 2 for bad input."""
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        # A path may have bytes that are no text, or characters that the terminal cannot show.
+        sys.stdout.reconfigure(errors="backslashreplace")
     with quiet_without_reader():
         return _run(argv)
 

@@ -1,3 +1,4 @@
+import io
 import re
 import subprocess
 import sys
@@ -34,6 +35,15 @@ def test_help_names_the_commands(capsys: pytest.CaptureFixture[str]) -> None:
     lines = capsys.readouterr().out.splitlines()
     for command in COMMANDS:
         assert any(line.split() == [command.name, *command.help.split()] for line in lines)
+
+
+def test_output_that_a_terminal_cannot_show_is_escaped(monkeypatch: pytest.MonkeyPatch) -> None:
+    written = io.BytesIO()
+    monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(written, encoding="ascii"))
+    with pytest.raises(SystemExit):
+        main(["--help"])
+    print("runs/\udcff×", flush=True)
+    assert written.getvalue().endswith(b"runs/\\udcff\\xd7\n")
 
 
 def test_version_lists_what_a_bug_report_needs(capsys: pytest.CaptureFixture[str]) -> None:

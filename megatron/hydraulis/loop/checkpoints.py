@@ -43,6 +43,7 @@ from megatron.hydraulis.data.sampler import check_seed
 from megatron.hydraulis.errors import CheckpointError, ConfigurationError, Problems, listed
 from megatron.hydraulis.flags.arguments import Resolved
 from megatron.hydraulis.flags.changes import changed_settings
+from megatron.hydraulis.flags.defaults import UPSTREAMS_ROPE_FACTOR
 from megatron.hydraulis.flags.describe import block_lines
 from megatron.hydraulis.flags.samples import counts_iterations
 from megatron.hydraulis.library.planning import Planning
@@ -384,6 +385,13 @@ class RunCheckpoints:
                 f"warning: {loaded.path} was written by plain Megatron: the order of the data is "
                 "another here and starts with its first sequence"
             )
+            if args.use_rope_scaling and args.rope_scaling_factor != UPSTREAMS_ROPE_FACTOR:
+                self._say(
+                    f"warning: Megatron scaled the positions of {loaded.path} by "
+                    f"{UPSTREAMS_ROPE_FACTOR:g} whatever --rope-scaling-factor said, and this run "
+                    f"scales them by {args.rope_scaling_factor:g}; give --rope-scaling-factor "
+                    f"{UPSTREAMS_ROPE_FACTOR:g} to continue its training"
+                )
             return
         state = manifest.state
         try:

@@ -90,6 +90,8 @@ def _write(folder: Path, found: Run) -> Path:
     figures = figures_of(found)
     page = make_page(found, figures)
     try:
+        if pictures.is_symlink():
+            pictures.unlink()  # the pictures of the folder that it names are not the report's
         pictures.mkdir(parents=True, exist_ok=True)
         # An earlier report may have had figures that this one does not have.
         for picture in pictures.glob("*.png"):

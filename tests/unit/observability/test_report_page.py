@@ -283,6 +283,17 @@ def test_a_report_goes_to_the_given_folder_and_replaces_an_earlier_one(tmp_path:
     assert not (run_dir / "report.html").exists()
 
 
+def test_pictures_of_a_folder_that_a_link_names_stay(tmp_path: Path) -> None:
+    run_dir, others = tmp_path / "run", tmp_path / "others"
+    write_run(run_dir, make_records())
+    others.mkdir()
+    (others / "mine.png").write_bytes(b"x")
+    (run_dir / "report").symlink_to(others)
+    report(run_dir)
+    assert [path.name for path in others.iterdir()] == ["mine.png"]
+    assert list((run_dir / "report").glob("*.png"))
+
+
 @pytest.mark.parametrize(
     ("make", "wanted"),
     [
