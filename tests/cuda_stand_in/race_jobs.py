@@ -168,6 +168,7 @@ CANNOT_RACE = {
     "non_blocking=non_blocking))": "as above",
     "library/batches.py: part = part.pinned().to(device, non_blocking=True)": "as above",
     "planner/ahead.py: self._process.wait()": "a process",
+    "flags/convert.py: process.wait()": "a process",
 }
 """Other places that wait, or copy without waiting, and why their removal cannot race."""
 
