@@ -62,7 +62,7 @@ from megatron.hydraulis.lengths.counts import read_length_counts
 from megatron.hydraulis.planner.plan import IterationPlan
 from megatron.hydraulis.planner.planners import CertifiedPlanner
 from megatron.hydraulis.planner.replica_plan import MicroBatch, ReplicaPlan
-from megatron.hydraulis.runtime.engine import Engine
+from megatron.hydraulis.runtime.engine import RuntimeEngine
 from megatron.hydraulis.runtime.executor import make_forward_step
 from megatron.hydraulis.simulator.batches import sample_batches
 from megatron.hydraulis.simulator.schedulers import fixed_length_shares
@@ -128,7 +128,7 @@ class EmulatedRank:
         self._model = tiny_model(pool)
         # Halves the number of tensor-parallel collectives, in each of which all processes switch.
         definition = dataclasses.replace(self._model.definition(), sequence_parallel=False)
-        self._engine = Engine(definition, pool, self._model.optimizer, seed=WEIGHT_SEED)
+        self._engine = RuntimeEngine(definition, pool, self._model.optimizer, seed=WEIGHT_SEED)
         for strategy in pool.strategies:
             self._engine.runtime_of(strategy.name)
         self._plain_step = make_forward_step()

@@ -25,15 +25,15 @@ from megatron.hydraulis.data.packed_batch import PackedBatch
 from megatron.hydraulis.errors import ConfigurationError
 from megatron.hydraulis.json_object import write_json
 from megatron.hydraulis.loop import entry
-from megatron.hydraulis.runtime.engine import Engine
+from megatron.hydraulis.runtime.engine import RuntimeEngine
 from megatron.hydraulis.runtime.executor import ForwardStep
 from megatron.hydraulis.runtime.outcome import LossTotal
 
 COST_PROFILE = "--cost-profile"
 
 
-class EmulatedEngine(Engine):
-    """An engine on an emulated device; the other arguments are those of `Engine`."""
+class EmulatedEngine(RuntimeEngine):
+    """An engine on an emulated device; the other arguments are those of `RuntimeEngine`."""
 
     def __init__(self, *args: Any, emulated: EmulatedDevice, **named: Any) -> None:
         super().__init__(*args, **named)

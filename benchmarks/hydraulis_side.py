@@ -6,7 +6,7 @@ import torch.distributed as dist
 
 from benchmarks.step_report import StepClock, StepReport, Traffic, finish_device
 from benchmarks.workload import WEIGHT_SEED, Workload
-from megatron.hydraulis.runtime.engine import Engine
+from megatron.hydraulis.runtime.engine import RuntimeEngine
 from megatron.hydraulis.runtime.executor import make_forward_step
 from megatron.hydraulis.strategy import Pool, Strategy
 
@@ -39,7 +39,7 @@ class HydraulisSide:
         self._workload = workload
         self._strategy = Strategy.parse(strategy, num_ranks, name=strategy)
         pool = Pool(num_ranks=num_ranks, ranks_per_node=num_ranks, strategies=(self._strategy,))
-        self._engine = Engine(
+        self._engine = RuntimeEngine(
             workload.definition(), pool, workload.optimizer, seed=WEIGHT_SEED, overlap=overlap
         )
         self._next = self._strategy.name if announces_next else None

@@ -29,7 +29,7 @@ from scipy.stats import spearmanr
 
 from benchmarks.inputs import COST_PROFILE, MODEL, llama_shape
 from megatron.hydraulis.cost_model import AnalyticCostModel, ModelShape, ProfileCostModel
-from megatron.hydraulis.cost_model.analytic import KERNELS, KernelConstants, Term
+from megatron.hydraulis.cost_model.analytic import KERNELS, CostTerm, KernelConstants
 from megatron.hydraulis.cost_model.device import DeviceConstants, device_constants
 from megatron.hydraulis.cost_model.layer_memory import LayerMemory
 from megatron.hydraulis.cost_model.layouts import FixedLengthJob, Layout, cost_model_of
@@ -260,23 +260,23 @@ class OtherCostModel(AnalyticCostModel):
 
     other: Software
 
-    def attention(self, scheme: Scheme) -> Term:
+    def attention(self, scheme: Scheme) -> CostTerm:
         """Whole squares if scores are stored: all are computed, and half of them are masked."""
         if not self.other.score_passes:
             return super().attention(scheme)
         rate = self.peak_flops_per_s * self.device.matmul_fraction
         moved = self.other.score_passes * BF16_BYTES * self.shape.num_attention_heads / scheme.tp
         compute_s = 2 * (2 * self.shape.score_size / scheme.tp) / rate
-        return Term(compute_s + moved / self.device.memory_bytes_per_s)
+        return CostTerm(compute_s + moved / self.device.memory_bytes_per_s)
 
-    def stage_terms(self, scheme: Scheme, num_layers: int, *, is_last: bool) -> dict[str, Term]:
+    def stage_terms(self, scheme: Scheme, num_layers: int, *, is_last: bool) -> dict[str, CostTerm]:
         """The backward does not compute stored scores again."""
         terms = super().stage_terms(scheme, num_layers, is_last=is_last)
         if self.other.score_passes:
             terms["attention"] = num_layers * (3.0 * self.attention(scheme))
         return terms
 
-    def boundary(self, scheme: Scheme) -> Term:
+    def boundary(self, scheme: Scheme) -> CostTerm:
         """Replicas come before stages in the order of ranks."""
         term, cluster = super().boundary(scheme), self.cluster
         if scheme.pp == 1:
@@ -284,7 +284,7 @@ class OtherCostModel(AnalyticCostModel):
         near, far = (cluster.point_to_point(num) for num in (scheme.num_ranks, cluster.num_ranks))
         share = self.other.network_share if far is cluster.inter_node else 1.0
         per_token_s = term.per_token_s * near.bytes_per_s / (far.bytes_per_s * share)
-        return Term(0.0, per_token_s, 2 * far.latency_s)
+        return CostTerm(0.0, per_token_s, 2 * far.latency_s)
 
 
 def step_time_s(row: Measured, device: DeviceConstants, software: Software) -> float:

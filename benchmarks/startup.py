@@ -121,7 +121,7 @@ def measured_program(folder: Path, argv: Sequence[str], *, alone: bool) -> None:
             super().__init__(*positional, **named)
             meter.mark("groups of the pool")
 
-    class MeasuredEngine(engine.Engine):
+    class MeasuredEngine(engine.RuntimeEngine):
         is_measured = False
 
         def __init__(self, *positional: Any, **named: Any) -> None:

@@ -23,7 +23,7 @@ from megatron.hydraulis.runtime.core_attention import (
     RowKind,
     current_environment,
 )
-from megatron.hydraulis.runtime.engine import Engine
+from megatron.hydraulis.runtime.engine import RuntimeEngine
 from megatron.hydraulis.runtime.executor import make_forward_step
 from megatron.hydraulis.strategy import Pool, Strategy
 from tests.support.context_probes import packed, run_attention
@@ -134,7 +134,9 @@ def _gradients(model: SmallModel, dtype: torch.dtype, attention: CoreAttentionNa
     definition = dataclasses.replace(
         dataclasses.replace(model, dtype=dtype).definition(), core_attention=attention
     )
-    engine = Engine(definition, Pool.of(Strategy.parse("tp1", 1)), AdamWSettings(lr=1e-3), seed=3)
+    engine = RuntimeEngine(
+        definition, Pool.of(Strategy.parse("tp1", 1)), AdamWSettings(lr=1e-3), seed=3
+    )
     rng = np.random.default_rng(0)
     sequences = [rng.integers(0, model.vocab_size, size=length + 1) for length in LENGTHS]
     batch = pack(sequences).pinned().to("cuda", non_blocking=True)

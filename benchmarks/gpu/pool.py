@@ -27,7 +27,7 @@ from megatron.hydraulis.optimizer.sharded_adamw import AdamWSettings
 from megatron.hydraulis.planner.plan import IterationPlan
 from megatron.hydraulis.planner.planners import CertifiedPlanner
 from megatron.hydraulis.profiler.command import training_defaults
-from megatron.hydraulis.runtime.engine import Engine
+from megatron.hydraulis.runtime.engine import RuntimeEngine
 from megatron.hydraulis.runtime.executor import make_forward_step
 from megatron.hydraulis.runtime.memory import CudaMemory
 from megatron.hydraulis.strategy import Pool, Strategy
@@ -90,7 +90,7 @@ def run(place: Place, pool_file: str, cost_profile: str) -> None:
     engine.close()
 
 
-def _engine(resolved: Resolved) -> Engine:
+def _engine(resolved: Resolved) -> RuntimeEngine:
     """As training builds it."""
     args = resolved.args
     settings = AdamWSettings(lr=args.lr, clip_grad=args.clip_grad, eps=args.adam_eps)
@@ -137,7 +137,7 @@ def _plans(
 
 def _times_s(
     place: Place,
-    engine: Engine,
+    engine: RuntimeEngine,
     batches: list[tuple[int, ...]],
     ways: dict[str, list[IterationPlan]],
     say: Any,

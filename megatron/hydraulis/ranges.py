@@ -24,7 +24,7 @@ MAX_SHUFFLED_SEQUENCES = 1 << 28
 
 
 @dataclass(frozen=True, slots=True)
-class Range:
+class OptionRange:
     """An interval of numbers; a value that is not finite is outside of any."""
 
     low: float
@@ -54,14 +54,14 @@ class Range:
         return f"{option} must be {rule} but is {value}; give {what}"
 
 
-_FROM_1 = Range(1, _LARGEST_INTEGER)
-_FROM_0 = Range(0, _LARGEST_INTEGER)
-_POSITIVE = Range(0.0, _LARGEST_REAL, above_low=True)
-_NOT_NEGATIVE = Range(0.0, _LARGEST_REAL)
+_FROM_1 = OptionRange(1, _LARGEST_INTEGER)
+_FROM_0 = OptionRange(0, _LARGEST_INTEGER)
+_POSITIVE = OptionRange(0.0, _LARGEST_REAL, above_low=True)
+_NOT_NEGATIVE = OptionRange(0.0, _LARGEST_REAL)
 _LARGEST_NUM_SAMPLES = 2**53
 """Upstream's schedule counts them in float64."""
 
-_OPTIONS: dict[Range, str] = {
+_OPTIONS: dict[OptionRange, str] = {
     _FROM_1: """
         --hidden-size --ffn-hidden-size --num-attention-heads --num-query-groups
         --moe-ffn-hidden-size --moe-router-topk --moe-router-num-groups --moe-router-group-topk
@@ -77,19 +77,21 @@ _OPTIONS: dict[Range, str] = {
         --context-parallel-size --expert-model-parallel-size --expert-tensor-parallel-size
         --global-batch-tokens --max-tokens-per-micro-batch --row-quantum-tokens --loss-chunk-tokens
         --ranks-per-node --keep-last --max-skipped-in-a-row""",
-    Range(1, MAX_LAYERS): "--num-layers",
-    Range(1, MAX_RANKS): "--num-ranks",
+    OptionRange(1, MAX_LAYERS): "--num-layers",
+    OptionRange(1, MAX_RANKS): "--num-ranks",
     _FROM_0: """
         --lr-warmup-iters --eval-iters --start-eval-at-iter --manual-gc-interval
         --tiktoken-num-special-tokens --null-tokenizer-eod-id --logging-level --plan-ahead
         --window-attn-skip-freq --no-rope-freq
         --moe-layer-freq --num-experts""",
-    Range(1, _LARGEST_NUM_SAMPLES): "--train-samples --lr-decay-samples --lr-wsd-decay-samples",
-    Range(0, _LARGEST_NUM_SAMPLES): "--lr-warmup-samples --rampup-batch-size",
-    Range(-_LARGEST_REAL, _LARGEST_REAL): "--glu-linear-offset",
-    Range(-1, _LARGEST_INTEGER): "--null-tokenizer-pad-id --window-size",
-    Range(1, _LARGEST_SEED): "--seed",
-    Range(0, 2): "--timing-log-level",
+    OptionRange(
+        1, _LARGEST_NUM_SAMPLES
+    ): "--train-samples --lr-decay-samples --lr-wsd-decay-samples",
+    OptionRange(0, _LARGEST_NUM_SAMPLES): "--lr-warmup-samples --rampup-batch-size",
+    OptionRange(-_LARGEST_REAL, _LARGEST_REAL): "--glu-linear-offset",
+    OptionRange(-1, _LARGEST_INTEGER): "--null-tokenizer-pad-id --window-size",
+    OptionRange(1, _LARGEST_SEED): "--seed",
+    OptionRange(0, 2): "--timing-log-level",
     _POSITIVE: """
         --norm-epsilon --activation-func-clamp-value --init-method-std --rope-scaling-factor
         --moe-router-topk-scaling-factor --adam-eps --plan-time-limit --report-drift""",
@@ -98,35 +100,35 @@ _OPTIONS: dict[Range, str] = {
         --lr --min-lr --decoupled-lr --decoupled-min-lr --lr-warmup-init --weight-decay
         --start-weight-decay --end-weight-decay --clip-grad
         --moe-aux-loss-coeff --moe-z-loss-coeff --moe-router-bias-update-rate""",
-    Range(2, _LARGEST_INTEGER): "--qk-pos-emb-head-dim",
-    Range(1.0, _LARGEST_REAL): "--rotary-scaling-factor",
-    Range(0.0, 1.0, below_high=True): "--adam-beta1 --adam-beta2",
-    Range(0.0, 1.0): "--lr-warmup-fraction --hidden-dropout --attention-dropout",
-    Range(0.0, 1.0, above_low=True): "--rotary-percent",
+    OptionRange(2, _LARGEST_INTEGER): "--qk-pos-emb-head-dim",
+    OptionRange(1.0, _LARGEST_REAL): "--rotary-scaling-factor",
+    OptionRange(0.0, 1.0, below_high=True): "--adam-beta1 --adam-beta2",
+    OptionRange(0.0, 1.0): "--lr-warmup-fraction --hidden-dropout --attention-dropout",
+    OptionRange(0.0, 1.0, above_low=True): "--rotary-percent",
 }
 
-_OPTIONS_OF_COMMANDS: dict[Range, str] = {
+_OPTIONS_OF_COMMANDS: dict[OptionRange, str] = {
     _FROM_1: "--max-tokens --num-sizes --short-tokens --num-repeats --top --iteration --call",
     _FROM_0: "--seed --num-warmup --matrix-size",
     _POSITIVE: "--timeout --max-file-gb --intra-node-gb-per-s --inter-node-gb-per-s",
     _NOT_NEGATIVE: "--plan-time --least-gb-per-s",
-    Range(1, 2**53): "--memory-limit-bytes",
-    Range(1, 1_000_000): "--iterations",
-    Range(1, 100_000): "--num-batches",
-    Range(1, 1_000): "--max-strategies",
-    Range(1, 256): "--processes --workers",
-    Range(0.0, 86_400.0, above_low=True): "--time-limit",
+    OptionRange(1, 2**53): "--memory-limit-bytes",
+    OptionRange(1, 1_000_000): "--iterations",
+    OptionRange(1, 100_000): "--num-batches",
+    OptionRange(1, 1_000): "--max-strategies",
+    OptionRange(1, 256): "--processes --workers",
+    OptionRange(0.0, 86_400.0, above_low=True): "--time-limit",
 }
 """Of commands other than training, where they mean something else or do not exist."""
 
 
-def _by_option(table: Mapping[Range, str]) -> dict[str, Range]:
+def _by_option(table: Mapping[OptionRange, str]) -> dict[str, OptionRange]:
     return {option: bounds for bounds, options in table.items() for option in options.split()}
 
 
-RANGES: Mapping[str, Range] = MappingProxyType(_by_option(_OPTIONS))
+RANGES: Mapping[str, OptionRange] = MappingProxyType(_by_option(_OPTIONS))
 """Option of training -> the numbers that it accepts."""
-RANGES_OF_COMMANDS: Mapping[str, Range] = MappingProxyType(
+RANGES_OF_COMMANDS: Mapping[str, OptionRange] = MappingProxyType(
     {**RANGES, **_by_option(_OPTIONS_OF_COMMANDS)}
 )
 """Option of the other commands -> the numbers that it accepts."""

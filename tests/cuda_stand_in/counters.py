@@ -43,7 +43,7 @@ from megatron.hydraulis.data.packed_batch import pack
 from megatron.hydraulis.optimizer.sharded_adamw import AdamWSettings
 from megatron.hydraulis.runtime import executor
 from megatron.hydraulis.runtime.core_attention import VarlenAttention
-from megatron.hydraulis.runtime.engine import Engine
+from megatron.hydraulis.runtime.engine import RuntimeEngine
 from megatron.hydraulis.runtime.model_building import (
     ModelDefinition,
     PackedNorm,
@@ -281,7 +281,7 @@ def _ours(case: Case) -> Callable[[], object]:
         max_sequence_length=max(case.lengths),
         core_attention="te" if case.has_te and not case.same_attention else "torch",
     )
-    engine = Engine(definition, Pool.of(strategy), AdamWSettings(lr=1e-3), seed=1)
+    engine = RuntimeEngine(definition, Pool.of(strategy), AdamWSettings(lr=1e-3), seed=1)
     # The check of the loss ends with the first that is not zero, and here all are zero.
     patch.object(executor, "check_loss_function", lambda *_, **__: True).start()
     step = executor.make_forward_step()

@@ -24,7 +24,7 @@ from megatron.core.transformer.moe.token_dispatcher import MoEAlltoAllTokenDispa
 from torch import Tensor
 
 from megatron.hydraulis.runtime import engine
-from megatron.hydraulis.runtime.engine import Engine
+from megatron.hydraulis.runtime.engine import RuntimeEngine
 from megatron.hydraulis.runtime.outcome import LossTotal, StepVote
 from tests.cuda_stand_in.device import PlainDispatchMode, mark
 from tests.cuda_stand_in.order import COMMUNICATOR_MARK
@@ -156,7 +156,7 @@ def alone(rank: int, num_ranks: int) -> Iterator[None]:
     with ExitStack() as stack:
         stack.enter_context(ZerosFromDevice())
         stack.enter_context(patch.object(engine, "initialise_shards", lambda *_: None))
-        stack.enter_context(patch.object(Engine, "_vote", _given_vote(Engine._vote)))
+        stack.enter_context(patch.object(RuntimeEngine, "_vote", _given_vote(RuntimeEngine._vote)))
         stack.enter_context(patch.object(dist, "all_gather_object", _all_gather_object))
         stack.enter_context(
             patch.object(
@@ -175,7 +175,11 @@ def _all_gather_object(gathered: list[Any], own: Any, group: Any = None) -> None
 
 def _given_vote(real: Callable[..., Any]) -> Callable[..., Any]:
     def vote(
-        of_rank: Engine, calls: Any, next_strategy: str | None = None, *, updates: bool = False
+        of_rank: RuntimeEngine,
+        calls: Any,
+        next_strategy: str | None = None,
+        *,
+        updates: bool = False,
     ) -> tuple[StepVote, tuple[int, ...]]:
         read, _ = real(of_rank, calls, next_strategy, updates=updates)
         names = [strategy.name for strategy in of_rank.pool.strategies]

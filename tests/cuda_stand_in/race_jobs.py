@@ -110,7 +110,7 @@ def _compute_does_not_wait_for(span: str) -> Iterator[None]:
 def _track_does_not_wait_for_collectives_of(span: str) -> Iterator[None]:
     submit = track.StreamTrack.submit
 
-    def changed(on_track: track.StreamTrack, job: track.Job) -> track.Ticket:
+    def changed(on_track: track.StreamTrack, job: track.TrackJob) -> track.Ticket:
         if job.span == span:
             steps = job.steps
             job = replace(job, steps=lambda slot: (None for _ in steps(slot)))

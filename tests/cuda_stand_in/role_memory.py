@@ -19,7 +19,7 @@ from megatron.hydraulis.data.packed_batch import PackedBatch, pack
 from megatron.hydraulis.model_shape import ModelShape
 from megatron.hydraulis.optimizer.sharded_adamw import AdamWSettings
 from megatron.hydraulis.runtime.core_attention import CoreAttentionName
-from megatron.hydraulis.runtime.engine import Engine
+from megatron.hydraulis.runtime.engine import RuntimeEngine
 from megatron.hydraulis.runtime.executor import make_forward_step
 from megatron.hydraulis.runtime.memory import CudaMemory
 from megatron.hydraulis.runtime.memory_trial import StrategyTrial, TrialResult
@@ -165,7 +165,7 @@ def measure(role: Role, num_tokens: int) -> RoleMemory:
     """
     pool = role.pool
     strategy = pool.strategies[0]
-    engine = Engine(
+    engine = RuntimeEngine(
         definition_of(role),
         pool,
         AdamWSettings(lr=1e-3),
@@ -208,7 +208,7 @@ def measure(role: Role, num_tokens: int) -> RoleMemory:
 
 def try_out(role: Role, num_tokens: int) -> TrialResult:
     """The result of a memory trial with a limit."""
-    engine = Engine(definition_of(role), role.pool, AdamWSettings(lr=1e-3), seed=1)
+    engine = RuntimeEngine(definition_of(role), role.pool, AdamWSettings(lr=1e-3), seed=1)
     (strategy,) = role.pool.strategies
     scheme = role.scheme.of_context_group(role.context_size or role.scheme.cp)
     trial = StrategyTrial(

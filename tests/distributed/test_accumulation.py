@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from megatron.hydraulis.errors import ConfigurationError
-from megatron.hydraulis.runtime.engine import Engine
+from megatron.hydraulis.runtime.engine import RuntimeEngine
 from megatron.hydraulis.runtime.executor import make_forward_step
 from tests.support.comparison import assert_same
 from tests.support.gloo_pool import pool_of
@@ -50,7 +50,7 @@ def accumulate(job: Job) -> RankRun:
 
 
 def call(
-    engine: Engine, name: str, part: Any, weights: Any = None, *, is_divided: bool = False
+    engine: RuntimeEngine, name: str, part: Any, weights: Any = None, *, is_divided: bool = False
 ) -> None:
     strategy = engine.pool.strategy(name)
     assignment = spread(len(part), len(strategy.replicas))

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from megatron.hydraulis.checkpoint.loading import load_checkpoint
-from megatron.hydraulis.runtime.engine import Engine
+from megatron.hydraulis.runtime.engine import RuntimeEngine
 from megatron.hydraulis.runtime.memory import CpuMemory
 from tests.support.checkpoints import make_engine, save_engine
 from tests.support.gloo_pool import pool_of
@@ -22,7 +22,7 @@ MODEL = SmallModel(
 )
 
 
-def largest_bucket_bytes(engine: Engine) -> int:
+def largest_bucket_bytes(engine: RuntimeEngine) -> int:
     return 4 * max(bucket.num_elements for bucket in engine.layout.buckets)
 
 
@@ -42,7 +42,7 @@ def save_and_load(root: str, others: str) -> tuple[tuple[int, int, int], int, in
     return (saving, loading[0], loading[1]), largest_bucket_bytes(engine), state
 
 
-def peak_of_load(folder: str, engine: Engine, meter: CpuMemory) -> int:
+def peak_of_load(folder: str, engine: RuntimeEngine, meter: CpuMemory) -> int:
     """Bytes above the use before."""
     before = meter.restart()
     load_checkpoint(Path(folder), engine, {})

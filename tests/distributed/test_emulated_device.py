@@ -23,7 +23,7 @@ from megatron.hydraulis.optimizer.sharded_adamw import AdamWSettings
 from megatron.hydraulis.planner.plan import IterationPlan
 from megatron.hydraulis.planner.planners import CertifiedPlanner
 from megatron.hydraulis.planner.replica_plan import MicroBatch, ReplicaPlan
-from megatron.hydraulis.runtime.engine import Engine
+from megatron.hydraulis.runtime.engine import RuntimeEngine
 from megatron.hydraulis.runtime.executor import make_forward_step
 from megatron.hydraulis.strategy import Pool, Scheme, Strategy
 from tests.support.gloo_pool import pool_of, worker_groups
@@ -104,7 +104,7 @@ def run_plans(plans: list[str]) -> list[Iteration]:
     """On every rank: the plans in sequence, on an emulated device."""
     device = emulated_device()
     pool = strategies(dist.get_world_size())
-    engine = Engine(
+    engine = RuntimeEngine(
         SmallModel(num_layers=NUM_LAYERS).definition(),
         pool,
         AdamWSettings(lr=1e-3),
@@ -194,7 +194,7 @@ def wave_profile() -> ProfileCostModel:
 def run_wave() -> tuple[list[float], int, int]:
     """On every rank: how long it slept, the tokens it ran, and those that all ranks trained."""
     strategy = Strategy.parse("cp4~", 4, name="cp4~")
-    engine = Engine(
+    engine = RuntimeEngine(
         SmallModel(num_layers=NUM_LAYERS).definition(),
         Pool(num_ranks=4, ranks_per_node=4, strategies=(strategy,)),
         AdamWSettings(lr=1e-3),

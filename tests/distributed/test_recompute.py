@@ -10,7 +10,7 @@ from unittest.mock import patch
 
 import pytest
 
-from megatron.hydraulis.runtime.engine import Engine
+from megatron.hydraulis.runtime.engine import RuntimeEngine
 from megatron.hydraulis.runtime.executor import make_forward_step
 from megatron.hydraulis.runtime.passes import ScatterPass
 from tests.support.gloo_pool import pool_of
@@ -74,7 +74,7 @@ def probe_recompute(job: Job) -> RecomputeProbe:
     )
 
 
-def _count_calls(engine: Engine, strategy_name: str, calls: Counter[str]) -> int:
+def _count_calls(engine: RuntimeEngine, strategy_name: str, calls: Counter[str]) -> int:
     role = engine.runtime_of(strategy_name).model
     assert role is not None
     decoder: Any = role.model.decoder

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from megatron.hydraulis.data.packed_batch import PackedBatch
 from megatron.hydraulis.runtime import executor
-from megatron.hydraulis.runtime.engine import Engine
+from megatron.hydraulis.runtime.engine import RuntimeEngine
 from megatron.hydraulis.runtime.executor import loss_func, make_forward_step
 from megatron.hydraulis.strategy import Strategy
 from megatron.hydraulis.transfer.canonical import Contribution
@@ -144,7 +144,7 @@ def probe_untrained_iterations(job: Job) -> UntrainedProbe:
     )
 
 
-def _packs(engine: Engine, job: Job, iteration: int) -> list[PackedBatch]:
+def _packs(engine: RuntimeEngine, job: Job, iteration: int) -> list[PackedBatch]:
     strategy = engine.pool.strategies[0]
     return packs_of_rank(strategy, job.assignments[iteration], job.batches[iteration], engine.rank)
 
@@ -153,7 +153,7 @@ def _masked(batch: PackedBatch) -> PackedBatch:
     return dataclasses.replace(batch, weights=torch.zeros_like(batch.weights), trained_tokens=0)
 
 
-def _snapshot(engine: Engine) -> list[torch.Tensor]:
+def _snapshot(engine: RuntimeEngine) -> list[torch.Tensor]:
     optimizer = engine.optimizer
     states = (optimizer.exp_avg, optimizer.exp_avg_sq, optimizer.num_steps)
     return [state.clone() for state in (engine.shards.parameters, *states)]

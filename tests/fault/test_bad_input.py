@@ -24,7 +24,7 @@ from megatron.hydraulis.data.sources import Blend, load_corpora
 from megatron.hydraulis.loop import entry, faults, startup
 from megatron.hydraulis.observability.records import MetricsWriter, read_metrics
 from megatron.hydraulis.planner.plan import IterationPlan
-from megatron.hydraulis.runtime.engine import Engine
+from megatron.hydraulis.runtime.engine import RuntimeEngine
 from megatron.hydraulis.runtime.executor import loss_func
 from tests.support.forked_job import JobOutcome, Kill, run_job
 from tests.support.tiny_corpus import (
@@ -435,7 +435,7 @@ def _with_bad_second_iteration(
     def program(argv: Sequence[str]) -> None:
         iterations: list[int] = []
 
-        class CountingEngine(Engine):
+        class CountingEngine(RuntimeEngine):
             def forward_backward(self, *args: Any, **kwargs: Any) -> Any:
                 iterations.append(0)
                 return super().forward_backward(*args, **kwargs)

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from megatron.hydraulis.loop import entry
-from megatron.hydraulis.runtime.engine import Engine
+from megatron.hydraulis.runtime.engine import RuntimeEngine
 from tests.support.forked_job import run_job
 from tests.support.overlap_probes import fault_in
 from tests.support.tiny_corpus import tiny_command, write_corpus
@@ -40,7 +40,7 @@ def test_an_error_of_one_rank_ends_all_and_names_rank_and_phase(
     phase: str, where: str, tmp_path: Path
 ) -> None:
     def program(argv: Sequence[str]) -> None:
-        forward_backward, optim_step = Engine.forward_backward, Engine.optim_step
+        forward_backward, optim_step = RuntimeEngine.forward_backward, RuntimeEngine.optim_step
         num_steps = 0
 
         def is_faulty() -> bool:
@@ -57,8 +57,8 @@ def test_an_error_of_one_rank_ends_all_and_names_rank_and_phase(
                 return optim_step(*args, **kwargs)
 
         # In a forked process.
-        Engine.forward_backward = faulty_gradients  # type: ignore[method-assign]
-        Engine.optim_step = faulty_update  # type: ignore[method-assign]
+        RuntimeEngine.forward_backward = faulty_gradients  # type: ignore[method-assign]
+        RuntimeEngine.optim_step = faulty_update  # type: ignore[method-assign]
         atexit.register(print, WAY_OUT)
         entry.main(argv)
 

@@ -15,7 +15,7 @@ import torch
 
 from megatron.hydraulis.checkpoint.manifest import Manifest
 from megatron.hydraulis.loop import entry
-from megatron.hydraulis.runtime.engine import Engine
+from megatron.hydraulis.runtime.engine import RuntimeEngine
 from megatron.hydraulis.runtime.executor import loss_func
 from tests.support.forked_job import run_job
 from tests.support.tiny_corpus import tiny_command, write_corpus
@@ -33,7 +33,7 @@ def _program(argv: Sequence[str]) -> None:
     prints what it owns before each iteration."""
     iterations: list[int] = []
 
-    class PrintingEngine(Engine):
+    class PrintingEngine(RuntimeEngine):
         def forward_backward(self, *args: Any, **kwargs: Any) -> Any:
             iterations.append(0)
             state = hashlib.sha256()

@@ -12,7 +12,7 @@ from unittest.mock import patch
 import torch.distributed as dist
 
 from megatron.hydraulis.runtime import catalogue as catalogue_module
-from megatron.hydraulis.runtime.engine import Engine
+from megatron.hydraulis.runtime.engine import RuntimeEngine
 from megatron.hydraulis.transfer.canonical import ParameterSpec
 from tests.support import models
 from tests.support.gloo_pool import pool_of
@@ -40,9 +40,9 @@ def forgotten(names: str, rank: int) -> Iterator[None]:
 
     Without overlap, which would send gradients before they are dropped.
     """
-    right = Engine._run
+    right = RuntimeEngine._run
 
-    def run(self: Engine, runtime: Any, *others: Any) -> Any:
+    def run(self: RuntimeEngine, runtime: Any, *others: Any) -> Any:
         reports = right(self, runtime, *others)
         if dist.get_rank() == rank:
             for index, bound in runtime.arena.bound.items():
@@ -50,10 +50,10 @@ def forgotten(names: str, rank: int) -> Iterator[None]:
                     bound.gradient.zero_()
         return reports
 
-    def engine(*arguments: Any, **named: Any) -> Engine:
-        return Engine(*arguments, **{**named, "overlap": False})
+    def engine(*arguments: Any, **named: Any) -> RuntimeEngine:
+        return RuntimeEngine(*arguments, **{**named, "overlap": False})
 
-    with patch.object(Engine, "_run", run), patch.object(models, "Engine", engine):
+    with patch.object(RuntimeEngine, "_run", run), patch.object(models, "RuntimeEngine", engine):
         yield
 
 

@@ -15,12 +15,12 @@ from megatron.hydraulis.checkpoint.loading import load_checkpoint
 from megatron.hydraulis.checkpoint.saving import CheckpointSaver, SavedState, optimizer_entry
 from megatron.hydraulis.checkpoint.torch_dist import (
     COMMON_STATE,
-    Piece,
+    FilePiece,
     write_file,
     write_metadata,
 )
 from megatron.hydraulis.optimizer.sharded_adamw import AdamWSettings
-from megatron.hydraulis.runtime.engine import Engine
+from megatron.hydraulis.runtime.engine import RuntimeEngine
 from megatron.hydraulis.runtime.model_building import ModelDefinition
 from megatron.hydraulis.strategy import Pool, Strategy
 from tests.support.gloo_pool import worker_groups
@@ -48,7 +48,7 @@ def write_tensors(
     """A checkpoint without manifest, as plain Megatron's."""
     folder.mkdir(parents=True)
     pieces = [
-        Piece(key, tuple(tensor.shape), (0,) * tensor.dim(), tensor, tensor.dtype)
+        FilePiece(key, tuple(tensor.shape), (0,) * tensor.dim(), tensor, tensor.dtype)
         for key, tensor in tensors.items()
     ]
     write_metadata(folder, [write_file(folder, 0, pieces, {COMMON_STATE: dict(common)})])
@@ -69,20 +69,22 @@ def differing_keys(
 
 def make_engine(
     definition: ModelDefinition, strategies: Sequence[str], *, seed: int = 7, **options: Any
-) -> Engine:
+) -> RuntimeEngine:
     """On every rank."""
     pool = Pool.of(*(Strategy.parse(text, dist.get_world_size(), name=text) for text in strategies))
-    return Engine(definition, pool, SETTINGS, seed=seed, groups=worker_groups(), **options)
+    return RuntimeEngine(definition, pool, SETTINGS, seed=seed, groups=worker_groups(), **options)
 
 
-def save_engine(engine: Engine, root: Path, iteration: int = 3, **options: Any) -> CheckpointSaver:
+def save_engine(
+    engine: RuntimeEngine, root: Path, iteration: int = 3, **options: Any
+) -> CheckpointSaver:
     """On every rank: save, and complete it unless ``asynchronous``."""
     saver = CheckpointSaver(CheckpointFolder(root), engine, **options)
     saver.save(saved_state(engine, iteration))
     return saver
 
 
-def saved_state(engine: Engine, iteration: int) -> SavedState:
+def saved_state(engine: RuntimeEngine, iteration: int) -> SavedState:
     return SavedState(
         iteration=iteration,
         model={"vocab_size": engine.definition.vocab_size},
@@ -97,7 +99,7 @@ def saved_state(engine: Engine, iteration: int) -> SavedState:
     )
 
 
-def fill_moments(engine: Engine) -> None:
+def fill_moments(engine: RuntimeEngine) -> None:
     """On every rank: moments, and biases of routers, that differ for every element."""
     generator = torch.Generator().manual_seed(engine.rank)
     for flat in (engine.optimizer.exp_avg, engine.optimizer.exp_avg_sq):

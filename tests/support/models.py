@@ -21,7 +21,7 @@ from megatron.hydraulis.data.packed_batch import PackedBatch, pack
 from megatron.hydraulis.optimizer.sharded_adamw import AdamWSettings
 from megatron.hydraulis.planner.replica_plan import ContextGroup, MicroBatch
 from megatron.hydraulis.runtime.core_attention import CoreAttentionName
-from megatron.hydraulis.runtime.engine import Engine
+from megatron.hydraulis.runtime.engine import RuntimeEngine
 from megatron.hydraulis.runtime.executor import make_forward_step
 from megatron.hydraulis.runtime.model_building import (
     ModelDefinition,
@@ -346,14 +346,14 @@ def run_job(job: Job) -> RankRun:
     return replace(run, biases=tuple(biases))
 
 
-def build_engine(job: Job, spans: SpanRecorder = NO_SPANS) -> Engine:
+def build_engine(job: Job, spans: SpanRecorder = NO_SPANS) -> RuntimeEngine:
     """On every rank: the engine of a job, its initial weights set."""
     world_size = torch.distributed.get_world_size()
     strategies = [
         Strategy.parse(text, world_size, name=text, ranks_per_node=job.ranks_per_node)
         for text in (*job.strategies, *job.extra_tp)
     ]
-    return Engine(
+    return RuntimeEngine(
         job.model.definition(),
         Pool.of(*strategies),
         job.settings,
@@ -369,7 +369,7 @@ def build_engine(job: Job, spans: SpanRecorder = NO_SPANS) -> Engine:
 
 
 def rank_run(
-    engine: Engine,
+    engine: RuntimeEngine,
     gradients: list[np.ndarray],
     parameters: list[np.ndarray],
     losses: list[float],

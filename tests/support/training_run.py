@@ -13,7 +13,7 @@ from typing import Any
 from megatron.hydraulis.loop import entry
 from megatron.hydraulis.observability.records import IterationRecord, read_metrics
 from megatron.hydraulis.planner.plan import IterationPlan
-from megatron.hydraulis.runtime.engine import Engine
+from megatron.hydraulis.runtime.engine import RuntimeEngine
 from tests.support.forked_job import JobOutcome
 from tests.support.tiny_corpus import PADDED_VOCAB_SIZE
 from tests.support.training_log import LogLine, log_lines
@@ -75,10 +75,10 @@ Launch = Callable[..., Run]
 
 def probing(argv: Sequence[str], hooks: entry.UserHooks | None = None) -> None:
     """The program, which prints what a rank's engine holds and its learning rates."""
-    engines: list[Engine] = []
+    engines: list[RuntimeEngine] = []
     used: list[float] = []
 
-    class ProbedEngine(Engine):
+    class ProbedEngine(RuntimeEngine):
         def __init__(self, *args: Any, **kwargs: Any) -> None:
             super().__init__(*args, **kwargs)
             engines.append(self)

@@ -243,3 +243,13 @@ def test_the_licence_is_apache_2_verbatim_below_the_copyright_line() -> None:
     assert first == b"Copyright 2026 the Hydraulis on Megatron authors"
     assert not blank
     assert hashlib.sha256(text).hexdigest() == LICENCE_SHA256
+
+
+def test_a_class_name_has_one_meaning() -> None:
+    found: dict[str, list[str]] = {}
+    for path in sorted((ROOT / "megatron" / "hydraulis").rglob("*.py")):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.ClassDef):
+                found.setdefault(node.name, []).append(str(path.relative_to(ROOT)))
+    del found["Bucket"]  # Canonical parameters, and lengths in the planner's relaxation.
+    assert {name: paths for name, paths in found.items() if len(paths) > 1} == {}

@@ -48,7 +48,7 @@ from megatron.hydraulis.proposal.batches import draw_batches
 from megatron.hydraulis.proposal.candidates import Candidates
 from megatron.hydraulis.proposal.command import add_search_arguments
 from megatron.hydraulis.proposal.propose import Proposal, propose
-from megatron.hydraulis.simulator.ways import CEILING, FIXED_ROWS, PACKING, Candidate, Ways
+from megatron.hydraulis.simulator.ways import CEILING, FIXED_ROWS, PACKING, Variant, Ways
 from megatron.hydraulis.simulator.work import IterationWork
 from megatron.hydraulis.strategy import Pool, Scheme, Strategy
 from megatron.hydraulis.terminal import (
@@ -258,7 +258,7 @@ def least_makespan_ms(profile: ProfileCostModel, batch: Sequence[int], num_ranks
 
 
 def _fastest(
-    candidates: Iterable[Candidate], profile: ProfileCostModel
+    candidates: Iterable[Variant], profile: ProfileCostModel
 ) -> tuple[Sequence[IterationWork], float]:
     """The works of the fastest candidate, overhead included, and their mean makespan in s."""
     best_ms, mean_ms, best = math.inf, math.inf, None

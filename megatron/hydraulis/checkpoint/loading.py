@@ -38,7 +38,7 @@ from megatron.hydraulis.checkpoint.names import (
 )
 from megatron.hydraulis.checkpoint.torch_dist import MODEL, StoredCheckpoint
 from megatron.hydraulis.errors import CheckpointError, ConfigurationError, Problems, listed
-from megatron.hydraulis.runtime.engine import Engine
+from megatron.hydraulis.runtime.engine import RuntimeEngine
 
 _MAX_ITERATIONS_NAMED = 8
 
@@ -138,7 +138,7 @@ def _find(folder: CheckpointFolder, wanted: int | str | None, with_earlier: bool
 
 def load_first_whole(
     paths: list[Path],
-    engine: Engine,
+    engine: RuntimeEngine,
     model: Mapping[str, Any],
     *,
     with_optimizer: bool = True,
@@ -172,7 +172,7 @@ def load_first_whole(
 
 def load_checkpoint(
     path: Path,
-    engine: Engine,
+    engine: RuntimeEngine,
     model: Mapping[str, Any],
     *,
     with_optimizer: bool = True,

@@ -25,12 +25,12 @@ from megatron.hydraulis.checkpoint.torch_dist import (
     EXP_AVG_SQ,
     MASTER,
     MODEL,
-    Piece,
+    FilePiece,
     renamed_norms,
 )
 from megatron.hydraulis.errors import ConfigurationError
 from megatron.hydraulis.optimizer.shards import CanonicalShards
-from megatron.hydraulis.runtime.engine import Engine
+from megatron.hydraulis.runtime.engine import RuntimeEngine
 from megatron.hydraulis.runtime.model_building import ModelDefinition, build_role_model
 from megatron.hydraulis.runtime.process_groups import LocalGroup, local_collection
 
@@ -89,7 +89,7 @@ def shard_pieces(
     *,
     dtype: torch.dtype | None = None,
     saved_shapes: Mapping[str, tuple[int, ...]] | None = None,
-) -> Iterator[Piece]:
+) -> Iterator[FilePiece]:
     """A state of this rank's shards as pieces of the checkpoint's tensors, which are views of it.
 
     Args:
@@ -118,20 +118,22 @@ def shard_pieces(
             owned.first_row, owned.first_column, num_rows, owned.num_columns
         )
         same_as = MASTER + place.key if same_as_master else None
-        yield Piece(key, shape, offset, view.view(size), dtype, same_as)
+        yield FilePiece(key, shape, offset, view.view(size), dtype, same_as)
 
 
-def bias_pieces(engine: Engine, stored: Mapping[str, StoredParameter]) -> Iterator[Piece]:
+def bias_pieces(
+    engine: RuntimeEngine, stored: Mapping[str, StoredParameter]
+) -> Iterator[FilePiece]:
     """The biases of all routers; ``stored`` is `StoredModel.biases`."""
     biases = engine.routers.biases if engine.routers is not None else None
     for name, place in stored.items():
         assert biases is not None
         row = biases[int(name.split(".")[_LAYER_OF_NAME])]
         offset, size = place.rectangle(0, 0, len(row), 1)
-        yield Piece(MODEL + place.key, place.shape, offset, row.view(size), row.dtype)
+        yield FilePiece(MODEL + place.key, place.shape, offset, row.view(size), row.dtype)
 
 
-def training_state(engine: Engine) -> dict[str, torch.Tensor]:
+def training_state(engine: RuntimeEngine) -> dict[str, torch.Tensor]:
     """This rank's fp32 master and moments, by the prefix of their keys."""
     return {
         MASTER: engine.shards.parameters,

@@ -43,14 +43,14 @@ from megatron.hydraulis.checkpoint.torch_dist import (
     COMMON_STATE,
     MASTER,
     MODEL,
-    Piece,
+    FilePiece,
     WrittenFile,
     write_file,
     write_metadata,
 )
 from megatron.hydraulis.errors import failure_of, raise_first
 from megatron.hydraulis.optimizer.sharded_adamw import ShardedAdamW
-from megatron.hydraulis.runtime.engine import Engine
+from megatron.hydraulis.runtime.engine import RuntimeEngine
 from megatron.hydraulis.strategy import Pool
 
 _VERSION = 3.0
@@ -174,7 +174,7 @@ class CheckpointSaver:
     def __init__(
         self,
         folder: CheckpointFolder,
-        engine: Engine,
+        engine: RuntimeEngine,
         *,
         asynchronous: bool = False,
         keep_last: int | None = None,
@@ -262,7 +262,7 @@ class CheckpointSaver:
         self,
         saved: SavedState,
         states: Mapping[str, Tensor],
-        biases: Sequence[Piece],
+        biases: Sequence[FilePiece],
         goes_on: Callable[[], bool] = lambda: True,
     ) -> WrittenFile:
         """Write this rank's file. No collective, since it may run in a fork. Raises OSError."""
@@ -273,7 +273,7 @@ class CheckpointSaver:
         pieces = itertools.chain(self._pieces(states), biases)
         return write_file(path, rank, pieces, objects, goes_on)
 
-    def _pieces(self, states: Mapping[str, Tensor]) -> Iterator[Piece]:
+    def _pieces(self, states: Mapping[str, Tensor]) -> Iterator[FilePiece]:
         shards, stored = self._engine.shards, self._stored.parameters
         for prefix, flat in states.items():
             yield from shard_pieces(shards, flat, stored, prefix)

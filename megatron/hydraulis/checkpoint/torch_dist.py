@@ -77,7 +77,7 @@ _NUMPY_DTYPES = [type(np.dtype(kind)) for kind in (np.uint32, np.uint64, np.int6
 
 
 @dataclass(frozen=True, slots=True)
-class Piece:
+class FilePiece:
     """A rectangle of a tensor in a checkpoint, and the memory that it is written from or read to.
 
     All shapes and offsets count every axis of the stored tensor, that of layers included.
@@ -214,15 +214,15 @@ class StoredCheckpoint:
         size = stored.shape[len(index) :]
         data = torch.empty((*(1 for _ in index), *size), dtype=stored.dtype)
         offset = (*index, *(0 for _ in size))
-        self.fill([Piece(stored_key, stored.shape, offset, data, stored.dtype)])
+        self.fill([FilePiece(stored_key, stored.shape, offset, data, stored.dtype)])
         return data.view(size)
 
-    def fill(self, pieces: Iterable[Piece]) -> None:
+    def fill(self, pieces: Iterable[FilePiece]) -> None:
         """Read into the memory of the pieces, in the order of the files.
 
         One stored chunk at a time is in memory.
         """
-        pieces_of: dict[str, list[Piece]] = defaultdict(list)
+        pieces_of: dict[str, list[FilePiece]] = defaultdict(list)
         for piece in pieces:
             pieces_of[piece.key].append(piece)
         reads: list[tuple[_StorageInfo, Any, Tensor]] = []
@@ -413,7 +413,7 @@ class WrittenFile:
 def write_file(
     folder: Path,
     rank: int,
-    pieces: Iterable[Piece],
+    pieces: Iterable[FilePiece],
     objects: Mapping[str, Any],
     goes_on: Callable[[], bool] = lambda: True,
 ) -> WrittenFile:
@@ -498,7 +498,7 @@ class _HashingStream(io.RawIOBase):
         return self._digest.hexdigest()
 
 
-def _own_storage(piece: Piece) -> Tensor:
+def _own_storage(piece: FilePiece) -> Tensor:
     """The piece on the host, in the dtype of the file: torch.save writes the storage of a view."""
     tensor = piece.data.detach().to("cpu", piece.dtype)
     if tensor.untyped_storage().nbytes() != tensor.numel() * tensor.itemsize:

@@ -121,7 +121,7 @@ KERNELS = KernelConstants()
 
 
 @dataclass(frozen=True, slots=True)
-class Term:
+class CostTerm:
     """Seconds of a cause, of a micro-batch on a stage: a polynomial in the lengths."""
 
     per_token2_s: float = 0.0
@@ -130,8 +130,8 @@ class Term:
     """Times Σ s."""
     constant_s: float = 0.0
 
-    def __add__(self, other: "Term") -> "Term":
-        return Term(
+    def __add__(self, other: "CostTerm") -> "CostTerm":
+        return CostTerm(
             self.per_token2_s + other.per_token2_s,
             self.per_token_s + other.per_token_s,
             self.constant_s + other.constant_s,
@@ -141,8 +141,10 @@ class Term:
         """Of a micro-batch."""
         return self.per_token2_s * sum_of_squares + self.per_token_s * num_tokens + self.constant_s
 
-    def __rmul__(self, factor: float) -> "Term":
-        return Term(factor * self.per_token2_s, factor * self.per_token_s, factor * self.constant_s)
+    def __rmul__(self, factor: float) -> "CostTerm":
+        return CostTerm(
+            factor * self.per_token2_s, factor * self.per_token_s, factor * self.constant_s
+        )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -215,7 +217,7 @@ class AnalyticCostModel(TrainedModel):
 
         Raises StrategyError when the scheme cannot hold the model's layers.
         """
-        totals = [sum(stage.values(), Term()) for stage in self.terms_by_stage(scheme)]
+        totals = [sum(stage.values(), CostTerm()) for stage in self.terms_by_stage(scheme)]
         return Coefficients(
             a_ms_per_token2=_MS_PER_S * max(each.per_token2_s for each in totals),
             b_ms_per_token=_MS_PER_S * max(each.per_token_s for each in totals),
@@ -230,7 +232,7 @@ class AnalyticCostModel(TrainedModel):
         num_layers = max(scheme.layers_per_stage(self.shape.num_layers))
         terms = self.stage_terms(scheme, num_layers, is_last=False)
         both_s = sum(term.per_token_s for cause, term in terms.items() if cause != "boundary")
-        forward = sum(self.forward_terms(scheme).values(), Term())
+        forward = sum(self.forward_terms(scheme).values(), CostTerm())
         return round(num_layers * forward.per_token_s / both_s, 2)
 
     def balanced_scheme(self, scheme: Scheme, *, min_tokens: int) -> Scheme:
@@ -247,7 +249,7 @@ class AnalyticCostModel(TrainedModel):
 
         def time(stage: int, num_layers: int) -> float:
             terms = self.stage_terms(scheme, num_layers, is_last=stage == scheme.pp - 1)
-            return sum(terms.values(), Term()).per_token_s
+            return sum(terms.values(), CostTerm()).per_token_s
 
         def tokens(stage: int, num_layers: int) -> int:
             return self.memory.stage_tokens(scheme, stage, num_layers)
@@ -261,13 +263,13 @@ class AnalyticCostModel(TrainedModel):
             return scheme
         return replace(scheme, layers=layers)
 
-    def terms_by_stage(self, scheme: Scheme) -> list[dict[str, Term]]:
+    def terms_by_stage(self, scheme: Scheme) -> list[dict[str, CostTerm]]:
         """`stage_terms` of every stage; raises as `coefficients`."""
         *before, last = scheme.layers_per_stage(self.shape.num_layers)
         inner = {num: self.stage_terms(scheme, num, is_last=False) for num in set(before)}
         return [*(inner[num] for num in before), self.stage_terms(scheme, last, is_last=True)]
 
-    def stage_terms(self, scheme: Scheme, num_layers: int, *, is_last: bool) -> dict[str, Term]:
+    def stage_terms(self, scheme: Scheme, num_layers: int, *, is_last: bool) -> dict[str, CostTerm]:
         """Forward and backward of a micro-batch on a stage of num_layers layers, by cause.
 
         Messages to the neighbours and, on the last stage, output layer and loss included. The
@@ -280,11 +282,11 @@ class AnalyticCostModel(TrainedModel):
             "matmul": _BACKWARD_FORWARDS * forward["matmul"],
             "attention": _BACKWARD_FORWARDS_OF_ATTENTION * forward["attention"],
             "elementwise": _BACKWARD_FORWARDS * forward["elementwise"]
-            + Term(constant_s=weights_s / self.device.memory_bytes_per_s),
+            + CostTerm(constant_s=weights_s / self.device.memory_bytes_per_s),
             "launch": _BACKWARD_LAUNCHES * forward["launch"],
             "tensor_parallel": forward["tensor_parallel"],
-            "expert_copies": forward.get("expert_copies", Term()),
-            "expert_parallel": forward.get("expert_parallel", Term()),
+            "expert_copies": forward.get("expert_copies", CostTerm()),
+            "expert_parallel": forward.get("expert_parallel", CostTerm()),
             "context_parallel": self._cp_term(
                 scheme,
                 exchange.total_bytes - exchange.forward_bytes,
@@ -294,17 +296,17 @@ class AnalyticCostModel(TrainedModel):
         terms = {cause: num_layers * (term + backward[cause]) for cause, term in forward.items()}
         again = self.recompute
         terms["recompute"] = (
-            again.num_layers_again(num_layers) * sum(forward.values(), Term())
+            again.num_layers_again(num_layers) * sum(forward.values(), CostTerm())
             if again.granularity == "full"
             else again.num_attentions_again(num_layers)
             * (forward["attention"] + forward["context_parallel"])
             + again.num_mlps_again(num_layers) * self._mlp_forward(scheme)
         )
-        terms["logits"] = self._logits(scheme) if is_last else Term()
+        terms["logits"] = self._logits(scheme) if is_last else CostTerm()
         terms["boundary"] = self.boundary(scheme)
         return terms
 
-    def forward_terms(self, scheme: Scheme) -> dict[str, Term]:
+    def forward_terms(self, scheme: Scheme) -> dict[str, CostTerm]:
         """Forward of one layer by cause."""
         shape, kernels = self.shape, self.kernels
         num_shares = scheme.tp if self.sequence_parallel else 1
@@ -319,7 +321,7 @@ class AnalyticCostModel(TrainedModel):
             ),
             "attention": self.attention(scheme),
             "elementwise": self._moved(row) + self._activation(scheme),
-            "launch": Term(
+            "launch": CostTerm(
                 constant_s=(1.0 + self._expert_launch_share(scheme))
                 * self.device.layer_overhead_s
                 / (1 + _BACKWARD_LAUNCHES)
@@ -363,12 +365,12 @@ class AnalyticCostModel(TrainedModel):
         """Of the layers."""
         return self.shape.num_expert_layers / self.shape.num_layers
 
-    def _expert_copies(self, scheme: Scheme) -> Term:
+    def _expert_copies(self, scheme: Scheme) -> CostTerm:
         """Copies of tokens for experts, mean over the layers."""
         num_states = moved_copies(self.shape, scheme, self.expert_load) * self._share_with_experts
         return self._moved(num_states * self.shape.hidden_size / scheme.cp)
 
-    def _expert_exchange(self, scheme: Scheme) -> Term:
+    def _expert_exchange(self, scheme: Scheme) -> CostTerm:
         """Tokens to whole experts and back; messages to all ranks of a group travel together."""
         cluster, share_of_layers = self.cluster, self._share_with_experts
         num_bytes = exchanged_bytes_per_token(self.shape, scheme, self.parameter_bytes)
@@ -378,7 +380,7 @@ class AnalyticCostModel(TrainedModel):
         s_per_byte += (1.0 - share_inside) / cluster.inter_node.bytes_per_s
         per_token_s = num_bytes * s_per_byte / self.device.link_fraction
         latency_s = cluster.point_to_point(scheme.ep).latency_s
-        return Term(
+        return CostTerm(
             per_token_s=self._rank_load(scheme) * per_token_s,
             constant_s=NUM_EXCHANGES_FORWARD * share_of_layers * latency_s,
         )
@@ -391,7 +393,7 @@ class AnalyticCostModel(TrainedModel):
             return _NUM_TP_COLLECTIVES_FORWARD
         return _NUM_TP_COLLECTIVES_FORWARD * (1.0 - self._share_with_experts / 2)
 
-    def _tp_messages(self, scheme: Scheme) -> Term:
+    def _tp_messages(self, scheme: Scheme) -> CostTerm:
         """In the forward of a layer. With sequence parallelism, latent attention gathers what its
         projections from latents take: both latents and the rotated channels of keys, or a whole
         hidden state where one matrix makes the queries (runtime/latent_attention.py)."""
@@ -405,71 +407,71 @@ class AnalyticCostModel(TrainedModel):
         share = num_gathered / shape.hidden_size / _NUM_LATENT_GATHERS
         return others + replace(messages, per_token_s=share * messages.per_token_s)
 
-    def _matmul(self, num_entries: float, scheme: Scheme) -> Term:
+    def _matmul(self, num_entries: float, scheme: Scheme) -> CostTerm:
         """One product with matrices of num_entries entries."""
         rate = self.peak_flops_per_s * self.device.matmul_fraction
         num_ranks = scheme.tp * scheme.cp
-        return Term(per_token_s=_FLOPS_PER_ENTRY * num_entries / num_ranks / rate)
+        return CostTerm(per_token_s=_FLOPS_PER_ENTRY * num_entries / num_ranks / rate)
 
-    def _moved(self, num_elements: float) -> Term:
+    def _moved(self, num_elements: float) -> CostTerm:
         """Elements of activations that a token moves through memory."""
         num_bytes = num_elements * self.parameter_bytes
-        return Term(per_token_s=num_bytes / self.device.memory_bytes_per_s)
+        return CostTerm(per_token_s=num_bytes / self.device.memory_bytes_per_s)
 
-    def _activation(self, scheme: Scheme) -> Term:
+    def _activation(self, scheme: Scheme) -> CostTerm:
         """Elementwise work inside the MLP."""
         num_matrices = _NUM_GATED_MATRICES if self.shape.gated_mlp else _NUM_GATED_MATRICES - 1
         passes = self.kernels.ffn_passes * num_matrices / _NUM_GATED_MATRICES
         return self._moved(passes * self.shape.mlp_width / (scheme.tp * scheme.cp))
 
-    def _mlp_forward(self, scheme: Scheme) -> Term:
+    def _mlp_forward(self, scheme: Scheme) -> CostTerm:
         return (
             self._matmul(self.shape.num_mlp_parameters_per_layer, scheme)
             + self._activation(scheme)
             + self._tp_collectives(scheme, _NUM_TP_COLLECTIVES_FORWARD // 2)
         )
 
-    def attention(self, scheme: Scheme) -> Term:
+    def attention(self, scheme: Scheme) -> CostTerm:
         """Forward of a layer: scores and their product with the values."""
         causal_flops = _FLOPS_PER_ENTRY * self.shape.score_size / (scheme.tp * scheme.cp)
         per_token2_s = causal_flops / (self.peak_flops_per_s * self.device.attention_fraction)
-        return Term(per_token2_s, per_token2_s * self.kernels.half_rate_tokens)
+        return CostTerm(per_token2_s, per_token2_s * self.kernels.half_rate_tokens)
 
-    def _logits(self, scheme: Scheme) -> Term:
+    def _logits(self, scheme: Scheme) -> CostTerm:
         """Output layer and loss, forward and backward."""
         product = self._matmul(self.shape.num_embedding_parameters, scheme)
         num_moved = self.kernels.logit_passes * self.shape.vocab_size / (scheme.tp * scheme.cp)
         return self.kernels.logit_products * product + self._moved(num_moved)
 
-    def _tp_collectives(self, scheme: Scheme, number: float) -> Term:
+    def _tp_collectives(self, scheme: Scheme, number: float) -> CostTerm:
         """All-gathers or reduce-scatters of a hidden state over the tp ranks."""
         tp, device = scheme.tp, self.device
         if tp == 1:
-            return Term()
+            return CostTerm()
         link = self.cluster.collective(tp)
         share = device.link_fraction * self.kernels.tp_link_share
         if self.cluster.crosses_nodes(tp):
             share = device.network_fraction
         num_bytes = (tp - 1) / tp * self.shape.hidden_size * self.parameter_bytes / scheme.cp
         latency_s = self.kernels.collective_latencies * link.latency_s
-        return number * Term(0.0, num_bytes / (link.bytes_per_s * share), latency_s)
+        return number * CostTerm(0.0, num_bytes / (link.bytes_per_s * share), latency_s)
 
     def _exchange(self, scheme: Scheme) -> Exchange:
         return exchange_of(self.shape, scheme, self.parameter_bytes, self.cp_comm_type)
 
-    def _cp_term(self, scheme: Scheme, num_bytes: float, num_messages: int) -> Term:
+    def _cp_term(self, scheme: Scheme, num_bytes: float, num_messages: int) -> CostTerm:
         """Messages between the cp ranks, num_bytes for every token of the row."""
         link = self.cluster.point_to_point(scheme.tp * scheme.cp)
         bandwidth = link.bytes_per_s * self.device.link_fraction
-        return Term(0.0, num_bytes / bandwidth, num_messages * link.latency_s)
+        return CostTerm(0.0, num_bytes / bandwidth, num_messages * link.latency_s)
 
-    def boundary(self, scheme: Scheme) -> Term:
+    def boundary(self, scheme: Scheme) -> CostTerm:
         """A stage's messages to its neighbours."""
         if scheme.pp == 1:
-            return Term()
+            return CostTerm()
         link = self.cluster.point_to_point(scheme.num_ranks)
         num_shares = scheme.cp * (scheme.tp if self.sequence_parallel else 1)
         num_bytes = self.shape.hidden_size * self.parameter_bytes / num_shares
-        return _NUM_PP_MESSAGES * Term(
+        return _NUM_PP_MESSAGES * CostTerm(
             0.0, num_bytes / (link.bytes_per_s * self.device.link_fraction), link.latency_s
         )

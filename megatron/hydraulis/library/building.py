@@ -25,7 +25,7 @@ from megatron.hydraulis.runtime.core_attention import (
     current_environment,
     row_kinds,
 )
-from megatron.hydraulis.runtime.engine import Engine
+from megatron.hydraulis.runtime.engine import RuntimeEngine
 from megatron.hydraulis.runtime.model_building import (
     ModelDefinition,
     upstream_layer_spec,
@@ -84,8 +84,8 @@ def build_engine(
     settings: AdamWSettings | None,
     *,
     spans: SpanRecorder = NO_SPANS,
-    make: Callable[..., Engine] = Engine,
-) -> Engine:
+    make: Callable[..., RuntimeEngine] = RuntimeEngine,
+) -> RuntimeEngine:
     """The engine that the flags describe. Collective.
 
     Args:

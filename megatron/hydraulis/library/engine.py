@@ -41,7 +41,7 @@ from megatron.hydraulis.library.plans import PoolLike, ProfileLike
 from megatron.hydraulis.optimizer.sharded_adamw import AdamWSettings
 from megatron.hydraulis.planner.plan import Planner, PlanText
 from megatron.hydraulis.planner.planners import CertifiedPlanner
-from megatron.hydraulis.runtime.engine import Engine as RuntimeEngine
+from megatron.hydraulis.runtime.engine import RuntimeEngine
 from megatron.hydraulis.runtime.memory import SharedOutOfMemoryError, release_cached_memory
 from megatron.hydraulis.runtime.outcome import LossTotal, StepOutcome
 from megatron.hydraulis.runtime.process_groups import of_all_ranks

@@ -41,7 +41,7 @@ from megatron.hydraulis.library.plans import PoolLike, ProfileLike, as_pool
 from megatron.hydraulis.optimizer.sharded_adamw import AdamWSettings
 from megatron.hydraulis.optimizer.shards import OwnedRectangle
 from megatron.hydraulis.quiet_imports import silence_upstream
-from megatron.hydraulis.runtime.engine import Engine
+from megatron.hydraulis.runtime.engine import RuntimeEngine
 from megatron.hydraulis.runtime.process_groups import of_all_ranks
 from megatron.hydraulis.transfer.canonical import Bucket, ParameterSpec, Piece
 
@@ -63,7 +63,7 @@ _OF_PYTHON = {
 class BuiltEngine:
     """An engine and what it was built from."""
 
-    engine: Engine
+    engine: RuntimeEngine
     planning: Planning
     resolved: Resolved
     model: HuggingFaceModel
@@ -189,7 +189,7 @@ def _check_options(flag_parser: FlagParser, options: Sequence[str]) -> None:
 
 
 def hf_tensors(
-    engine: Engine, model: HuggingFaceModel, stored: Mapping[str, StoredParameter]
+    engine: RuntimeEngine, model: HuggingFaceModel, stored: Mapping[str, StoredParameter]
 ) -> Iterator[tuple[str, Tensor]]:
     """Every tensor by Hugging Face's name, on every rank, on the job's device.
 
@@ -233,7 +233,7 @@ def hf_tensors(
         yield tensor.name, bias.clone()
 
 
-def _gathered(engine: Engine, bucket: Bucket) -> list[tuple[int, Tensor]]:
+def _gathered(engine: RuntimeEngine, bucket: Bucket) -> list[tuple[int, Tensor]]:
     """Collective: all shares of a bucket's parameters in order, with the first element of each."""
     ranges = [bucket.shard_range(rank) for rank in range(engine.layout.num_ranks)]
     most = max(stop - start for start, stop in ranges)  # a collective takes equal shares
@@ -258,7 +258,7 @@ def _copy(shares: Sequence[tuple[int, Tensor]], first: int, out: Tensor) -> None
     out.copy_(torch.cat(found).view(out.shape))
 
 
-def _fill(engine: Engine, folder: Path, stored: Mapping[str, StoredParameter]) -> None:
+def _fill(engine: RuntimeEngine, folder: Path, stored: Mapping[str, StoredParameter]) -> None:
     """Set this rank's shards from the folder."""
     model, files, dtype = open_folder(folder)
     shards = engine.shards
@@ -279,7 +279,7 @@ def _fill(engine: Engine, folder: Path, stored: Mapping[str, StoredParameter]) -
 
 
 def _parameters(
-    engine: Engine, model: HuggingFaceModel, stored: Mapping[str, StoredParameter]
+    engine: RuntimeEngine, model: HuggingFaceModel, stored: Mapping[str, StoredParameter]
 ) -> Iterator[tuple[ParameterSpec, list[TensorRows]]]:
     """Every parameter, with what Hugging Face has of it."""
     name_of = {(at.key, at.prefix): name for name, at in stored.items()}
@@ -293,7 +293,7 @@ def _parameters(
 
 
 def _router_biases(
-    engine: Engine, model: HuggingFaceModel
+    engine: RuntimeEngine, model: HuggingFaceModel
 ) -> Iterator[tuple[Tensor, list[TensorRows]]]:
     """Every router's bias, which each rank has, with what Hugging Face has of it."""
     for place, parts in by_place(model):

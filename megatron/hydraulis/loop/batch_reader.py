@@ -20,7 +20,7 @@ from megatron.hydraulis.strategy import Pool
 
 
 @dataclass(frozen=True)
-class PlannedBatch:
+class RankBatch:
     """One iteration's work, as one rank sees it."""
 
     batch: GlobalBatch
@@ -65,7 +65,7 @@ class BatchReader:
     plan_dir: Path | None = None
     """Where this rank records each plan, if anywhere."""
 
-    def read(self) -> PlannedBatch:
+    def read(self) -> RankBatch:
         """The next batch; waits for its plan. Raises PlanError, DataError."""
         iteration, batch = self.batches.iteration, self.batches.take()
         start_s = time.perf_counter()
@@ -80,7 +80,7 @@ class BatchReader:
             return TokenSequence(self.corpus.tokens(number), self.corpus.token_weights(number))
 
         share = RankShare.of(plan, dist.get_rank(), self.device, sequence_of)
-        return PlannedBatch(batch, plan, published.digest, share, plan_wait_s, plan_fetch_s)
+        return RankBatch(batch, plan, published.digest, share, plan_wait_s, plan_fetch_s)
 
     def lower_limits(self, pool: Pool, limits: Limits, *, repeats_last: bool) -> None:
         """Read plans of lower limits from now on; see `PlannedData.lower_limits`."""
@@ -99,7 +99,7 @@ class PlannedData:
     feed: PlanFeed | None
     """Publishes the plans that readers wait for; on rank 0."""
 
-    def next_batch(self) -> PlannedBatch:
+    def next_batch(self) -> RankBatch:
         """The next batch; on rank 0 its plan is published first."""
         if self.feed is not None:
             self.feed.publish_next()

@@ -58,7 +58,7 @@ _NOTE = "phase '"
 
 
 @dataclass(frozen=True)
-class Place:
+class RankPlace:
     """Where a rank is."""
 
     iteration: int
@@ -85,7 +85,7 @@ class Place:
         return f"{_NOTE}{self.phase}'{of_iteration}{of_plan}"
 
 
-def missing_ranks(places: Sequence[Place | None], now_s: float, silent_s: float) -> list[int]:
+def missing_ranks(places: Sequence[RankPlace | None], now_s: float, silent_s: float) -> list[int]:
     """Ranks that others wait for: those behind the furthest, and those that are silent.
 
     Args:
@@ -103,7 +103,7 @@ def missing_ranks(places: Sequence[Place | None], now_s: float, silent_s: float)
 
 
 def report_of(
-    rank: int, places: Sequence[Place | None], now_s: float, silent_s: float, timeout_s: float
+    rank: int, places: Sequence[RankPlace | None], now_s: float, silent_s: float, timeout_s: float
 ) -> str | None:
     """This rank's report of a wait; None if another rank reports it."""
     missing = missing_ranks(places, now_s, silent_s)
@@ -131,7 +131,7 @@ def report_of(
     )
 
 
-def _state(rank: int, place: Place | None, now_s: float, silent_s: float) -> str:
+def _state(rank: int, place: RankPlace | None, now_s: float, silent_s: float) -> str:
     if place is None:
         return f"rank {rank}, which has reported nothing yet"
     silence_s = now_s - place.alive_s
@@ -168,7 +168,7 @@ class HangGuard:
         self._say = say or (lambda text: print(text, file=sys.stderr, flush=True))
         self._end = end or (lambda: end_process(EXIT_STATUS))
         now_s = time.time()
-        self._place = Place(0, "start", "", now_s, now_s)
+        self._place = RankPlace(0, "start", "", now_s, now_s)
         self._asked_s: float | None = None
         """Time of day of a request that the store has not answered yet."""
         self._ends = threading.Event()
@@ -182,7 +182,7 @@ class HangGuard:
     def enter(self, phase: str, iteration: int | None = None, plan: str | None = None) -> None:
         """Begin another phase; iteration and plan stay the same if None."""
         before = self._place
-        self._place = Place(
+        self._place = RankPlace(
             before.iteration if iteration is None else iteration,
             phase,
             before.plan if plan is None else plan,
@@ -215,7 +215,7 @@ class HangGuard:
             self._note(error, self._place)
             raise
 
-    def _note(self, error: Exception, place: Place) -> None:
+    def _note(self, error: Exception, place: RankPlace) -> None:
         if not any(note.startswith(_NOTE) for note in getattr(error, "__notes__", ())):
             error.add_note(str(place))
 
@@ -238,7 +238,7 @@ class HangGuard:
             thread.join(self._beat_s)
 
     def _publish_places(self) -> None:
-        reported: Place | None = None
+        reported: RankPlace | None = None
         try:
             while True:
                 place = self._place
@@ -257,14 +257,14 @@ class HangGuard:
         except RuntimeError:  # of torch; the store has ended with its process, and so will this
             self._asked_s = None
 
-    def _publish(self, place: Place) -> None:
+    def _publish(self, place: RankPlace) -> None:
         self._asked_s = time.time()
         content = [place.iteration, place.phase, place.plan, place.since_s, self._asked_s]
         self._store.set(str(self._rank), json.dumps(content))
         self._store.check([str(self._rank)])  # waits for an answer, which setting does not
         self._asked_s = None
 
-    def _read_others(self, own: Place) -> list[Place | None] | None:
+    def _read_others(self, own: RankPlace) -> list[RankPlace | None] | None:
         """The places of all ranks; None if rank 0 waits too, so that the report is not ours.
 
         All ranks ask at the same time: if each read all places, the store would answer N² requests.
@@ -280,13 +280,13 @@ class HangGuard:
         self._asked_s = None
         return places
 
-    def _read(self, rank: int) -> Place | None:
+    def _read(self, rank: int) -> RankPlace | None:
         key = str(rank)
-        return Place(*json.loads(self._store.get(key))) if self._store.check([key]) else None
+        return RankPlace(*json.loads(self._store.get(key))) if self._store.check([key]) else None
 
     def _watch_store(self) -> None:
         """Never uses the store, which might never answer."""
-        reported: Place | None = None
+        reported: RankPlace | None = None
         while not self._ends.wait(self._beat_s):
             place, asked_s, now_s = self._place, self._asked_s, time.time()
             if asked_s is None or not self._is_long(place):
@@ -309,6 +309,6 @@ class HangGuard:
                 self._end()
                 return
 
-    def _is_long(self, place: Place) -> bool:
+    def _is_long(self, place: RankPlace) -> bool:
         waited_s = time.time() - place.since_s
         return waited_s > SHARE_OF_TIMEOUT * self._timeout_s and place.phase not in _WITHOUT_WAIT

@@ -86,7 +86,7 @@ from megatron.hydraulis.observability.report_numbers import Run
 from megatron.hydraulis.optimizer.sharded_adamw import AdamWSettings
 from megatron.hydraulis.planner.planners import PLAN_FILES
 from megatron.hydraulis.runtime.core_attention import CoreAttention
-from megatron.hydraulis.runtime.engine import Engine
+from megatron.hydraulis.runtime.engine import RuntimeEngine
 from megatron.hydraulis.runtime.executor import (
     ForwardStep,
     LossFunction,
@@ -118,7 +118,7 @@ class UserHooks:
     ``loss_mask`` holds the weights of the tokens."""
     model_provider: Callable[..., torch.nn.Module] | None = None
     """``model_provider(pre_process, post_process, config=, pg_collection=)``: one stage."""
-    engine: Callable[..., Engine] = Engine
+    engine: Callable[..., RuntimeEngine] = RuntimeEngine
     """What builds the engine: a subclass can watch, or replace, what it is given to run."""
     notes: tuple[str, ...] = ()
     """What a reader of the run's report must know, a sentence each; kept in ``config.json``."""
@@ -132,7 +132,7 @@ class Job:
         self._run_dir = Path(resolved.hydraulis.run_dir)
         self._hooks = hooks
         self._has_cuda = has_cuda
-        self._engine: Engine | None = None
+        self._engine: RuntimeEngine | None = None
         self._locks: FolderLocks | None = None
         """On rank 0, of the folders that it writes to."""
         self._core_attention: CoreAttention | None = None
@@ -496,7 +496,7 @@ class Job:
         config.model_provider = self._hooks.model_provider
         return config
 
-    def _make_engine(self, definition: ModelDefinition, *, spans: SpanRecorder) -> Engine:
+    def _make_engine(self, definition: ModelDefinition, *, spans: SpanRecorder) -> RuntimeEngine:
         try:
             self._engine = self._build_engine(definition, spans)
         except Exception as error:
@@ -512,7 +512,7 @@ class Job:
             ) from error
         return self._engine
 
-    def _build_engine(self, definition: ModelDefinition, spans: SpanRecorder) -> Engine:
+    def _build_engine(self, definition: ModelDefinition, spans: SpanRecorder) -> RuntimeEngine:
         args = self._resolved.args
         return build_engine(
             self._resolved,

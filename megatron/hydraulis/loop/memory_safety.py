@@ -19,7 +19,7 @@ from megatron.hydraulis.errors import OutOfMemoryError, StrategyError
 from megatron.hydraulis.flags.config import HydraulisConfig
 from megatron.hydraulis.library.planning import Planning, planners
 from megatron.hydraulis.loop.batch_reader import PlannedData
-from megatron.hydraulis.runtime.engine import Engine
+from megatron.hydraulis.runtime.engine import RuntimeEngine
 from megatron.hydraulis.runtime.executor import ForwardStep
 from megatron.hydraulis.runtime.memory import (
     LoneOutOfMemoryError,
@@ -63,7 +63,7 @@ class MemorySafety:
 
     def try_out(
         self,
-        engine: Engine,
+        engine: RuntimeEngine,
         forward_step: ForwardStep,
         meter: MemoryMeter,
         *,

@@ -10,7 +10,7 @@ import torch
 from megatron.core.process_groups_config import ProcessGroupCollection
 
 from megatron.hydraulis.library.building import HydraulisModelConfig, model_definition
-from megatron.hydraulis.runtime.engine import Engine
+from megatron.hydraulis.runtime.engine import RuntimeEngine
 from megatron.hydraulis.runtime.model_building import ModelDefinition
 
 
@@ -21,7 +21,7 @@ class ModelContainer(torch.nn.Module):
     canonical shards.
     """
 
-    def __init__(self, engine: Engine, pg_collection: ProcessGroupCollection) -> None:
+    def __init__(self, engine: RuntimeEngine, pg_collection: ProcessGroupCollection) -> None:
         super().__init__()
         self.engine = engine
         self.config = engine.definition.transformer
@@ -39,7 +39,7 @@ class ContainerConfig(HydraulisModelConfig):
     """With our builder, by which upstream supports other models."""
 
     builder: ClassVar[str] = "megatron.hydraulis.loop.model_container.ModelContainerBuilder"
-    engine_factory: Callable[[ModelDefinition], Engine] | None = None
+    engine_factory: Callable[[ModelDefinition], RuntimeEngine] | None = None
 
 
 class ModelContainerBuilder:

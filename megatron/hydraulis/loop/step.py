@@ -27,7 +27,7 @@ from megatron.hydraulis.data.sampler import GlobalBatch
 from megatron.hydraulis.errors import HydraulisError, NonFiniteLossError, listed
 from megatron.hydraulis.flags.arguments import Resolved
 from megatron.hydraulis.flags.samples import counts_iterations, num_iterations, sample_tokens
-from megatron.hydraulis.loop.batch_reader import PlannedBatch, PlannedData
+from megatron.hydraulis.loop.batch_reader import PlannedData, RankBatch
 from megatron.hydraulis.loop.checkpoints import LoopCounters, RunCheckpoints
 from megatron.hydraulis.loop.drift import RunDrift
 from megatron.hydraulis.loop.hang_guard import HangGuard
@@ -39,7 +39,7 @@ from megatron.hydraulis.observability.console import EtaEstimator, compact_line,
 from megatron.hydraulis.observability.records import IterationRecord, MetricsWriter
 from megatron.hydraulis.optimizer.sharded_adamw import ShardedAdamW
 from megatron.hydraulis.planner.plan import is_marked, plan_status
-from megatron.hydraulis.runtime.engine import Engine
+from megatron.hydraulis.runtime.engine import RuntimeEngine
 from megatron.hydraulis.runtime.memory import allocator_peaks
 from megatron.hydraulis.runtime.outcome import StepOutcome
 from megatron.hydraulis.runtime.process_groups import of_all_ranks
@@ -192,8 +192,8 @@ class TrainingLoop:
         return losses, skipped, False, False, 0, outcome.gradient_norm, None, None
 
     def _run(
-        self, number: int, engine: Engine, data: PlannedData, forward_step: Any
-    ) -> tuple[PlannedBatch, StepOutcome]:
+        self, number: int, engine: RuntimeEngine, data: PlannedData, forward_step: Any
+    ) -> tuple[RankBatch, StepOutcome]:
         """The next batch, run; once more with lower limits if memory runs out."""
         planned = self._next(number, data)
         self._set_end(get_args(), data)
@@ -380,7 +380,7 @@ class TrainingLoop:
 
         return guarded
 
-    def _next(self, number: int, data: PlannedData) -> PlannedBatch:
+    def _next(self, number: int, data: PlannedData) -> RankBatch:
         with self._guard.phase("planning"):
             if self._trace is None:
                 planned = data.next_batch()
@@ -392,14 +392,14 @@ class TrainingLoop:
         self._guard.enter("gather", plan=_named(planned))
         return planned
 
-    def _traced(self, number: int, planned: PlannedBatch) -> AbstractContextManager[None]:
+    def _traced(self, number: int, planned: RankBatch) -> AbstractContextManager[None]:
         return nullcontext() if self._trace is None else self._trace.iteration(number, planned.plan)
 
     def _record(
         self,
         args: Namespace,
         number: int,
-        planned: PlannedBatch,
+        planned: RankBatch,
         outcome: StepOutcome,
         optimizer: ShardedAdamW,
         iteration_time_s: float,
@@ -487,7 +487,7 @@ def _routing_fields(outcome: StepOutcome) -> dict[str, Any]:
     }
 
 
-def _named(planned: PlannedBatch) -> str:
+def _named(planned: RankBatch) -> str:
     """The plan's name in errors and for the hang guard."""
     return f"strategy '{planned.plan.strategy}', plan {planned.digest[:12]}"
 
@@ -573,7 +573,7 @@ class LogInterval:
 
 def count_skipped(
     iteration: int,
-    planned: PlannedBatch,
+    planned: RankBatch,
     outcome: StepOutcome,
     corpus: Corpus,
     counters: LoopCounters,
@@ -618,7 +618,7 @@ def count_skipped(
         )
 
 
-def _cause(planned: PlannedBatch, outcome: StepOutcome, corpus: Corpus) -> tuple[str, str]:
+def _cause(planned: RankBatch, outcome: StepOutcome, corpus: Corpus) -> tuple[str, str]:
     """Collective: what is not finite, and in which sequences of any rank."""
     own = [
         planned.batch.sequence_ids[place]

@@ -37,7 +37,7 @@ MIN_ITERATIONS = 3
 
 
 @dataclass(frozen=True, slots=True)
-class Advice:
+class Remark:
     """One thing to do, or to know."""
 
     kind: Literal["act", "know"]
@@ -47,13 +47,13 @@ class Advice:
     action: str
 
 
-def advice_on(run: Run) -> tuple[Advice, ...]:
+def advice_on(run: Run) -> tuple[Remark, ...]:
     """Things to do first, then things to know; at least one."""
     found = list(itertools.chain(_on_iterations(run), _on_replicas(run), _on_plans(run)))
     if not any(advice.kind == "act" for advice in found):
         found.insert(
             0,
-            Advice(
+            Remark(
                 "know",
                 "Nothing here costs more than it should.",
                 "To make the run faster, compare other strategies.",
@@ -62,17 +62,17 @@ def advice_on(run: Run) -> tuple[Advice, ...]:
     return tuple(sorted(found, key=lambda advice: advice.kind != "act"))
 
 
-def _on_iterations(run: Run) -> Iterator[Advice]:
+def _on_iterations(run: Run) -> Iterator[Remark]:
     totals, prediction = run.numbers.totals, run.numbers.iterations
     if len(run.steady) < MIN_ITERATIONS:
-        yield Advice(
+        yield Remark(
             "know",
             f"Only {len(run.records)} iteration(s) were trained, and the first also builds models "
             "and groups.",
             "Train more iterations before you rely on times.",
         )
     if totals["num_skipped"]:
-        yield Advice(
+        yield Remark(
             "act",
             f"{totals['num_skipped']} of {totals['num_iterations']} iterations updated nothing: no "
             "trained token, or a loss or gradient that is not finite.",
@@ -80,7 +80,7 @@ def _on_iterations(run: Run) -> Iterator[Advice]:
             "(--plan-dir).",
         )
     if totals["plan_wait_fraction"] > MAX_PLAN_WAIT:
-        yield Advice(
+        yield Remark(
             "act",
             f"Training waited {seconds_text(totals['plan_wait_s'])} for plans, "
             f"{share_text(totals['plan_wait_fraction'])} of its time; a plan takes "
@@ -90,7 +90,7 @@ def _on_iterations(run: Run) -> Iterator[Advice]:
         )
     if prediction is not None and prediction["error"] > MAX_PREDICTION_ERROR:
         profile = run.setting("hydraulis", "cost_profile")
-        yield Advice(
+        yield Remark(
             "act",
             f"Measured / predicted time of iterations is {factors_text(prediction)}.",
             f"Measure the profile of --cost-profile {profile} again on this machine; check for "
@@ -101,7 +101,7 @@ def _on_iterations(run: Run) -> Iterator[Advice]:
             "replicas does not change plans; differences between replicas do.",
         )
     if totals["slowdown"] is not None and totals["slowdown"] > 1.0 + MAX_SLOWDOWN:
-        yield Advice(
+        yield Remark(
             "act",
             "Relative to their predictions, the last third of the iterations took "
             f"{factor_text(totals['slowdown'])} the time of the first third.",
@@ -123,7 +123,7 @@ def _how_to_plan_faster(run: Run) -> str:
     return f"Raise --plan-ahead from {now} to {2 * now}."
 
 
-def _on_replicas(run: Run) -> Iterator[Advice]:
+def _on_replicas(run: Run) -> Iterator[Remark]:
     totals = run.numbers.totals
     # By scheme: measured / predicted times of its replicas with enough traced iterations.
     traced: dict[str, list[float]] = {}
@@ -143,7 +143,7 @@ def _on_replicas(run: Run) -> Iterator[Advice]:
         middle = statistics.median(usual.values())
         if max(abs(factor / middle - 1.0) for factor in usual.values()) > MAX_REPLICA_DEVIATION:
             listed = ", ".join(f"{scheme} {factor_text(value)}" for scheme, value in usual.items())
-            yield Advice(
+            yield Remark(
                 "act",
                 f"Measured / predicted time of replicas differs by scheme: {listed}. So plans give "
                 "some replicas too much work and others too little.",
@@ -154,7 +154,7 @@ def _on_replicas(run: Run) -> Iterator[Advice]:
     if slowest is not None and slowness(slowest) > 1.0 + MAX_REPLICA_DEVIATION:
         ranks = ", ".join(map(str, slowest["ranks"]))
         which = "Replica {replica} of {strategy} ({scheme}, ranks ".format(**slowest)
-        yield Advice(
+        yield Remark(
             "act",
             f"{which}{ranks}) takes {factor_text(slowness(slowest))} as long as replicas of its "
             "scheme usually take for the same work.",
@@ -162,7 +162,7 @@ def _on_replicas(run: Run) -> Iterator[Advice]:
         )
     measured, planned = totals["measured_idle_fraction"], share_text(totals["idle_fraction"])
     if (totals["idle_fraction"] if measured is None else measured) > MAX_IDLE:
-        yield Advice(
+        yield Remark(
             "act",
             (
                 f"By the plans, ranks wait {planned} of the makespans for the slowest replica"
@@ -179,7 +179,7 @@ def _on_replicas(run: Run) -> Iterator[Advice]:
         )
     gather, scatter = totals["gather_wait_fraction"], totals["scatter_wait_fraction"]
     if gather is not None and scatter is not None and gather + scatter > MAX_REGROUP_WAIT:
-        yield Advice(
+        yield Remark(
             "act",
             f"The logging rank waits {share_text(gather)} of the time for parameters and "
             f"{share_text(scatter)} for gradients, which includes waiting for slower ranks to send "
@@ -187,7 +187,7 @@ def _on_replicas(run: Run) -> Iterator[Advice]:
             _how_to_wait_less(run),
         )
     if totals["padding_fraction"] > MAX_PADDING:
-        yield Advice(
+        yield Remark(
             "act",
             f"{share_text(totals['padding_fraction'])} of the computed tokens are padding: lengths "
             "are rounded up to multiples that tp and cp need.",
@@ -221,14 +221,14 @@ def _how_to_wait_less(run: Run) -> str:
     return f"{trace}no rank works all the time, so the wait is for the network; {fewer}."
 
 
-def _on_plans(run: Run) -> Iterator[Advice]:
+def _on_plans(run: Run) -> Iterator[Remark]:
     totals = run.numbers.totals
     if totals["marked_plans"]:
         listed = ", ".join(
             f"{number} {status}" for status, number in totals["marked_plans"].items()
         )
         limit = run.setting("hydraulis", "plan_time_limit")
-        yield Advice(
+        yield Remark(
             "act",
             f"Plans that were cut short: {listed}.",
             f"Raise --plan-time-limit from {limit} s or remove it."
@@ -236,7 +236,7 @@ def _on_plans(run: Run) -> Iterator[Advice]:
             else "The log of the run says why the solver or the search failed.",
         )
     if totals["plan_gap"] is not None and totals["plan_gap"] > MAX_PLAN_GAP:
-        yield Advice(
+        yield Remark(
             "know",
             "A better plan with the same strategy could save up to "
             f"{share_text(totals['plan_gap'])} of the makespan (median; worst "
@@ -246,14 +246,14 @@ def _on_plans(run: Run) -> Iterator[Advice]:
         )
     unused = [row["name"] for row in run.numbers.strategies if not row["num_iterations"]]
     if unused and len(run.steady) >= MIN_ITERATIONS:
-        yield Advice(
+        yield Remark(
             "know",
             f"No iteration chose {', '.join(unused)}.",
             "A strategy that is never chosen costs process groups and planning time: remove it "
             "from the pool, unless batches that need it are rare.",
         )
     if not run.numbers.measured_replicas:
-        yield Advice(
+        yield Remark(
             "know",
             "There is no trace of this run, so the times of single replicas are predictions only.",
             f"Train with --trace {run.folder / 'trace'} to see measured times.",

@@ -60,7 +60,7 @@ from megatron.hydraulis.profiler.measurements import (
 )
 from megatron.hydraulis.profiler.rig import EngineRig, Repeats
 from megatron.hydraulis.runtime.core_attention import CoreAttentionName
-from megatron.hydraulis.runtime.engine import Engine
+from megatron.hydraulis.runtime.engine import RuntimeEngine
 from megatron.hydraulis.runtime.memory import MemoryMeter, memory_meter
 from megatron.hydraulis.runtime.spans import SpanRecorder
 from megatron.hydraulis.strategy import Pool, Scheme, Strategy
@@ -398,7 +398,7 @@ class _Job:
         dist.broadcast_object_list(limits, src=0)
         return limits[0]
 
-    def _engine(self, core_attention: CoreAttentionName, spans: SpanRecorder) -> Engine:
+    def _engine(self, core_attention: CoreAttentionName, spans: SpanRecorder) -> RuntimeEngine:
         args = self.resolved.args
         # The measured pool may lack the strategy of --regroup-owners-for.
         hydraulis = replace(self.resolved.hydraulis, regroup_owners_for=None)

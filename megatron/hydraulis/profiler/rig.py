@@ -24,7 +24,7 @@ from megatron.hydraulis.profiler.measurements import (
     MeasuredStrategy,
     RegroupSpeed,
 )
-from megatron.hydraulis.runtime.engine import Engine
+from megatron.hydraulis.runtime.engine import RuntimeEngine
 from megatron.hydraulis.runtime.executor import make_forward_step
 from megatron.hydraulis.runtime.memory import MemoryMeter, is_out_of_memory, release_cached_memory
 from megatron.hydraulis.runtime.process_groups import of_all_ranks
@@ -106,7 +106,7 @@ class EngineRig:
 
     def __init__(
         self,
-        make_engine: Callable[[SpanRecorder], Engine],
+        make_engine: Callable[[SpanRecorder], RuntimeEngine],
         strategies: Mapping[str, Strategy],
         repeats: Repeats,
         meter: MemoryMeter,
@@ -124,10 +124,10 @@ class EngineRig:
         self._meter = meter
         self._recorder = MemoryRecorder(CudaClock() if torch.cuda.is_available() else None)
         self._recorder.tracks = frozenset({COMPUTE, REGROUP})
-        self._engine: Engine | None = None
+        self._engine: RuntimeEngine | None = None
 
     @property
-    def engine(self) -> Engine:
+    def engine(self) -> RuntimeEngine:
         """Built when there is something to measure."""
         if self._engine is None:
             self._engine = self._make_engine(self._recorder)

@@ -60,7 +60,7 @@ class LocalGradients:
     """Whether the loss function has divided the loss."""
 
 
-class Engine:
+class RuntimeEngine:
     """The state of a job that outlives an iteration, and the steps of an iteration.
 
     Construction and all methods that run the model are collective over all ranks. Idle ranks own

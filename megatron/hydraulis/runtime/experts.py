@@ -3,7 +3,7 @@
 Upstream's balancing losses are means over a packed row. Those here are sums over tokens that are
 not padding: a sequence's loss is weighted by its tokens, and counts of a sequence are added over
 the tp and cp ranks that share it. The engine gives the factor by which they enter the gradient,
-so that they are normalised by the tokens of the global batch: see `Engine.forward_backward`.
+so that they are normalised by the tokens of the global batch: see `RuntimeEngine.forward_backward`.
 
 Biases of routers follow the load of experts in all of the job's tokens since the last update.
 """

@@ -21,7 +21,7 @@ from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
 from megatron.hydraulis.cost_model.limits import MemoryTrial, after_failure, allowed_tokens
 from megatron.hydraulis.data.packed_batch import PackedBatch, pack
 from megatron.hydraulis.errors import OutOfMemoryError
-from megatron.hydraulis.runtime.engine import Engine
+from megatron.hydraulis.runtime.engine import RuntimeEngine
 from megatron.hydraulis.runtime.executor import ForwardStep
 from megatron.hydraulis.runtime.memory import (
     MemoryMeter,
@@ -82,7 +82,7 @@ _Measured = Sequence[tuple[Scheme, MemoryTrial]]
 class StrategyTrial:
     """Runs the largest micro-batches of a strategy of the engine's pool."""
 
-    engine: Engine
+    engine: RuntimeEngine
     """Its parameters, optimizer and random generators stay as they are."""
     strategy: Strategy
     forward_step: ForwardStep

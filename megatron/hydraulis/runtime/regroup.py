@@ -20,7 +20,7 @@ from torch import Tensor
 
 from megatron.hydraulis.optimizer.shards import CanonicalShards
 from megatron.hydraulis.runtime.arena import Arena
-from megatron.hydraulis.runtime.track import Job, StagingSlot, Step
+from megatron.hydraulis.runtime.track import StagingSlot, Step, TrackJob
 from megatron.hydraulis.transfer.amounts import LayoutAmounts, StrategyAmounts
 from megatron.hydraulis.transfer.canonical import Bucket, CanonicalLayout
 from megatron.hydraulis.transfer.collective import (
@@ -121,12 +121,12 @@ class Regrouper:
                     route if scatter_plan is plan else make_route(ends, *scatter_plan)
                 )
 
-    def gather_job(self, bucket: int) -> Job:
+    def gather_job(self, bucket: int) -> TrackJob:
         """Fills the arena's parameters of the bucket from the shards of all ranks."""
         route = self.routes[bucket]
         return route.job("gather", route.gather_needs_staging, route.gather)
 
-    def scatter_job(self, bucket: int, *, adds: bool = False) -> Job:
+    def scatter_job(self, bucket: int, *, adds: bool = False) -> TrackJob:
         """Adds up the gradients of the bucket on the shards, in the order of the ranks.
 
         adds: to what is there, which is replaced otherwise.
@@ -226,9 +226,9 @@ class Route(ABC):
 
     def job(
         self, span: str, needs_staging: bool, steps: Callable[[StagingSlot], Iterator[Step]]
-    ) -> Job:
+    ) -> TrackJob:
         """The gather or scatter, by the name of its span."""
-        return Job(
+        return TrackJob(
             span=span,
             detail={"bucket": self.bucket.index, "unit": self.bucket.unit.name},
             num_collectives=self.num_collectives,
@@ -238,11 +238,11 @@ class Route(ABC):
 
     @abstractmethod
     def gather(self, slot: StagingSlot) -> Iterator[Step]:
-        """Shards to arena; see `track.Job.steps`."""
+        """Shards to arena; see `track.TrackJob.steps`."""
 
     @abstractmethod
     def scatter(self, slot: StagingSlot, *, adds: bool = False) -> Iterator[Step]:
-        """Arena to shards, whose gradients are replaced or added to; see `track.Job.steps`."""
+        """Arena to shards, whose gradients are replaced or added to; see `track.TrackJob.steps`."""
 
     def _sends_shard(self, runs: Sequence[Run], num_elements: int) -> bool:
         """Whether a gather sends from the shard itself: one run, in the dtype of the wire."""

@@ -81,7 +81,7 @@ Step = dist.Work | None
 
 
 @dataclass(frozen=True, kw_only=True)
-class Job:
+class TrackJob:
     """The gather or scatter of one bucket."""
 
     span: str
@@ -119,7 +119,7 @@ class Track(Protocol):
     may_delay_compute: bool
     """Whether a job that waits for other ranks may delay compute that this rank queues later."""
 
-    def submit(self, job: Job) -> Ticket:
+    def submit(self, job: TrackJob) -> Ticket:
         """Append a job; returns at once. Not after `close`."""
         ...
 
@@ -146,7 +146,7 @@ class _Failure:
 
 @dataclass
 class _ThreadTicket:
-    job: Job
+    job: TrackJob
     ended: threading.Event = field(default_factory=threading.Event)
     failure: _Failure | None = None
     # Used by the track's thread only.
@@ -191,7 +191,7 @@ class ThreadTrack:
         # The thread must not keep the track alive, or it would never be closed.
         weakref.finalize(self, self._events.put, _CLOSE)
 
-    def submit(self, job: Job) -> Ticket:
+    def submit(self, job: TrackJob) -> Ticket:
         if self._is_closed:
             raise HydraulisError(
                 f"{job} was submitted after the end of regrouping and would never run; "
@@ -358,7 +358,7 @@ class StreamTrack:
         self._num_submitted = 0
         self._spans = spans
 
-    def submit(self, job: Job) -> Ticket:
+    def submit(self, job: TrackJob) -> Ticket:
         # The stream's order separates the users of a slot.
         slot = self._slots[self._num_submitted % len(self._slots)]
         self._num_submitted += 1

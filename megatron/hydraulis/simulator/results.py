@@ -16,7 +16,7 @@ from megatron.hydraulis.cost_model.pipeline import StageCosts
 from megatron.hydraulis.cost_model.regrouping import RegroupCosts
 from megatron.hydraulis.model_shape import ModelShape
 from megatron.hydraulis.simulator.simulation import IterationTasks, Simulator
-from megatron.hydraulis.simulator.ways import Candidate
+from megatron.hydraulis.simulator.ways import Variant
 from megatron.hydraulis.simulator.work import CeilingCosts, IterationWork
 
 _MS_PER_S = 1e3
@@ -137,7 +137,7 @@ class WayResult:
 
 def simulate_way(
     name: str,
-    candidates: Iterable[Candidate],
+    candidates: Iterable[Variant],
     settings: SimulationSettings,
 ) -> WayResult | None:
     """The candidate that takes the least time over all batches; None if there is none.

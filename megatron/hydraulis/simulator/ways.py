@@ -2,7 +2,7 @@
 
 A static way uses its fastest strategy over all batches. Its candidates are homogeneous: replicas
 of a scheme of the cost profile that fill the job, and such strategies of the pool. With experts
-they include ``cp8~ep8``, Megatron's expert parallelism over data-parallel ranks, see `Layout`.
+they include ``cp8~ep8``, Megatron's expert parallelism over data-parallel ranks, see `LaneLayout`.
 "static, balanced" plans the three candidates whose greedy plans of 16 batches are the fastest.
 
 "megatron, cp" has pp 1 only; the groups of a wave pack their sequences into rows of what fits, and
@@ -71,7 +71,7 @@ Shares = tuple[tuple[MicroBatchWork, ...], ...]
 
 
 @dataclass(frozen=True, slots=True)
-class Layout:
+class LaneLayout:
     """A strategy of one scheme as Megatron trains it: data-parallel lanes with rows of their own.
 
     A lane is a replica; with ``~`` and ep, where Megatron's replicas share experts, a group of the
@@ -123,7 +123,7 @@ class _Amounts:
 
 
 @dataclass(frozen=True, slots=True)
-class Candidate:
+class Variant:
     """What a way could do."""
 
     cost_model: CostModel
@@ -199,7 +199,7 @@ class Ways:
         """Tokens of the longest possible sequence, which a static strategy must hold."""
         return self.longest if self.seq_length is None else self.seq_length
 
-    def candidates(self, way: str) -> Iterator[Candidate]:
+    def candidates(self, way: str) -> Iterator[Variant]:
         """What a way could do, that with the lowest limit first; the fastest counts.
 
         None if no such strategy holds the longest sequence. Raises PlanError if a batch cannot be
@@ -225,7 +225,7 @@ class Ways:
             )
             for least_ms, layout, num_rows in self._tracked(way, limited, len(limited)):
                 in_rows = partial(self._in_rows, way, layout, num_rows)
-                yield Candidate(self.simulated, in_rows, least_ms)
+                yield Variant(self.simulated, in_rows, least_ms)
 
     def _tracked(self, what: str, steps: Iterable[_Step], num: int) -> Iterator[_Step]:
         """Yields the steps and reports their progress."""
@@ -234,7 +234,7 @@ class Ways:
             yield step
             self.on_progress(what, done, num)
 
-    def _in_rows(self, way: str, layout: Layout, num_rows: int) -> Works:
+    def _in_rows(self, way: str, layout: LaneLayout, num_rows: int) -> Works:
         """In micro-batches of num_rows rows of fixed length."""
 
         def work(rows: Sequence[Sequence[int]], batch: Sequence[int]) -> MicroBatchWork:
@@ -252,7 +252,7 @@ class Ways:
             for batch in self.batches
         ]
 
-    def _least_ms(self, way: str, layout: Layout, num_rows: int) -> float:
+    def _least_ms(self, way: str, layout: LaneLayout, num_rows: int) -> float:
         """No works with num_rows rows a micro-batch take less.
 
         A stage runs the lane's micro-batches, after the stages before it have run the forward of
@@ -338,7 +338,7 @@ class Ways:
             if self._layout(strategy, strategy.schemes[0]).cost.longest >= self.limit
         ]
 
-    def layouts(self) -> Iterator[Layout]:
+    def layouts(self) -> Iterator[LaneLayout]:
         """Those whose lanes hold the longest sequence; with ``~`` the replicas are the smallest
         that hold all ep ranks."""
         for strategy in self.homogeneous():
@@ -359,9 +359,9 @@ class Ways:
             return False
         return True
 
-    def _layout(self, strategy: Strategy, lane: Scheme) -> Layout:
+    def _layout(self, strategy: Strategy, lane: Scheme) -> LaneLayout:
         cost = scheme_cost(lane, strategy, self.profile, Limits(self.profile))
-        return Layout(strategy, lane, cost)
+        return LaneLayout(strategy, lane, cost)
 
     def _shares(self, num_lanes: int, batch: Sequence[int]) -> list[list[list[int]]]:
         """The `fixed_length_shares` of a batch, without empty rows."""
@@ -399,7 +399,7 @@ class Ways:
             insort(known_ms, (math.fsum(times_ms), place))
         return [pools[place] for _, place in known_ms[:_NUM_BALANCED]]
 
-    def _megatron_context(self) -> Iterator[Candidate]:
+    def _megatron_context(self) -> Iterator[Variant]:
         """Of every tp, ep and limit of a rank."""
         num_ranks, per_node = self.pool.num_ranks, self.pool.ranks_per_node
         made: list[Callable[[], Works]] = []
@@ -418,7 +418,7 @@ class Ways:
                     break
                 made.append(partial(self._in_waves, strategy, rank_tokens, most_tokens))
         for works in self._tracked(MEGATRON_CP, made, len(made)):
-            yield Candidate(self.simulated, works)
+            yield Variant(self.simulated, works)
 
     def _in_waves(self, strategy: Strategy, rank_tokens: int, most_tokens: int) -> Works:
         (whole,) = strategy.schemes
@@ -429,7 +429,7 @@ class Ways:
             works.append(IterationWork(strategy, (micro_batches,)))
         return works
 
-    def _ceiling(self) -> Candidate:
+    def _ceiling(self) -> Variant:
         """Batches as one micro-batch of one replica of all ranks."""
         num_ranks = self.pool.num_ranks
         schemes = {row.scheme for row in self.profile.schemes if row.scheme.num_ranks <= num_ranks}
@@ -445,7 +445,7 @@ class Ways:
         costs = CeilingCosts.of(self._stages, known, num_ranks)
         strategy = Strategy.parse(f"tp{num_ranks}", num_ranks)
         works = [IterationWork(strategy, ((MicroBatchWork.packed(b),),)) for b in self.batches]
-        return Candidate(costs, lambda: works)
+        return Variant(costs, lambda: works)
 
     def _knows(self, scheme: Scheme) -> bool:
         try:
@@ -456,7 +456,7 @@ class Ways:
             return False
         return True
 
-    def _planned(self, way: str, pools: Sequence[Pool]) -> list[Candidate]:
+    def _planned(self, way: str, pools: Sequence[Pool]) -> list[Variant]:
         """Plans every batch with the certified planner; raises PlanError as that does."""
         limits = Limits(self.profile, row_quantum=self.row_quantum)
         plans = (
@@ -469,7 +469,7 @@ class Ways:
             strategy = pools[index].strategy(timed.plan.strategy)
             time_s = timed.cpu_s if self.plan_time_s is None else self.plan_time_s
             works[index].append(IterationWork.of_plan(timed.plan, strategy, plan_time_s=time_s))
-        return [Candidate(self.simulated, partial(list, of_pool)) for of_pool in works]
+        return [Variant(self.simulated, partial(list, of_pool)) for of_pool in works]
 
 
 def _bound_ms(costs: PoolCosts, batch: Sequence[int]) -> float:

@@ -17,15 +17,19 @@ import pytest
 import torch.distributed as dist
 
 from megatron.hydraulis.errors import HydraulisError
-from megatron.hydraulis.loop.hang_guard import HangGuard, Place, missing_ranks, report_of
+from megatron.hydraulis.loop.hang_guard import HangGuard, RankPlace, missing_ranks, report_of
 from megatron.hydraulis.loop.startup import fresh_store, meet
 from tests.support.counted_store import CountedStore
 
 NOW_S, SILENT_S, TIMEOUT_S = 1000.0, 10.0, 60.0
 
 
-def place(iteration: int, phase: str, *, for_s: float = 50.0, silent_for_s: float = 1.0) -> Place:
-    return Place(iteration, phase, "strategy 'x', plan 12ab", NOW_S - for_s, NOW_S - silent_for_s)
+def place(
+    iteration: int, phase: str, *, for_s: float = 50.0, silent_for_s: float = 1.0
+) -> RankPlace:
+    return RankPlace(
+        iteration, phase, "strategy 'x', plan 12ab", NOW_S - for_s, NOW_S - silent_for_s
+    )
 
 
 def test_ranks_that_are_behind_or_silent_are_missing() -> None:

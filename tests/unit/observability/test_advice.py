@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from megatron.hydraulis.observability.advice import Advice, advice_on
+from megatron.hydraulis.observability.advice import Remark, advice_on
 from megatron.hydraulis.observability.report_data import read_run
 from tests.unit.observability.run_folders import (
     STRATEGY,
@@ -18,7 +18,7 @@ from tests.unit.observability.run_folders import (
 )
 
 
-def findings(advice: tuple[Advice, ...], kind: str = "act") -> str:
+def findings(advice: tuple[Remark, ...], kind: str = "act") -> str:
     return "\n".join(f"{one.finding} {one.action}" for one in advice if one.kind == kind)
 
 

@@ -8,7 +8,7 @@ import torch
 
 from megatron.hydraulis.errors import HydraulisError
 from megatron.hydraulis.runtime.spans import MemoryRecorder
-from megatron.hydraulis.runtime.track import Job, Staging, StagingSlot, Step, ThreadTrack
+from megatron.hydraulis.runtime.track import Staging, StagingSlot, Step, ThreadTrack, TrackJob
 
 CPU = torch.device("cpu")
 TIMEOUT_S = 20.0
@@ -42,7 +42,7 @@ class FakeJob:
         needs_staging: bool = True,
         error: Exception | None = None,
     ) -> None:
-        self.job = Job(
+        self.job = TrackJob(
             span="gather",
             detail={"bucket": number, "unit": f"layer {number}"},
             num_collectives=num_collectives,

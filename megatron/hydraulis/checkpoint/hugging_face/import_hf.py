@@ -41,7 +41,7 @@ if TYPE_CHECKING:
     import torch
 
     from megatron.hydraulis.checkpoint.hugging_face.folder import SafetensorsFolder
-    from megatron.hydraulis.checkpoint.torch_dist import Piece
+    from megatron.hydraulis.checkpoint.torch_dist import FilePiece
 
 _LINE_WIDTH = 96
 EPSILON_OF_LATENTS = 1e-6
@@ -212,11 +212,11 @@ def _pieces(
     files: SafetensorsFolder,
     dtype: torch.dtype,
     progress: ByteProgress,
-) -> Iterator[Piece]:
+) -> Iterator[FilePiece]:
     """Megatron's tensors, one at a time, in the order of Hugging Face's."""
     import torch
 
-    from megatron.hydraulis.checkpoint.torch_dist import Piece, layer_key
+    from megatron.hydraulis.checkpoint.torch_dist import FilePiece, layer_key
 
     separate = layers_differ(model)
     for place, rows in by_place(model):
@@ -225,7 +225,7 @@ def _pieces(
         stored = torch.float32 if place.key == ROUTER_BIAS else dtype
         data = assembled(size, stored, rows, files).view(*(1 for _ in axes), *size)
         key = layer_key(place.key, place.layer, separate_layers=separate)
-        yield Piece(key, (*axes, *size), (*index, *(0 for _ in size)), data, stored)
+        yield FilePiece(key, (*axes, *size), (*index, *(0 for _ in size)), data, stored)
         progress.advance(math.prod(size) * dtype.itemsize)
         del data  # before the next one is made
 
