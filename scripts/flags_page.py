@@ -37,12 +37,9 @@ PAGE = ROOT / "docs" / "flags.md"
 COMING_FROM = ROOT / "docs" / "coming-from-megatron.md"
 MARK = "<!-- Written by scripts/flags_page.py from flags/options.py from here on. -->"
 
-FAMILIES = (
-    "`--dsa-…` (11) stands for 11 options of Megatron that begin so, the others of which are named "
-    "in another row or in [flags.md](flags.md)."
-)
-LEAST_FAMILY = 4
-"""Fewer options of a row that begin alike are listed one by one."""
+FAMILIES = "`--moe-…` stands for all options of Megatron that begin so; their number follows."
+LEAST_FAMILY = 8
+"""Fewer options that begin alike are listed one by one."""
 
 INTRODUCTION = """\
 # Flags
@@ -166,13 +163,13 @@ def _family(option: str) -> str:
 
 
 def _names(options: Sequence[str], num_in_family: Mapping[str, int]) -> str:
-    """The options of a row, with most options of a family as one."""
+    """The options of a row, with a complete family of several as one."""
     num_here = Counter(map(_family, options))
 
     def shown(option: str) -> str:
         family = _family(option)
         num = num_here[family]
-        is_family = num >= LEAST_FAMILY and num > num_in_family[family] / 2
+        is_family = num == num_in_family[family] >= LEAST_FAMILY
         return f"`{family}…` ({num})" if is_family else f"`{option}`"
 
     return ", ".join(dict.fromkeys(map(shown, options)))
