@@ -30,7 +30,7 @@ from tests.support.checkpoints import make_engine, whole_tensors
 from tests.support.gloo_pool import pool_of
 from tests.support.huggingface_folders import make_folder, tensors_of, transformers_loss
 from tests.support.plain_checkpoints import on_plain_ranks, train_and_save
-from tests.unit.argument_command import parse
+from tests.unit.flags.argument_command import parse
 
 pytestmark = pytest.mark.distributed
 

@@ -21,7 +21,7 @@ from megatron.hydraulis.terminal import (
     print_next,
     profile_command,
 )
-from tests.unit.argument_command import flag_parser
+from tests.unit.flags.argument_command import flag_parser
 
 OTHERS = [command for command in COMMANDS if command is not TRAIN]
 TERMINAL_COLUMNS = 80

@@ -21,7 +21,7 @@ from megatron.hydraulis.flags.config import HydraulisConfig, option_of
 from megatron.hydraulis.flags.options import HONOURED
 from megatron.hydraulis.strategy import Strategy
 from megatron.hydraulis.strategy.pool import num_ranks_of
-from tests.unit.argument_command import flag_parser, write_corpus
+from tests.unit.flags.argument_command import flag_parser, write_corpus
 
 _PROGRAMS = (
     r"(?:python|\.venv/bin/python|(?:\.venv/bin/)?hydraulis|bash|torchrun|sbatch|make|docker|pip)"

@@ -4,7 +4,7 @@ An option is *honoured*, *taken* (accepted without acting on it, because the upd
 *refused* (it would change the model, the data or the update in a way that is not built). An option
 in no row, such as one of a later upstream, is refused. Everything that users read about options is
 made from these rows: --help, the log, docs/flags.md, docs/coming-from-megatron.md.
-``tests/unit/test_arguments_honoured.py`` has one test per honoured option.
+``tests/unit/flags/test_arguments_honoured.py`` has one test per honoured option.
 """
 
 import re

@@ -17,7 +17,7 @@ from megatron.hydraulis.checkpoint.manifest import (
     records_of,
 )
 from megatron.hydraulis.errors import CheckpointError
-from tests.unit.argument_command import parse
+from tests.unit.flags.argument_command import parse
 
 
 def test_upstream_has_all_of_these_arguments(tmp_path: Path) -> None:

@@ -29,7 +29,7 @@ from megatron.hydraulis.errors import ConfigurationError
 from megatron.hydraulis.library.planning import Planning
 from megatron.hydraulis.strategy import Scheme
 from megatron.hydraulis.strategy.notation import parse_scheme
-from tests.unit.argument_command import parse
+from tests.unit.flags.argument_command import parse
 
 EXAMPLES = Path(__file__).parents[3] / "examples"
 LLAMA_13B = [

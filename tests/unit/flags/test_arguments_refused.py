@@ -15,7 +15,7 @@ from megatron.hydraulis.flags.options import (
 )
 from megatron.hydraulis.flags.parser import ParsedFlags
 from megatron.hydraulis.flags.rows import Honoured, Refused, Taken
-from tests.unit.argument_command import flag_parser
+from tests.unit.flags.argument_command import flag_parser
 
 
 def _actions() -> list[argparse.Action]:

@@ -26,7 +26,7 @@ from megatron.hydraulis.loop.job import Job, UserHooks
 from megatron.hydraulis.ranges import RANGES
 from tests.support import tiny_corpus
 from tests.support.launch_arguments import SETS, header_of, options_of
-from tests.unit.argument_command import base_command, flag_parser, parse, write_corpus
+from tests.unit.flags.argument_command import base_command, flag_parser, parse, write_corpus
 
 OURS = {field.name for field in dataclasses.fields(HydraulisConfig)}
 PLANNING = [command for command in COMMANDS if command.takes_launch_options]

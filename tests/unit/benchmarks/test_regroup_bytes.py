@@ -8,7 +8,7 @@ import pytest
 from benchmarks.regroup_bytes import main
 from tests.support.planning import LLAMA_32B
 
-POOL = Path(__file__).resolve().parents[2] / "examples" / "pool_64_ranks.json"
+POOL = Path(__file__).resolve().parents[3] / "examples" / "pool_64_ranks.json"
 
 
 def test_both_tables_name_every_strategy(

@@ -31,7 +31,7 @@ from megatron.hydraulis.cost_model.layouts import FixedLengthJob
 from megatron.hydraulis.model_shape import ModelShape
 from tests.support.fixed_length import A100, job, layout
 
-MEASURED = Path(__file__).parents[3] / "shared" / "data" / "layouts_measured_a100.csv"
+MEASURED = Path(__file__).parents[4] / "shared" / "data" / "layouts_measured_a100.csv"
 NORM_KERNEL = OTHER_SOFTWARE[-1]
 CONSTANTS = Constants(A100)
 PROFILE = ProfileCostModel.read(COST_PROFILE)

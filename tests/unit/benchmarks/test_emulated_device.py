@@ -23,7 +23,7 @@ from megatron.hydraulis.errors import ConfigurationError, StrategyError
 from megatron.hydraulis.runtime.executor import loss_func
 from megatron.hydraulis.strategy import Scheme, Strategy
 
-A800 = Path(__file__).parents[2] / "examples" / "cost_profile_llama32b_a800.json"
+A800 = Path(__file__).parents[3] / "examples" / "cost_profile_llama32b_a800.json"
 TP4 = Scheme(tp=4)
 LENGTHS = (1000, 30, 5)
 

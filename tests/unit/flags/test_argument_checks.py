@@ -17,7 +17,7 @@ from megatron.hydraulis.flags import checks
 from megatron.hydraulis.flags.checks import check_spec
 from megatron.hydraulis.flags.config import HydraulisConfig, option_of
 from megatron.hydraulis.flags.options import HONOURED
-from tests.unit.argument_command import base_command, flag_parser, parse, write_corpus
+from tests.unit.flags.argument_command import base_command, flag_parser, parse, write_corpus
 
 pytestmark = pytest.mark.usefixtures("plain_environment")
 

@@ -29,7 +29,7 @@ from megatron.hydraulis.runtime.catalogue import catalogue
 from megatron.hydraulis.runtime.model_building import ModelDefinition
 from megatron.hydraulis.transfer.canonical import ParameterSpec
 from tests.support.gloo_pool import pool_of
-from tests.unit.argument_command import parse
+from tests.unit.flags.argument_command import parse
 
 pytestmark = pytest.mark.usefixtures("plain_environment")
 

@@ -7,7 +7,7 @@ import pytest
 from megatron.hydraulis.errors import ConfigurationError
 from megatron.hydraulis.strategy import Pool, Strategy
 from megatron.hydraulis.strategy.pool import fit_pool, num_ranks_of
-from tests.unit.argument_command import parse
+from tests.unit.flags.argument_command import parse
 
 
 def pool(num_ranks: int, **strategies: str) -> Pool:

@@ -19,7 +19,7 @@ from megatron.hydraulis.flags import changes
 from megatron.hydraulis.flags.changes import Change
 from megatron.hydraulis.flags.config import HydraulisConfig
 from megatron.hydraulis.library.planning import Planning
-from tests.unit.argument_command import flag_parser, parse
+from tests.unit.flags.argument_command import flag_parser, parse
 
 pytestmark = pytest.mark.usefixtures("plain_environment")
 

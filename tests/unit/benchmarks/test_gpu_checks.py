@@ -35,7 +35,7 @@ from megatron.hydraulis.flags.arguments import parse_arguments
 from megatron.hydraulis.profiler.command import add_arguments, training_defaults
 from megatron.hydraulis.strategy import Pool, Strategy
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[3]
 WRITES = (
     "import json, os, pathlib; pathlib.Path({folder!r}, 'figures.jsonl').open('a').write("
     "json.dumps({{'key': 'ratio', 'value': 1.5, 'details': {{'rank': os.environ['RANK']}}}}) + "

@@ -15,7 +15,7 @@ from megatron.hydraulis.cost_model.profile import ProfileCostModel
 from megatron.hydraulis.errors import ConfigurationError
 from megatron.hydraulis.library.planning import Planning, profiled_model, read_cost_profile
 from megatron.hydraulis.strategy import Scheme
-from tests.unit.argument_command import parse
+from tests.unit.flags.argument_command import parse
 
 POOL = {"short": "8*tp1", "long": "2*tp4", "mixed": "tp4+pp2+2*idle"}
 

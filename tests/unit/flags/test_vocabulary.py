@@ -14,7 +14,7 @@ from megatron.hydraulis.errors import ConfigurationError
 from megatron.hydraulis.flags import defaults
 from megatron.hydraulis.flags.defaults import Vocabulary, padded_vocabulary_size
 from megatron.hydraulis.json_object import write_json
-from tests.unit.argument_command import parse
+from tests.unit.flags.argument_command import parse
 
 _NUM_WORDS = 50
 

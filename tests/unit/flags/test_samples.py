@@ -17,7 +17,7 @@ from megatron.hydraulis.errors import ConfigurationError
 from megatron.hydraulis.flags.arguments import Resolved
 from megatron.hydraulis.flags.describe import length_text
 from megatron.hydraulis.flags.samples import counts_iterations, num_iterations
-from tests.unit.argument_command import parse
+from tests.unit.flags.argument_command import parse
 
 SCHEDULE = "0:2 2K:4 5K:8"
 """Of rows of 128 tokens: 2, 4 from 15 samples on, 8 from 39 on."""

@@ -15,7 +15,7 @@ from megatron.hydraulis.flags.describe import describe, format_description
 from megatron.hydraulis.library.planning import Planning, read_cost_profile
 from megatron.hydraulis.strategy import Pool, Scheme, Strategy
 from megatron.hydraulis.strategy.pool import balance_pool
-from tests.unit.argument_command import parse
+from tests.unit.flags.argument_command import parse
 
 # Four layers of a narrow model; an output layer of a whole layer and more.
 WIDE_OUTPUT = ("--vocab-size", "4000", "--num-layers", "8")
