@@ -25,10 +25,9 @@ from megatron.hydraulis.strategy import Pool, Strategy
 from megatron.hydraulis.terminal import figures_table, results_console
 from megatron.hydraulis.transfer.amounts import LayoutAmounts, LinkElements, StrategyAmounts
 from megatron.hydraulis.transfer.canonical import CanonicalLayout, model_parameters
-from megatron.hydraulis.transfer.collective import Collective, collective_of
+from megatron.hydraulis.transfer.collective import Collective, amounts_by_rank, collective_of
 from megatron.hydraulis.transfer.ranges import best_owner_orders, held_ranges, num_elements
 from megatron.hydraulis.transfer.role import Role, roles_of
-from megatron.hydraulis.transfer.traffic import amounts_by_rank
 
 PARAMETER_BYTES = 2
 """bf16 on the wire."""

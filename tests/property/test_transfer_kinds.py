@@ -23,12 +23,12 @@ from megatron.hydraulis.transfer.collective import (
 from megatron.hydraulis.transfer.plan import (
     Segment,
     TransferPlan,
+    TwoStepPlan,
     arrival_segments,
     departure_segments,
     gather_plan,
 )
 from megatron.hydraulis.transfer.ranges import contributed_ranges, held_ranges, num_elements
-from megatron.hydraulis.transfer.two_step import TwoStepPlan
 from tests.support.layouts import Case, bucket_ids, cases, expected_counts
 from tests.support.transfer_simulation import Simulation, Values
 

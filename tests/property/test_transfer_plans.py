@@ -9,13 +9,13 @@ import itertools
 import numpy as np
 from hypothesis import given
 
+from megatron.hydraulis.transfer.collective import link_elements
 from megatron.hydraulis.transfer.plan import (
     TransferPlan,
     gather_plan,
     scatter_plan,
 )
 from megatron.hydraulis.transfer.ranges import contributed_ranges, held_ranges
-from megatron.hydraulis.transfer.traffic import link_elements
 from tests.support.layouts import (
     Case,
     block_positions,

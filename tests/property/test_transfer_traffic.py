@@ -10,10 +10,14 @@ from hypothesis import strategies as st
 
 from megatron.hydraulis.transfer.amounts import LayoutAmounts, LinkElements, StrategyAmounts
 from megatron.hydraulis.transfer.canonical import CanonicalLayout
-from megatron.hydraulis.transfer.collective import Collective
+from megatron.hydraulis.transfer.collective import (
+    NOTHING,
+    Collective,
+    amounts_by_rank,
+    link_elements,
+)
 from megatron.hydraulis.transfer.ranges import best_owner_orders, contributed_ranges, held_ranges
 from megatron.hydraulis.transfer.role import Role
-from megatron.hydraulis.transfer.traffic import NOTHING, amounts_by_rank, link_elements
 from tests.property.test_transfer_kinds import simulations
 from tests.support.layouts import Case, cases
 from tests.support.transfer_simulation import Simulation

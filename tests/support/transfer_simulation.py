@@ -24,11 +24,11 @@ from megatron.hydraulis.transfer.collective import (
 from megatron.hydraulis.transfer.plan import (
     Transfer,
     TransferPlan,
+    TwoStepPlan,
     arrival_segments,
     departure_segments,
 )
 from megatron.hydraulis.transfer.role import Role
-from megatron.hydraulis.transfer.two_step import TwoStepPlan
 
 Values = npt.NDArray[np.float64]
 

@@ -25,9 +25,8 @@ from megatron.hydraulis.model_shape import ModelShape
 from megatron.hydraulis.strategy import Replica, Scheme, Strategy
 from megatron.hydraulis.transfer.amounts import LayoutAmounts, RankAmounts, StrategyAmounts
 from megatron.hydraulis.transfer.canonical import Bucket, CanonicalLayout, Unit, model_parameters
-from megatron.hydraulis.transfer.collective import Collective, collective_of
+from megatron.hydraulis.transfer.collective import Collective, amounts_by_rank, collective_of
 from megatron.hydraulis.transfer.role import roles_of
-from megatron.hydraulis.transfer.traffic import amounts_by_rank
 
 _MS_PER_S = 1e3
 FP32_BYTES = Precision.FP32.num_bytes

@@ -26,19 +26,19 @@ from megatron.hydraulis.transfer.canonical import Bucket, CanonicalLayout
 from megatron.hydraulis.transfer.collective import (
     EqualShares,
     collective_of,
+    regroup_bytes,
     strategy_plans,
 )
 from megatron.hydraulis.transfer.plan import (
     Segment,
     Transfer,
     TransferPlan,
+    TwoStepPlan,
     arrival_segments,
     departure_segments,
 )
 from megatron.hydraulis.transfer.ranges import held_pieces
 from megatron.hydraulis.transfer.role import Role
-from megatron.hydraulis.transfer.traffic import regroup_bytes
-from megatron.hydraulis.transfer.two_step import TwoStepPlan
 
 Run = tuple[int, int]
 """Elements [start, stop) of the rank's shard of a bucket."""

@@ -13,7 +13,6 @@ from functools import cached_property
 
 import numpy as np
 
-from megatron.hydraulis.errors import PlanError
 from megatron.hydraulis.transfer.canonical import Bucket, CanonicalLayout
 from megatron.hydraulis.transfer.ranges import (
     Amounts,
@@ -76,11 +75,7 @@ class LayoutAmounts:
         self.layout = layout
         num_ranks = layout.num_ranks
         self.ranks_per_node = min(ranks_per_node or num_ranks, num_ranks)
-        if num_ranks % self.ranks_per_node:
-            raise PlanError(
-                f"nodes have {ranks_per_node} ranks each but {num_ranks} ranks do not fill whole "
-                "nodes; correct ranks_per_node"
-            )
+        layout.check_nodes(self.ranks_per_node)
         self._known: dict[tuple[int, bool, frozenset[tuple[object, ...]]], Amounts] = {}
 
     def needed(self, bucket: Bucket, members: Collection[Role], *, contributed: bool) -> Amounts:

@@ -296,6 +296,14 @@ class CanonicalLayout:
         if len(roles) != self.num_ranks:
             raise PlanError(f"{len(roles)} roles for {self.num_ranks} ranks; give one per rank")
 
+    def check_nodes(self, ranks_per_node: int) -> None:
+        """Raises PlanError unless all nodes have so many ranks."""
+        if ranks_per_node < 1 or self.num_ranks % ranks_per_node:
+            raise PlanError(
+                f"nodes have {ranks_per_node} ranks each but {self.num_ranks} ranks do not fill "
+                "whole nodes; correct ranks_per_node"
+            )
+
     def holds(self, piece: Piece, tp: int, tp_rank: int) -> bool:
         """Whether TP rank ``tp_rank`` of ``tp`` holds the piece if it holds part of the parameter;
         `Role.cut_of` has the arguments."""

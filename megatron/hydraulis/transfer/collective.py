@@ -1,4 +1,4 @@
-"""The collectives that regroup a strategy: three kinds, the choice among them, and their plans.
+"""The collectives that regroup a strategy: three kinds, the choice among them, plans and traffic.
 
 The runtime does the same for all three: every rank builds the plans of its part once per strategy,
 by `strategy_plans`, and executes them bucket by bucket. All ranks of the job, including idle ones,
@@ -9,34 +9,34 @@ post the same collectives in the same order: one per bucket, two for a `TwoStepP
   `plan.arrival_segments` says. Scatter: send the contributions in the order of
   `plan.departure_segments`; the owner adds what arrives, sorted by source, to its shard.
 - ``ALL_GATHER``: all_gather_into_tensor, reduce_scatter_tensor; see `EqualShares`.
-- ``TWO_STEP``: two uneven all_to_all_single in both directions; see `two_step.TwoStepPlan`.
+- ``TWO_STEP``: two uneven all_to_all_single in both directions; see `plan.TwoStepPlan`.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import enum
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
+import numpy as np
+
 from megatron.hydraulis.errors import PlanError
-from megatron.hydraulis.transfer.amounts import StrategyAmounts
+from megatron.hydraulis.transfer.amounts import LinkElements, RankAmounts, StrategyAmounts
 from megatron.hydraulis.transfer.canonical import Bucket, CanonicalLayout
 from megatron.hydraulis.transfer.plan import (
     Segment,
     TransferPlan,
+    TwoStepPlan,
     gather_plan,
     merged_copies,
     scatter_plan,
+    two_step_plans,
 )
 from megatron.hydraulis.transfer.ranges import buckets_with_equal_plans
 from megatron.hydraulis.transfer.role import Role
-from megatron.hydraulis.transfer.two_step import (
-    TwoStepPlan,
-    two_step_gather,
-    two_step_scatter,
-)
 
 LEAST_SAVING_ACROSS = 0.1
 """Fraction of the elements that cross nodes which two steps must save. The second step repeats the
@@ -168,11 +168,7 @@ def bucket_plans(
         shares = equal_shares(bucket, roles)
         return shares, shares
     if collective is Collective.TWO_STEP:
-        gather, scatter = (
-            make(layout, bucket, roles, ranks_per_node=ranks_per_node, rank=rank)
-            for make in (two_step_gather, two_step_scatter)
-        )
-        return gather, scatter
+        return two_step_plans(layout, bucket, roles, ranks_per_node=ranks_per_node, rank=rank)
     return (
         gather_plan(layout, bucket, roles, rank=rank),
         scatter_plan(layout, bucket, roles, rank=rank),
@@ -200,3 +196,104 @@ def strategy_plans(
             index = bucket.index
             plans[index] = (gather.for_bucket(index), scatter.for_bucket(index))
     return tuple(plans[bucket.index] for bucket in layout.buckets)
+
+
+NOTHING = LinkElements(0, 0, 0, 0)
+
+
+@dataclass(frozen=True)
+class RegroupBytes:
+    """What one rank exchanges with others in the regrouping of one iteration."""
+
+    gather_received_bytes: int
+    gather_sent_bytes: int
+    scatter_received_bytes: int
+    scatter_sent_bytes: int
+
+    @property
+    def received_bytes(self) -> int:
+        """In gather and scatter."""
+        return self.gather_received_bytes + self.scatter_received_bytes
+
+    @property
+    def sent_bytes(self) -> int:
+        """In gather and scatter."""
+        return self.gather_sent_bytes + self.scatter_sent_bytes
+
+
+def link_elements(plan: BucketPlan, rank: int, *, ranks_per_node: int | None) -> LinkElements[int]:
+    """What ``rank`` exchanges with other ranks for one bucket.
+
+    For an all-gather or reduce-scatter N - 1 shares in each direction, padding included. The
+    library chooses the route; assumed is the minimum, in which every element enters a node once
+    (one ring per index in a node): with n nodes, n - 1 shares of a rank cross nodes.
+
+    Args:
+        plan: of the bucket, for all ranks or for this one.
+        ranks_per_node: None if nodes are unknown: all ranks then count as one node.
+    """
+    if isinstance(plan, EqualShares):
+        num_nodes = 1 if ranks_per_node is None else max(1, plan.num_ranks // ranks_per_node)
+        across = (num_nodes - 1) * plan.share_elements
+        inside = (plan.num_ranks - num_nodes) * plan.share_elements
+        return LinkElements(inside, across, inside, across)
+    steps = plan.steps if isinstance(plan, TwoStepPlan) else (plan,)
+    amounts: Counter[tuple[str, bool]] = Counter()
+    for transfer in (transfer for step in steps for transfer in step.transfers):
+        ends = {"received": transfer.destination, "sent": transfer.source}
+        if transfer.source == transfer.destination:
+            continue
+        is_inside = ranks_per_node is None or len({r // ranks_per_node for r in ends.values()}) == 1
+        for direction, end in ends.items():
+            if end == rank:
+                amounts[direction, is_inside] += transfer.num_elements
+    return LinkElements(
+        received_inside=amounts["received", True],
+        received_across=amounts["received", False],
+        sent_inside=amounts["sent", True],
+        sent_across=amounts["sent", False],
+    )
+
+
+def amounts_by_rank(
+    collective: Collective, amounts: StrategyAmounts, bucket: Bucket
+) -> tuple[RankAmounts, RankAmounts]:
+    """(gather, scatter) of a bucket: `link_elements` of every rank, without a plan."""
+    if collective is Collective.TWO_STEP:
+        return amounts.two_step(bucket)
+    if collective is Collective.ALL_TO_ALL:
+        return amounts.one_step(bucket)
+    plan = equal_shares(bucket, amounts.roles)
+    of_any = link_elements(plan, 0, ranks_per_node=amounts.ranks_per_node)
+    gather = RankAmounts(*(np.full(plan.num_ranks, each) for each in vars(of_any).values()))
+    return gather, gather.inverse()
+
+
+def regroup_bytes(
+    gathers: Iterable[BucketPlan],
+    scatters: Iterable[BucketPlan],
+    rank: int,
+    *,
+    ranks_per_node: int | None,
+    parameter_bytes: int,
+    gradient_bytes: int,
+) -> RegroupBytes:
+    """What ``rank`` exchanges in one iteration.
+
+    Args:
+        gathers: of every bucket, for all ranks or for this one.
+        scatters: likewise.
+        ranks_per_node: None if nodes are unknown.
+        parameter_bytes: of one parameter on the wire, 2 for bf16.
+        gradient_bytes: of one gradient on the wire, 4 for fp32.
+    """
+    gather, scatter = (
+        sum((link_elements(p, rank, ranks_per_node=ranks_per_node) for p in plans), NOTHING)
+        for plans in (gathers, scatters)
+    )
+    return RegroupBytes(
+        gather.received * parameter_bytes,
+        gather.sent * parameter_bytes,
+        scatter.received * gradient_bytes,
+        scatter.sent * gradient_bytes,
+    )

@@ -1,4 +1,4 @@
-"""One-step transfer plans of a bucket, and how their buffers map to canonical order.
+"""Transfer plans of a bucket, in one step or two, and how their buffers map to canonical order.
 
 A **gather** carries parameters from their owners to every rank that holds them in the strategy; a
 **scatter** carries gradients from every rank that contributes to the owners. The inverse of one
@@ -7,13 +7,18 @@ kind of plan is a plan of the other kind.
 `all_to_all_single` sorts its buffers by partner rank, whereas a rank holds its part of a bucket in
 canonical order. The two orders are equal if owners are sorted by share, and differ for permuted
 owners and for the second step of a `TwoStepPlan`: then `Segment`s say what to copy where.
+
+In two steps, what several ranks of a node need crosses the network once. Ranks are numbered node by
+node; a rank's *index* is its position in its node. The **relay** of an owner in a node is the rank
+there with the owner's index: load is spread evenly, and ranks exchange data across nodes only with
+ranks of the same index.
 """
 
 from __future__ import annotations
 
-import bisect
 import dataclasses
-from collections.abc import Iterable, Iterator, Sequence
+from bisect import bisect_right
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -25,7 +30,9 @@ from megatron.hydraulis.transfer.ranges import (
     clip,
     contributed_ranges,
     held_ranges,
+    intersection,
     num_elements,
+    union,
 )
 from megatron.hydraulis.transfer.role import Role
 
@@ -131,7 +138,7 @@ def _received_from_others(bucket: Bucket, ranges: Sequence[Range], rank: int) ->
     for held in ranges:
         start = held.start
         while start < held.stop:
-            share = bisect.bisect_right(borders, start) - 1
+            share = bisect_right(borders, start) - 1
             stop = min(held.stop, borders[share + 1])
             parts.setdefault(bucket.owner_of(share), []).append(Range(start, stop))
             start = stop
@@ -187,21 +194,19 @@ def located_ranges(transfers: Iterable[Transfer]) -> list[tuple[Range, int]]:
     return located
 
 
-def merged_copies(copies: Iterable[tuple[int, int, int]]) -> Iterator[tuple[int, int, int]]:
+def merged_copies(copies: Iterable[tuple[int, int, int]]) -> list[tuple[int, int, int]]:
     """Copies between two buffers, neighbours in both merged into one.
 
     copies: (start in one buffer, start in the other, number of elements) of each.
     """
-    before: tuple[int, int, int] | None = None
+    merged: list[tuple[int, int, int]] = []
     for first, second, size in copies:
-        if before is not None and (before[0] + before[2], before[1] + before[2]) == (first, second):
-            before = (before[0], before[1], before[2] + size)
+        before = merged[-1] if merged else (-1, -1, 0)
+        if (before[0] + before[2], before[1] + before[2]) == (first, second):
+            merged[-1] = (before[0], before[1], before[2] + size)
         else:
-            if before is not None:
-                yield before
-            before = (first, second, size)
-    if before is not None:
-        yield before
+            merged.append((first, second, size))
+    return merged
 
 
 def _segments(transfers: Iterable[Transfer], what: str) -> tuple[Segment, ...]:
@@ -216,3 +221,164 @@ def _segments(transfers: Iterable[Transfer], what: str) -> tuple[Segment, ...]:
         copies.append((at, canonical_start, r.num_elements))
         canonical_start += r.num_elements
     return tuple(Segment(*copy) for copy in merged_copies(copies))
+
+
+@dataclass(frozen=True)
+class RelayCopy:
+    """Elements that a relay moves between its two buffers."""
+
+    across_start: int
+    """First element in the buffer of the step across nodes, which is sorted by the other rank."""
+    inside_start: int
+    """First element in the buffer of the step inside the node, sorted likewise."""
+    num_elements: int
+
+
+@dataclass(frozen=True)
+class TwoStepPlan:
+    """One bucket in two transfer plans, each run as an `all_to_all_single` of all ranks.
+
+    **Gather** (``across_first``):
+
+    1. across: every owner sends ``across.sent_by(rank)`` from its shard, sorted by destination.
+       What stays in the owner's node is a transfer to itself.
+    2. The relay fills the buffer of the next step: for each of `relay_copies`, it copies from
+       ``across_start`` of what arrived to ``inside_start`` of what it will send. An element that
+       several ranks need is copied once for each.
+    3. inside: ``inside.sent_by(rank)``, sorted by destination; what arrives, sorted by source, is
+       everything that the rank holds of the bucket: `arrival_segments` of ``inside`` say in
+       which order.
+
+    **Scatter** (not ``across_first``), the same in reverse:
+
+    1. inside: every rank sends its contributions, in the order of `departure_segments` of
+       ``inside``.
+    2. The relay sets the buffer of the next step to zero and for each of `relay_copies` *adds* from
+       ``inside_start`` of what arrived to ``across_start``, in the gradients' wide dtype.
+    3. across: relays send that buffer; the owner adds what arrives in ``across.received_by``.
+
+    A relay's buffer has about 1/``ranks_per_node`` of the bucket for the step across, and at most
+    about the bucket for the step inside, if the entire node needs all of it. A rank takes part in
+    the collective of a step even if it sends and receives nothing.
+    """
+
+    across: TransferPlan
+    inside: TransferPlan
+    ranks_per_node: int
+    across_first: bool
+
+    @property
+    def bucket(self) -> int:
+        """Index of the bucket."""
+        return self.across.bucket
+
+    @property
+    def steps(self) -> tuple[TransferPlan, TransferPlan]:
+        """Both steps in the order in which they run."""
+        return (self.across, self.inside) if self.across_first else (self.inside, self.across)
+
+    def for_bucket(self, index: int) -> TwoStepPlan:
+        """The same plan for another bucket, see `buckets_with_equal_plans`."""
+        steps = (self.across.for_bucket(index), self.inside.for_bucket(index))
+        return TwoStepPlan(*steps, self.ranks_per_node, self.across_first)
+
+    def inverse(self) -> TwoStepPlan:
+        """The same ranges in the opposite direction over the same relays."""
+        return TwoStepPlan(
+            self.across.inverse(), self.inside.inverse(), self.ranks_per_node, not self.across_first
+        )
+
+    def relay_copies(self, rank: int) -> tuple[RelayCopy, ...]:
+        """What ``rank`` copies (gather) or adds (scatter) between the steps.
+
+        By ascending ``inside_start``, without gaps.
+        """
+        if self.across_first:
+            outer, inner = self.across.received_by(rank), self.inside.sent_by(rank)
+        else:
+            outer, inner = self.across.sent_by(rank), self.inside.received_by(rank)
+        relayed = sorted(located_ranges(outer))
+        starts = [r.start for r, _ in relayed]
+        copies = []
+        for r, inside_start in located_ranges(inner):
+            at = r.start
+            while at < r.stop:
+                # Shards of neighbouring owners with the same index are one range inside.
+                held, across_start = relayed[bisect_right(starts, at) - 1]
+                stop = min(r.stop, held.stop)
+                starts_of_copy = across_start + at - held.start, inside_start + at - r.start
+                copies.append((*starts_of_copy, stop - at))
+                at = stop
+        return tuple(RelayCopy(*copy) for copy in merged_copies(copies))
+
+
+def two_step_plans(
+    layout: CanonicalLayout,
+    bucket: Bucket,
+    roles: Sequence[Role | None],
+    *,
+    ranks_per_node: int | None,
+    rank: int | None = None,
+) -> tuple[TwoStepPlan, TwoStepPlan]:
+    """(gather, scatter) over relays, which add up what is sent back.
+
+    Arguments as `gather_plan`; ranks of a node have consecutive numbers.
+
+    Raises:
+        PlanError: the nodes are unknown or not full, or roles are missing.
+    """
+    if ranks_per_node is None:
+        raise PlanError("a two-step transfer needs nodes but ranks_per_node is None; give it")
+    layout.check_roles(roles)
+    layout.check_nodes(ranks_per_node)
+    gather, scatter = (
+        _two_steps(layout, bucket, roles, ranks_per_node, rank, find)
+        for find in (held_ranges, contributed_ranges)
+    )
+    return gather, scatter.inverse()
+
+
+def _two_steps(
+    layout: CanonicalLayout,
+    bucket: Bucket,
+    roles: Sequence[Role | None],
+    ranks_per_node: int,
+    rank: int | None,
+    find: RangesOfRole,
+) -> TwoStepPlan:
+    # There are few roles and sets of roles, whatever the number of ranks: finding their ranges
+    # once keeps plans for 1,024 ranks fast.
+    of_role = {role: find(layout, bucket, role) for role in set(roles)}
+    nodes = [
+        range(first, first + ranks_per_node) for first in range(0, layout.num_ranks, ranks_per_node)
+    ]
+    roles_of_node = [frozenset(roles[node.start : node.stop]) for node in nodes]
+    of_roles = {present: union(of_role[role] for role in present) for present in set(roles_of_node)}
+    indices = [range(index, layout.num_ranks, ranks_per_node) for index in range(ranks_per_node)]
+    shards = [bucket.shard_range(owner) for owner in range(layout.num_ranks)]
+    relayed = [
+        union((Range(*shards[owner]),) for owner in owners if shards[owner][0] < shards[owner][1])
+        for owners in indices
+    ]
+    ranks: Sequence[int] = range(layout.num_ranks) if rank is None else (rank,)
+
+    def across(owner: int, relay: int) -> tuple[Range, ...]:
+        return clip(of_roles[roles_of_node[relay // ranks_per_node]], *shards[owner])
+
+    def inside(relay: int, receiver: int) -> tuple[Range, ...]:
+        return intersection(of_role[roles[receiver]], relayed[relay % ranks_per_node])
+
+    def step(
+        partners: Callable[[int], range], part: Callable[[int, int], tuple[Range, ...]]
+    ) -> TransferPlan:
+        pairs = [(each, other) for each in ranks for other in partners(each)]
+        ends = sorted({*pairs, *((other, each) for each, other in pairs)})
+        found = [Transfer(*pair, part(*pair)) for pair in ends]
+        return TransferPlan(bucket.index, layout.num_ranks, tuple(t for t in found if t.ranges))
+
+    return TwoStepPlan(
+        step(lambda each: indices[each % ranks_per_node], across),
+        step(lambda each: nodes[each // ranks_per_node], inside),
+        ranks_per_node,
+        across_first=True,
+    )

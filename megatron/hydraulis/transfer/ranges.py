@@ -43,8 +43,7 @@ def union(sequences: Iterable[Iterable[Range]]) -> tuple[Range, ...]:
     merged: list[Range] = []
     for r in sorted(r for ranges in sequences for r in ranges):
         if merged and r.start <= merged[-1].stop:
-            if r.stop > merged[-1].stop:
-                merged[-1] = Range(merged[-1].start, r.stop)
+            merged[-1] = Range(merged[-1].start, max(merged[-1].stop, r.stop))
         else:
             merged.append(r)
     return tuple(merged)
@@ -102,14 +101,8 @@ def contributed_ranges(
 def _ranges(
     layout: CanonicalLayout, bucket: Bucket, role: Role | None, *, contributed: bool
 ) -> tuple[Range, ...]:
-    merged: list[Range] = []
-    for piece, start, _ in held_pieces(layout, bucket, role, contributed=contributed):
-        stop = start + piece.num_elements
-        if merged and merged[-1].stop == start:
-            merged[-1] = Range(merged[-1].start, stop)
-        else:
-            merged.append(Range(start, stop))
-    return tuple(merged)
+    pieces = held_pieces(layout, bucket, role, contributed=contributed)
+    return union([[Range(start, start + piece.num_elements) for piece, start, _ in pieces]])
 
 
 def held_pieces(
@@ -153,18 +146,9 @@ def best_owner_orders(
     1/N of what it holds; in another order it can be all of its canonical shards.
 
     They maximise the number of elements that ranks both own and hold in the strategy of these
-    roles, and among such orders the number of ranks r with share r. Every rank owns one share of
-    every bucket in any order, so memory and work of the optimizer remain balanced.
-
-    The result is deterministic: `scipy.optimize.linear_sum_assignment` solves the assignment
-    problem exactly and without random numbers.
-
-    Args:
-        layout: its present orders do not matter.
-        roles: the role of every rank in the pool's commonest strategy, None for idle ranks.
-
-    Returns:
-        For each bucket the owner of every share, or None if rank r owns share r.
+    roles, and among such orders the number of ranks r with share r; the solution is exact and
+    deterministic. Every rank owns one share of every bucket in any order, so memory and work of the
+    optimizer remain balanced. The layout's present orders do not matter.
     """
     layout.check_roles(roles)
     distinct = list(dict.fromkeys(roles))

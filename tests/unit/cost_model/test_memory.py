@@ -15,9 +15,8 @@ from megatron.hydraulis.strategy import Pool, Scheme, Strategy
 from megatron.hydraulis.transfer.amounts import LayoutAmounts, StrategyAmounts
 from megatron.hydraulis.transfer.canonical import CanonicalLayout, Unit, model_parameters
 from megatron.hydraulis.transfer.collective import Collective, bucket_plans, collective_of
-from megatron.hydraulis.transfer.plan import TransferPlan
+from megatron.hydraulis.transfer.plan import TransferPlan, TwoStepPlan
 from megatron.hydraulis.transfer.role import roles_of
-from megatron.hydraulis.transfer.two_step import TwoStepPlan
 from tests.support.planning import LLAMA_7B, LLAMA_32B
 
 

@@ -24,16 +24,17 @@ from megatron.hydraulis.transfer.collective import (
     strategy_plans,
 )
 from megatron.hydraulis.transfer.plan import (
+    RelayCopy,
     Segment,
     Transfer,
     arrival_segments,
     departure_segments,
     gather_plan,
     scatter_plan,
+    two_step_plans,
 )
 from megatron.hydraulis.transfer.ranges import Range, buckets_with_equal_plans
 from megatron.hydraulis.transfer.role import Role
-from megatron.hydraulis.transfer.two_step import RelayCopy, two_step_gather, two_step_scatter
 
 WEIGHT = ParameterSpec("weight", (16, 1), Unit.layer(0), Contribution.SHARDED, tp_dim=0)
 NORM = ParameterSpec("norm", (1,), Unit.layer(0), Contribution.REPLICATED, decays=False)
@@ -154,7 +155,7 @@ class TestTwoSteps:
     ranks 2 and 3 everything."""
 
     def test_elements_that_two_ranks_of_a_node_need_cross_once(self) -> None:
-        plan = two_step_gather(LAYOUT, BUCKET, roles_of("tp2+2*tp1"), ranks_per_node=2)
+        plan, _ = two_step_plans(LAYOUT, BUCKET, roles_of("tp2+2*tp1"), ranks_per_node=2)
         assert plan.across.transfers == (
             Transfer(0, 0, (Range(0, 4),)),
             Transfer(0, 2, (Range(0, 4),)),
@@ -180,7 +181,7 @@ class TestTwoSteps:
         assert plan.relay_copies(2) == (RelayCopy(0, 0, 8), RelayCopy(0, 8, 8))
 
     def test_a_relay_receives_for_others_what_it_does_not_need(self) -> None:
-        plan = two_step_gather(LAYOUT, BUCKET, roles_of("tp2+2*tp1"), ranks_per_node=2)
+        plan, _ = two_step_plans(LAYOUT, BUCKET, roles_of("tp2+2*tp1"), ranks_per_node=2)
         # Rank 0 holds the first half, yet is the relay of rank 2, whose shard rank 1 needs.
         assert plan.inside.sent_by(0) == (
             Transfer(0, 0, (Range(0, 4),)),
@@ -188,7 +189,7 @@ class TestTwoSteps:
         )
 
     def test_the_scatter_adds_up_before_it_crosses(self) -> None:
-        plan = two_step_scatter(LAYOUT, BUCKET, roles_of("tp2+2*tp1"), ranks_per_node=2)
+        _, plan = two_step_plans(LAYOUT, BUCKET, roles_of("tp2+2*tp1"), ranks_per_node=2)
         assert not plan.across_first
         assert plan.steps == (plan.inside, plan.across)
         assert plan.inside.received_by(2) == (
@@ -204,7 +205,7 @@ class TestTwoSteps:
 
     def test_neighbouring_shards_with_one_relay_are_one_range_inside(self) -> None:
         """Nodes of one rank: its relay has everything, cut again by owner across."""
-        plan = two_step_gather(LAYOUT, BUCKET, roles_of("3*tp1+idle"), ranks_per_node=1)
+        plan, _ = two_step_plans(LAYOUT, BUCKET, roles_of("3*tp1+idle"), ranks_per_node=1)
         assert plan.inside.transfers == tuple(Transfer(r, r, (Range(0, 16),)) for r in range(3))
         assert len(plan.across.received_by(0)) == 4
         assert plan.relay_copies(0) == (RelayCopy(0, 0, 16),)

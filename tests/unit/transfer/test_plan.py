@@ -13,6 +13,7 @@ from megatron.hydraulis.transfer.canonical import (
     ParameterSpec,
     Unit,
 )
+from megatron.hydraulis.transfer.collective import link_elements
 from megatron.hydraulis.transfer.plan import (
     Transfer,
     gather_plan,
@@ -20,7 +21,6 @@ from megatron.hydraulis.transfer.plan import (
 )
 from megatron.hydraulis.transfer.ranges import Range, contributed_ranges, held_ranges
 from megatron.hydraulis.transfer.role import Role
-from megatron.hydraulis.transfer.traffic import link_elements
 
 WEIGHT = ParameterSpec("weight", (8, 1), Unit.layer(0), Contribution.SHARDED, tp_dim=0)
 NORM = ParameterSpec("norm", (4,), Unit.layer(0), Contribution.REPLICATED, decays=False)

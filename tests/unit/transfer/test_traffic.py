@@ -6,7 +6,6 @@ from benchmarks.regroup_bytes import zero1_degree
 from megatron.hydraulis.strategy import Strategy
 from megatron.hydraulis.transfer import plan as plan_module
 from megatron.hydraulis.transfer import role
-from megatron.hydraulis.transfer import two_step as two_step_module
 from megatron.hydraulis.transfer.amounts import LinkElements
 from megatron.hydraulis.transfer.canonical import (
     Bucket,
@@ -15,12 +14,19 @@ from megatron.hydraulis.transfer.canonical import (
     ParameterSpec,
     Unit,
 )
-from megatron.hydraulis.transfer.collective import equal_shares
-from megatron.hydraulis.transfer.plan import gather_plan, scatter_plan
+from megatron.hydraulis.transfer.collective import (
+    RegroupBytes,
+    equal_shares,
+    link_elements,
+    regroup_bytes,
+)
+from megatron.hydraulis.transfer.plan import (
+    gather_plan,
+    scatter_plan,
+    two_step_plans,
+)
 from megatron.hydraulis.transfer.ranges import best_owner_orders
 from megatron.hydraulis.transfer.role import Role
-from megatron.hydraulis.transfer.traffic import RegroupBytes, link_elements, regroup_bytes
-from megatron.hydraulis.transfer.two_step import two_step_gather, two_step_scatter
 
 WEIGHT = ParameterSpec("weight", (16, 1), Unit.layer(0), Contribution.SHARDED, tp_dim=0)
 LAYOUT = CanonicalLayout.build([WEIGHT], num_atoms=4, num_ranks=4)
@@ -44,7 +50,7 @@ class TestBytes:
     def test_both_steps_count(self) -> None:
         """Rank 2 gets shard 0 across (4), and 8 of rank 3 inside; gives 8 to rank 3, its shard to
         rank 0, the relay of node 0."""
-        plan = two_step_gather(LAYOUT, BUCKET, roles_of("tp2+2*tp1"), ranks_per_node=2)
+        plan, _ = two_step_plans(LAYOUT, BUCKET, roles_of("tp2+2*tp1"), ranks_per_node=2)
         assert link_elements(plan, 2, ranks_per_node=2) == LinkElements(8, 4, 8, 4)
 
     @pytest.mark.parametrize(
@@ -166,11 +172,10 @@ class TestPlansOfOneOf1024Ranks:
         monkeypatch: pytest.MonkeyPatch,
     ) -> None:
         layout, bucket, roles = job
-        calls = [
-            _count_calls(monkeypatch, two_step_module, name) for name in ("clip", "intersection")
-        ]
-        for make in (two_step_gather, two_step_scatter):
-            found = make(layout, bucket, roles, ranks_per_node=RANKS_PER_NODE, rank=rank)
+        calls = [_count_calls(monkeypatch, plan_module, name) for name in ("clip", "intersection")]
+        for found in two_step_plans(
+            layout, bucket, roles, ranks_per_node=RANKS_PER_NODE, rank=rank
+        ):
             assert len(found.across.transfers) <= 2 * NUM_NODES
             assert len(found.inside.transfers) <= 2 * RANKS_PER_NODE
             ranges = [r for step in found.steps for t in step.transfers for r in t.ranges]
