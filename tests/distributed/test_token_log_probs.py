@@ -11,7 +11,7 @@ from megatron.core.tensor_parallel.layers import ColumnParallelLinear
 from torch import Tensor
 
 from megatron.hydraulis.runtime.memory import CpuMemory
-from megatron.hydraulis.runtime.token_log_probs import (
+from megatron.hydraulis.runtime.token_loss import (
     ChunkedOutputLayer,
     OutputSettings,
     token_losses,

@@ -96,7 +96,7 @@ class KernelConstants:
     """Rows of logits that loss and its gradient move, in bf16 rows."""
     logit_products: float = 4.0
     """Products with the output matrix: logits, once more for the backward of a row of several
-    chunks (runtime/token_log_probs.py), and two gradients; not fitted."""
+    chunks (runtime/token_loss.py), and two gradients; not fitted."""
     weight_passes: float = 1.60
     """How often the backward of a micro-batch moves the weights to accumulate gradients."""
     half_rate_tokens: float = 512.0
@@ -396,7 +396,7 @@ class AnalyticCostModel(TrainedModel):
     def _tp_messages(self, scheme: Scheme) -> CostTerm:
         """In the forward of a layer. With sequence parallelism, latent attention gathers what its
         projections from latents take: both latents and the rotated channels of keys, or a whole
-        hidden state where one matrix makes the queries (runtime/latent_attention.py)."""
+        hidden state where one matrix makes the queries (runtime/model_building.py)."""
         shape, number = self.shape, self._num_tp_collectives(scheme)
         if not (shape.kv_lora_rank and self.sequence_parallel):
             return self._tp_collectives(scheme, number)

@@ -13,7 +13,7 @@ tokens of a micro-batch: the state, what min(v, pp - i) micro-batches in flight 
 which is in or after the backward of the last layer:
 
 - *loss* (last stage): the gathered hidden state, and fp32 logits of one chunk of tokens
-  (runtime/token_log_probs.py);
+  (runtime/token_loss.py);
 - *output layer* (last stage): the gathered hidden state and its gradient, and of one chunk the
   gradient of the logits, in fp32 and in the training precision;
 - *second matrix of the MLP*: gradients of the layer's output, in parts and gathered, of the

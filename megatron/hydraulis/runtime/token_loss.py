@@ -1,19 +1,39 @@
-"""Losses of tokens: what a user's loss sees of a row, and how it becomes a sum.
+"""Losses of tokens: log-probabilities without a row's logits, and how a user's loss becomes a sum.
 
 A user's loss gives one number per token; its weight, the sum and the division are the engine's. So
-no loss can depend on how sequences were packed.
+no loss can depend on how sequences were packed. It sees log-probabilities of the labels, and
+entropies.
+
+The last stage's output layer has the logits of one chunk of tokens at a time. The forward keeps the
+largest logit of each token and the sum of exponentials; the backward computes the logits of a chunk
+again. It begins with the last chunk, whose exponentials are kept, so that a row of one chunk needs
+no second product. Sums and exponentials are in fp32 (in fp64 for an fp64 model), as in upstream's
+cross entropy.
+
+With logits x of a token, their softmax p, the label l and the entropy H:
+
+    log p_l = x_l - max x - log Σ exp(x - max x)       d log p_l / dx_j = [j = l] - p_j
+    H       = -Σ p log p                               dH / dx_j        = -p_j (log p_j + H)
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from megatron.core.models.gpt.gpt_model import GPTModel
+from megatron.core.tensor_parallel.layers import ColumnParallelLinear
+from megatron.core.tensor_parallel.mappings import (
+    copy_to_tensor_model_parallel_region,
+    gather_from_sequence_parallel_region,
+)
 from torch import Tensor
 
+from megatron.hydraulis.cost_model.memory import loss_chunk_tokens
 from megatron.hydraulis.data.packed_batch import PackedBatch, token_places
 from megatron.hydraulis.errors import ConfigurationError
 from megatron.hydraulis.runtime.executor import (
@@ -23,7 +43,6 @@ from megatron.hydraulis.runtime.executor import (
     weighted_losses,
     widened,
 )
-from megatron.hydraulis.runtime.token_log_probs import TokenOutputs, token_outputs
 
 TokenLoss = Callable[[Tensor, Any, Mapping[str, Tensor], "Segments"], Tensor]
 """``loss(log_probs, entropy, inputs, segments)``: (tokens,) losses of (tokens,) log-probabilities
@@ -231,3 +250,340 @@ def _report_outputs(
     rows = dict(zip(OUTPUTS, (outputs.log_probs, outputs.entropy), strict=True))
     found = {name: row.view(-1)[places] for name, row in rows.items() if row is not None}
     return outputs.log_probs.new_zeros(()), 0, found
+
+
+class PackedGPTModel(GPTModel):
+    """`GPTModel` that never holds the logits of a row when it is called with labels.
+
+    Its softmax excludes the padding of the vocabulary: otherwise the loss, and so the update, would
+    depend on how far the vocabulary is padded.
+    """
+
+    def __init__(
+        self,
+        *args: Any,
+        num_tokens_in_vocabulary: int,
+        loss_chunk_tokens: int | None = None,
+        **kwargs: Any,
+    ) -> None:
+        super().__init__(*args, **kwargs)
+        self._chunk_outputs(num_tokens_in_vocabulary, loss_chunk_tokens)
+
+    @classmethod
+    def convert(
+        cls, model: GPTModel, num_tokens_in_vocabulary: int, loss_chunk_tokens: int | None
+    ) -> None:
+        """Give upstream's model this class, so that it holds no row of logits either."""
+        model.__class__ = cls
+        model._chunk_outputs(num_tokens_in_vocabulary, loss_chunk_tokens)
+
+    def _chunk_outputs(self, num_tokens_in_vocabulary: int, loss_chunk_tokens: int | None) -> None:
+        if not self.post_process:
+            return
+        settings = OutputSettings(
+            num_tokens_in_vocabulary,
+            loss_chunk_tokens,
+            self.config.mup_output_mult if self.config.use_mup else 1.0,
+        )
+        ChunkedOutputLayer.convert(self.output_layer, settings)
+        if self.output_layer.weight is not None:
+            # Upstream sets it for tied embeddings of one stage, in which this has no part.
+            self.output_layer.weight.zero_out_wgrad = False
+
+    def forward(
+        self,
+        input_ids: Tensor,
+        position_ids: Tensor,
+        attention_mask: Tensor | None,
+        decoder_input: Tensor | None = None,
+        labels: Tensor | None = None,
+        *args: Any,
+        output_processor: Callable[..., Any] | None = None,
+        **kwargs: Any,
+    ) -> Any:
+        """Upstream's, except that token losses, (1, tokens), are those of `token_losses`."""
+        if labels is not None and output_processor is None:
+            output_processor = token_losses
+        return super().forward(
+            input_ids,
+            position_ids,
+            attention_mask,
+            decoder_input,
+            labels,
+            *args,
+            output_processor=output_processor,
+            **kwargs,
+        )
+
+
+_NUM_BLOCKS = 16
+"""Into which an entropy cuts a chunk's logits, so that what it computes from them is small."""
+_NO_LOGIT = -1e30
+"""Of a rank without tokens of the vocabulary: its exponential is 0, and products are finite."""
+
+
+@dataclass(frozen=True)
+class TokenOutputs:
+    """What the last stage computes of each token of a row, with gradients."""
+
+    log_probs: Tensor
+    """(1, tokens), of the labels; fp32, or fp64 for an fp64 model."""
+    entropy: Tensor | None
+    """(1, tokens), of the predicted distribution, in nats; None unless requested."""
+
+
+def token_outputs(*, entropy: bool, temperature: float = 1.0) -> Callable[..., TokenOutputs]:
+    """An ``output_processor`` for the call of a `PackedGPTModel` with labels.
+
+    Args:
+        temperature: by which all logits are divided.
+    """
+
+    def process(
+        *,
+        hidden_states: Tensor,
+        output_layer: ChunkedOutputLayer,
+        output_weight: Tensor | None,
+        labels: Tensor,
+        **_: Any,
+    ) -> TokenOutputs:
+        found: TokenOutputs = output_layer(
+            hidden_states, output_weight, labels=labels, entropy=entropy, temperature=temperature
+        )
+        return found
+
+    return process
+
+
+def token_losses(**given: Any) -> Tensor:
+    """An ``output_processor`` that returns the cross entropy of each token, (1, tokens)."""
+    return -token_outputs(entropy=False)(**given).log_probs
+
+
+@dataclass(frozen=True)
+class OutputSettings:
+    """How logits are made and used."""
+
+    num_tokens_in_vocabulary: int
+    """Logits of the padding behind them take no part in the softmax."""
+    chunk_tokens: int | None = None
+    """Tokens whose logits exist at the same time; None for `loss_chunk_tokens`."""
+    scale: float = 1.0
+    """Factor of all logits."""
+
+
+class ChunkedOutputLayer(ColumnParallelLinear):
+    """Upstream's output layer, which returns `TokenOutputs` instead of logits if it gets labels."""
+
+    settings: OutputSettings
+
+    @classmethod
+    def convert(cls, layer: ColumnParallelLinear, settings: OutputSettings) -> None:
+        """Give an existing layer this class: `GPTModel` has no parameter for it."""
+        layer.__class__ = cls
+        layer.settings = settings
+
+    def forward(
+        self,
+        input_: Tensor,
+        weight: Tensor | None = None,
+        runtime_gather_output: bool | None = None,
+        *,
+        labels: Tensor | None = None,
+        entropy: bool = False,
+        temperature: float = 1.0,
+    ) -> Any:
+        """Upstream's forward, unless there are labels.
+
+        Args:
+            input_: (tokens, 1, hidden size); with sequence parallelism this rank's part of it.
+            weight: the embedding's if it is shared within the stage.
+            labels: (1, tokens), of all tokens.
+            temperature: by which all logits are divided.
+        """
+        if labels is None:
+            return super().forward(input_, weight, runtime_gather_output)
+        if self.sequence_parallel:
+            input_ = gather_from_sequence_parallel_region(input_, group=self.tp_group)
+        elif self.allreduce_dgrad:
+            input_ = copy_to_tensor_model_parallel_region(input_, group=self.tp_group)
+        is_shared = self.weight is None
+        matrix = self.weight if weight is None else weight
+        num_columns, first = matrix.size(0), matrix.size(0) * self.tp_group.rank()
+        columns = _Columns(
+            num_real=min(max(self.settings.num_tokens_in_vocabulary - first, 0), num_columns),
+            chunk_tokens=self.settings.chunk_tokens or loss_chunk_tokens(num_columns),
+            scale=self.settings.scale / temperature,
+            group=self.tp_group if self.tp_group.size() > 1 else None,
+            completes_gradient=not is_shared,
+        )
+        log_probs, entropies = _TokenOutputs.apply(
+            input_.squeeze(1), matrix, labels.view(-1) - first, columns, entropy
+        )
+        return TokenOutputs(log_probs[None], None if entropies is None else entropies[None])
+
+
+@dataclass(frozen=True)
+class _Columns:
+    """A tp rank's part of the output matrix."""
+
+    num_real: int
+    """Columns of logits that are not padding, which comes last."""
+    chunk_tokens: int
+    scale: float
+    group: dist.ProcessGroup | None
+    """The ranks with the other parts."""
+    completes_gradient: bool
+    """Whether the matrix has no other use in the stage, whose gradient comes later."""
+
+    def chunks(self, num_tokens: int) -> list[slice]:
+        """As few as possible, of almost equal size; whether entropies are wanted or not, so that
+        log-probabilities are equal bit by bit."""
+        num_chunks = -(-num_tokens // self.chunk_tokens)
+        size = -(-num_tokens // num_chunks)
+        return [slice(start, start + size) for start in range(0, num_tokens, size)]
+
+    def logits(self, hidden: Tensor, weight: Tensor) -> Tensor:
+        """Of a chunk."""
+        logits = _product(hidden, weight.t())
+        if self.scale != 1.0:
+            logits.mul_(self.scale)
+        if self.num_real == 0:
+            logits.fill_(_NO_LOGIT)
+        return logits
+
+    def real(self, logits: Tensor) -> Tensor:
+        """A view without the padding, at least one column."""
+        return logits[:, : max(self.num_real, 1)]
+
+
+class _TokenOutputs(torch.autograd.Function):
+    """(log-probabilities, entropies) of tokens, each (tokens,); the latter None unless requested.
+
+    ``weight.main_grad`` receives the weight's gradient, chunk by chunk.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden: Tensor,
+        weight: Tensor,
+        labels: Tensor,
+        columns: _Columns,
+        with_entropy: bool,
+    ) -> tuple[Tensor, Tensor | None]:
+        """
+        Args:
+            ctx: autograd's.
+            hidden: (tokens, hidden size).
+            weight: (columns, hidden size).
+            labels: (tokens,), counted from this rank's first column; those of others are outside.
+            columns: of the weight.
+            with_entropy: whether entropies are wanted.
+        """
+        is_here = (labels >= 0) & (labels < columns.num_real)
+        labels = labels.clamp(0, max(columns.num_real - 1, 0))
+        largest = hidden.new_empty(hidden.size(0), dtype=at_least_fp32(hidden.dtype))
+        # Of exponentials, of the label's logit, of exponentials times logits less the largest.
+        sums = largest.new_zeros(3 if with_entropy else 2, hidden.size(0))
+
+        def exponentials(chunk: slice) -> Tensor:
+            logits = columns.logits(hidden[chunk], weight)
+            real = columns.real(logits)
+            largest[chunk] = real.amax(dim=1)
+            sums[1, chunk] = real.gather(1, labels[chunk, None]).squeeze(1) * is_here[chunk]
+            real.sub_(largest[chunk, None])
+            if with_entropy:
+                for part, of_part in zip(_blocks(real), _blocks(sums[2, chunk]), strict=True):
+                    of_part.copy_(part.exp().mul_(part).sum(dim=1))
+            sums[0, chunk] = real.exp_().sum(dim=1)
+            return logits
+
+        kept = None
+        for chunk in columns.chunks(hidden.size(0)):
+            kept = None  # freed before the next ones exist
+            kept = exponentials(chunk)
+        most = largest
+        if columns.group is not None:
+            most = largest.clone()
+            dist.all_reduce(most, op=dist.ReduceOp.MAX, group=columns.group)
+            sums[2:] += (largest - most) * sums[0]
+            sums[0::2] *= (largest - most).exp()
+            dist.all_reduce(sums, group=columns.group)
+        log_sum = sums[0].log()
+        log_probs = sums[1] - most - log_sum
+        entropy = log_sum - sums[2] / sums[0] if with_entropy else None
+        ctx.columns, ctx.kept = columns, kept
+        ctx.save_for_backward(hidden, weight, labels, is_here, largest, most, sums[0], entropy)
+        ctx.set_materialize_grads(False)
+        return log_probs, entropy
+
+    @staticmethod
+    def backward(
+        ctx: Any, of_log_probs: Tensor | None, of_entropy: Tensor | None
+    ) -> tuple[Tensor, Tensor | None, None, None, None]:
+        hidden, weight, labels, is_here, largest, most, total, entropy = ctx.saved_tensors
+        columns: _Columns = ctx.columns
+        gradient = torch.zeros_like(total) if of_log_probs is None else of_log_probs
+        share = (largest - most).exp() / total  # softmax over this rank's exponentials
+        hidden_gradient = torch.empty_like(hidden)
+
+        def accumulate(chunk: slice, logits: Tensor | None) -> None:
+            factor = -(gradient * share)[chunk, None]
+            if logits is None:
+                logits = columns.logits(hidden[chunk], weight)
+                columns.real(logits).sub_(largest[chunk, None])
+                if of_entropy is None:
+                    columns.real(logits).exp_()
+            real = columns.real(logits)
+            if of_entropy is None:
+                real.mul_(factor)
+            else:  # these are logits
+                shift = (largest - most - total.log() + entropy)[chunk, None]
+                slope = -(of_entropy * share)[chunk, None]
+                for part, *terms in zip(*map(_blocks, (real, shift, slope, factor)), strict=True):
+                    of_part = (part + terms[0]).mul_(terms[1]).add_(terms[2])
+                    part.exp_().mul_(of_part)
+            real[torch.arange(real.size(0), device=real.device), labels[chunk]] += (
+                gradient * is_here
+            )[chunk]
+            logits[:, columns.num_real :] = 0.0
+            if columns.scale != 1.0:
+                logits.mul_(columns.scale)
+            logits = logits.to(hidden.dtype)
+            torch.mm(logits, weight, out=hidden_gradient[chunk])
+            _add_product(weight.main_grad, logits.t(), hidden[chunk])
+
+        # The gradient of an entropy needs logits, not exponentials.
+        kept, ctx.kept = (ctx.kept if of_entropy is None else None), None
+        for chunk in reversed(columns.chunks(hidden.size(0))):
+            accumulate(chunk, kept)
+            kept = None
+        weight.grad_added_to_main_grad = True
+        # By upstream's rules the gradient is meaningless now, but its arrival completes the bucket.
+        # This one needs no memory.
+        arrival = weight.detach() if columns.completes_gradient else None
+        return hidden_gradient, arrival, None, None, None
+
+
+def _blocks(rows: Tensor) -> tuple[Tensor, ...]:
+    """Views of some rows each, the same rows for tensors of the same length."""
+    return rows.split(-(-rows.size(0) // _NUM_BLOCKS))
+
+
+def _product(left: Tensor, right: Tensor) -> Tensor:
+    """In fp32, or in fp64 for fp64."""
+    dtype = at_least_fp32(left.dtype)
+    if left.is_cuda and left.dtype != dtype:
+        return torch.mm(left, right, out_dtype=dtype)
+    return (left @ right).to(dtype)
+
+
+def _add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
+    """Add it to a matrix of at least the same precision, without a temporary one on CUDA."""
+    if total.dtype == left.dtype:
+        total.addmm_(left, right)
+    elif total.is_cuda:
+        torch.addmm(total, left, right, out_dtype=total.dtype, out=total)
+    else:
+        total.add_(left @ right)

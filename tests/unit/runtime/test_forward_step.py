@@ -11,8 +11,7 @@ from torch import Tensor, nn
 from megatron.hydraulis.data.packed_batch import PackedBatch, pack
 from megatron.hydraulis.errors import ConfigurationError
 from megatron.hydraulis.runtime.executor import LossFunction, loss_func, make_forward_step
-from megatron.hydraulis.runtime.token_log_probs import TokenOutputs
-from megatron.hydraulis.runtime.token_loss import loss_forward_step
+from megatron.hydraulis.runtime.token_loss import TokenOutputs, loss_forward_step
 
 
 class Losses(nn.Module):

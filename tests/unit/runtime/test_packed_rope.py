@@ -11,7 +11,7 @@ from megatron.hydraulis.data.packed_batch import local_places, pack, row_segment
 from megatron.hydraulis.errors import ConfigurationError
 from megatron.hydraulis.runtime.executor import packed_seq_params
 from megatron.hydraulis.runtime.model_building import build_model
-from megatron.hydraulis.runtime.packed_rope import follow_rows, rotate
+from megatron.hydraulis.runtime.packed_rows import follow_rows, rotate
 from megatron.hydraulis.runtime.process_groups import LocalGroup, local_collection
 from megatron.hydraulis.transfer.role import Role
 from tests.support.gloo_pool import prepare_parent
