@@ -15,7 +15,6 @@ from torch import Tensor
 from megatron.hydraulis.checkpoint.manifest import Manifest
 from megatron.hydraulis.loop import entry
 from megatron.hydraulis.observability.trace import read_trace
-from megatron.hydraulis.observability.trace_analysis import Spans
 from megatron.hydraulis.runtime.executor import loss_func
 from tests.cuda_stand_in.jobs import run_job as run_on_cuda
 from tests.support import forked_job
@@ -154,7 +153,7 @@ def test_resumed_the_run_is_the_same_bit_by_bit(
 
 def test_a_trace_by_cuda_events_shows_1f1b(uninterrupted: tuple[Run, Path]) -> None:
     run, folder = uninterrupted
-    measured = Spans.of(read_trace(folder / "trace" / "trace.json")).where(is_planned=False)
+    measured = read_trace(folder / "trace" / "trace.json").where(is_planned=False)
     num_checked = 0
     for plan in run.plans[: TRACED[1]]:
         for replica in plan.replicas:

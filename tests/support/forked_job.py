@@ -33,7 +33,7 @@ from megatron.hydraulis.flags.parser import FlagParser
 from megatron.hydraulis.loop import entry
 from megatron.hydraulis.observability import report_figures
 from megatron.hydraulis.observability.records import SUMMARY_FILE_NAME
-from megatron.hydraulis.observability.report_numbers import Run
+from megatron.hydraulis.observability.report_data import Run
 from tests.support.gloo_device import share_gloo_device
 
 DEFAULT_TIMEOUT_S = 60.0

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from itertools import pairwise
 
-from megatron.hydraulis.observability.trace import Span
-from megatron.hydraulis.observability.trace_analysis import Spans
+from megatron.hydraulis.observability.trace import Span, Spans
 
 
 def one_f_one_b(num_micro_batches: int, num_stages: int, stage: int) -> list[tuple[str, int]]:

@@ -79,10 +79,9 @@ from megatron.hydraulis.observability.records import (
     METRICS_FILE_NAME,
     MetricsWriter,
     set_aside_earlier_run,
-    set_aside_earlier_trace,
 )
-from megatron.hydraulis.observability.report_data import read_run
-from megatron.hydraulis.observability.report_numbers import Run
+from megatron.hydraulis.observability.report_data import Run, read_run
+from megatron.hydraulis.observability.trace import set_aside_earlier_trace
 from megatron.hydraulis.optimizer.sharded_adamw import AdamWSettings
 from megatron.hydraulis.planner.planners import PLAN_FILES
 from megatron.hydraulis.runtime.core_attention import CoreAttention

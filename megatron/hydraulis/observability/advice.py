@@ -14,7 +14,7 @@ from megatron.hydraulis.observability.console import (
     seconds_text,
     share_text,
 )
-from megatron.hydraulis.observability.report_numbers import Run, Statistics
+from megatron.hydraulis.observability.report_data import Run, Statistics
 
 MAX_PREDICTION_ERROR = 0.10
 """Median error of iteration times from which measuring a cost profile is worthwhile."""

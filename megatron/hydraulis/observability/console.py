@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from megatron.hydraulis.observability.records import IterationRecord
-from megatron.hydraulis.observability.report_numbers import Run, Statistics
+from megatron.hydraulis.observability.report_data import Run, Statistics
 
 # Number of iterations whose median predicts the rest: enough to ignore an evaluation or a
 # checkpoint, few enough to follow a change of strategy.

@@ -1,5 +1,4 @@
-"""What a run leaves in its folder: the names of files, and ``metrics.jsonl`` with one record per
-iteration."""
+"""The files of a run folder, and ``metrics.jsonl`` with one record per iteration."""
 
 from __future__ import annotations
 
@@ -8,13 +7,12 @@ import dataclasses
 import json
 import math
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO, Self
 
 from megatron.hydraulis.errors import HydraulisError, why_not_written
-from megatron.hydraulis.observability.trace import MERGED_FILE_NAME, rank_files
 
 METRICS_FILE_NAME = "metrics.jsonl"
 CONFIG_FILE_NAME = "config.json"
@@ -35,34 +33,14 @@ _LEFT_BY_A_RUN = (
 
 _DAMAGES = (ValueError, TypeError, KeyError, AttributeError, RecursionError, HydraulisError)
 """What reading a damaged record raises."""
+_UNLIMITED = ("lm_loss", "grad_norm")
+"""Numbers that may be anything, also not finite. All others are finite and at least 0."""
 _LOWEST: dict[str, float] = {
     "iteration": 1,
-    "num_sequences": 0,
-    "num_tokens": 0,
-    "trained_tokens": 0,
-    "consumed_samples": 0,
-    "num_marked_plans": 0,
-    "iteration_time_s": 0,
-    "predicted_time_s": 0,
-    "plan_time_s": 0,
-    "plan_wait_s": 0,
-    "plan_fetch_s": 0,
-    "learning_rate": 0,
     # Sums of replica times are rounded.
     "imbalance": 1 - 1e-6,
 }
-"""Smallest value of each number that is always known; all of them are finite."""
-_OPTIONAL = (
-    "regroup_bytes",
-    "gather_wait_s",
-    "scatter_wait_s",
-    "peak_allocated_bytes",
-    "peak_reserved_bytes",
-    "model_flops",
-    "expert_load",
-    "balancing_loss",
-    "router_z_loss",
-)
+_HIGHEST: dict[str, float] = {"padding_fraction": 1, "plan_gap": 1}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -142,17 +120,14 @@ class IterationRecord:
     there was no choice, and as above."""
 
     def __post_init__(self) -> None:
-        for name, lowest in _LOWEST.items():
-            self._require(
-                lowest <= getattr(self, name) < math.inf, name, f"is finite and at least {lowest}"
-            )
-        for name in _OPTIONAL:
-            value = getattr(self, name)
-            self._require(value is None or 0 <= value < math.inf, name, "is finite and at least 0")
-        self._require(0 <= self.padding_fraction <= 1, "padding_fraction", "is between 0 and 1")
-        self._require(
-            self.plan_gap is None or 0 <= self.plan_gap <= 1, "plan_gap", "is between 0 and 1"
-        )
+        for field in dataclasses.fields(self):
+            name, value = field.name, getattr(self, field.name)
+            if isinstance(value, int | float) and name not in _UNLIMITED:
+                low, high = _LOWEST.get(name, 0), _HIGHEST.get(name, math.inf)
+                holds = low <= value <= high and value < math.inf
+                self._require(holds, name, f"is finite, at least {low} and at most {high}")
+            elif isinstance(value, str):
+                self._require(bool(value), name, "is not empty")
         self._require(
             all(0 <= time_s < math.inf for time_s in self.replica_times_s),
             "replica_times_s",
@@ -165,8 +140,6 @@ class IterationRecord:
             "strategy_times_s",
             "are finite, at least 0 and not below their bounds",
         )
-        self._require(bool(self.strategy), "strategy", "is not empty")
-        self._require(bool(self.plan_status), "plan_status", "is not empty")
 
     def _require(self, holds: bool, name: str, rule: str) -> None:
         if not holds:
@@ -185,7 +158,7 @@ class IterationRecord:
 
     @property
     def tokens_per_s(self) -> float | None:
-        """Of `num_tokens`; None if no time has passed."""
+        """`num_tokens` over the measured time; None if no time has passed."""
         return self.num_tokens / self.iteration_time_s if self.iteration_time_s else None
 
     @property
@@ -285,43 +258,40 @@ def _check_type(name: str, annotation: str, value: Any) -> None:
             _check_type(name, "float", each)
 
 
-class MetricsWriter:
-    """Appends records to ``<run_dir>/metrics.jsonl``; creates the folder if needed.
+class UnbufferedFile:
+    """A file whose content is on the disk when `append` returns, or HydraulisError is raised.
 
-    Writes are unbuffered: a line is in the file when `write` returns, and after a failed write
-    nothing is left that could fail again at close. An unfinished last line of a killed run is
-    removed when the file is opened.
+    After a failed write nothing is left that could fail again at close.
 
-    Raises `HydraulisError` if the file cannot be opened or written, e.g. because the disk is full.
+    Args:
+        path: of the file; its folder is created if needed.
+        what: name of the content, for errors.
+        fix: what a user can do if the file cannot be written.
+        keeps_lines: whether to append to the complete lines of an existing file; otherwise its
+            content is replaced.
     """
 
-    def __init__(self, run_dir: str | Path) -> None:
-        self.path = Path(run_dir) / METRICS_FILE_NAME
+    def __init__(self, path: Path, *, what: str, fix: str, keeps_lines: bool) -> None:
+        self.path = path
+        self._what, self._fix = what, fix
         try:
-            self.path.parent.mkdir(parents=True, exist_ok=True)
-            complete_lines(self.path)
-            self._file: BinaryIO = open(self.path, "ab", buffering=0)  # noqa: SIM115
+            path.parent.mkdir(parents=True, exist_ok=True)
+            if keeps_lines:
+                complete_lines(path)
+            self._file: BinaryIO = open(path, "ab" if keeps_lines else "wb", buffering=0)  # noqa: SIM115
         except OSError as error:
-            raise HydraulisError(
-                f"metrics need a writable file: {self.path}: {why_not_written(error, self.path)}; "
-                "choose another --run-dir"
-            ) from error
+            raise self._error(error) from error
 
-    def write(self, record: IterationRecord) -> None:
-        """Appends a complete line or nothing."""
-        line = json.dumps(record.to_json(), allow_nan=False).encode() + b"\n"
+    def append(self, content: bytes, remark: str = "") -> None:
+        """Appends all of the content or nothing; errors name it with the remark."""
         num_written = 0
         try:
-            while num_written < len(line):
-                num_written += self._file.write(line[num_written:])
+            while num_written < len(content):
+                num_written += self._file.write(content[num_written:])
         except OSError as error:
             with contextlib.suppress(OSError):
                 self._file.truncate(self._file.seek(0, 2) - num_written)
-            raise HydraulisError(
-                f"metrics of iteration {record.iteration} need {len(line)} bytes in {self.path}: "
-                f"{why_not_written(error, self.path)}; free space there or resume with another "
-                "--run-dir"
-            ) from error
+            raise self._error(error, remark, f" ({len(content)} bytes)") from error
 
     def close(self) -> None:
         self._file.close()
@@ -332,9 +302,48 @@ class MetricsWriter:
     def __exit__(self, *_: object) -> None:
         self.close()
 
+    def _error(self, error: OSError, remark: str = "", size: str = "") -> HydraulisError:
+        return HydraulisError(
+            f"{self._what}{remark} must be written to {self.path}{size} but: "
+            f"{why_not_written(error, self.path)}; {self._fix}"
+        )
+
+
+class MetricsWriter(UnbufferedFile):
+    """Appends records to ``<run_dir>/metrics.jsonl``.
+
+    An unfinished last line of a killed run is removed when the file is opened.
+    """
+
+    def __init__(self, run_dir: str | Path) -> None:
+        super().__init__(
+            Path(run_dir) / METRICS_FILE_NAME,
+            what="metrics",
+            fix="free space there or choose another --run-dir",
+            keeps_lines=True,
+        )
+
+    def write(self, record: IterationRecord) -> None:
+        line = json.dumps(record.to_json(), allow_nan=False).encode() + b"\n"
+        self.append(line, f" of iteration {record.iteration}")
+
 
 def read_metrics(run_dir: str | Path) -> list[IterationRecord]:
     """Records of ``<run_dir>/metrics.jsonl`` by iteration; the last record of an iteration counts.
+
+    Raises as `read_lines`.
+    """
+    return by_iteration(read_lines(run_dir))
+
+
+def by_iteration(records: Iterable[IterationRecord]) -> list[IterationRecord]:
+    """The last record of every iteration, in ascending order."""
+    last = {record.iteration: record for record in records}
+    return [last[iteration] for iteration in sorted(last)]
+
+
+def read_lines(run_dir: str | Path) -> list[IterationRecord]:
+    """Records in the order of the file, in which iterations that ran twice have two.
 
     An unfinished last line, as a killed run leaves it, is ignored.
     Raises `HydraulisError` if there is no such file, or a complete line is not a record.
@@ -347,18 +356,17 @@ def read_metrics(run_dir: str | Path) -> list[IterationRecord]:
             f"a run folder holds {METRICS_FILE_NAME}: {path}: {error.strerror}; "
             "give the folder of a run that finished an iteration"
         ) from error
-    complete_lines = content.split(b"\n")[:-1]
-    records: dict[int, IterationRecord] = {}
-    for number, line in enumerate(complete_lines, start=1):
+    lines = content.split(b"\n")[:-1]
+    records = []
+    for number, line in enumerate(lines, start=1):
         try:
-            record = IterationRecord.from_json(json.loads(line))
+            records.append(IterationRecord.from_json(json.loads(line)))
         except _DAMAGES as error:
             raise HydraulisError(
                 f"every line of {path} is one iteration record, but line {number} of "
-                f"{len(complete_lines)} is not ({error}); remove that line"
+                f"{len(lines)} is not ({error}); remove that line"
             ) from error
-        records[record.iteration] = record
-    return [records[iteration] for iteration in sorted(records)]
+    return records
 
 
 def complete_lines(path: Path) -> list[bytes]:
@@ -388,20 +396,14 @@ def set_aside_earlier_run(run_dir: str | Path) -> Path | None:
     run_dir = Path(run_dir)
     paths = [run_dir / name for name in _LEFT_BY_A_RUN]
     found = [path for path in paths if (any(path.iterdir()) if path.is_dir() else path.exists())]
-    return _set_aside(run_dir, found, "--run-dir")
+    return set_aside(run_dir, found, "--run-dir")
 
 
-def set_aside_earlier_trace(folder: str | Path) -> Path | None:
-    """Moves the files of an earlier trace, which may have had other ranks, into a subfolder.
+def set_aside(folder: Path, found: Sequence[Path], option: str) -> Path | None:
+    """Moves files of a folder, which an option names, into the first free ``earlier.N`` in it.
 
-    Returns and raises as `set_aside_earlier_run` does.
+    Returns and raises as `set_aside_earlier_run`.
     """
-    folder = Path(folder)
-    found = [*rank_files(folder), folder / MERGED_FILE_NAME]
-    return _set_aside(folder, [path for path in found if path.exists()], "--trace")
-
-
-def _set_aside(folder: Path, found: Sequence[Path], option: str) -> Path | None:
     if not found:
         return None
     number = 1

@@ -18,7 +18,7 @@ from matplotlib.ticker import MaxNLocator
 from megatron.hydraulis.observability.console import factor_text, factors_text, share_text
 from megatron.hydraulis.observability.pictures import CATEGORY_COLORS, figure_svg, save_picture
 from megatron.hydraulis.observability.records import SUMMARY_FILE_NAME
-from megatron.hydraulis.observability.report_numbers import Run, busy_fraction
+from megatron.hydraulis.observability.report_data import Run, busy_fraction
 
 INK = "#24292f"
 MUTED = "#8b949e"
@@ -47,7 +47,7 @@ HALF_WINDOWS_PER_RUN = 20
 MAX_HALF_WINDOW = 10
 MAX_RANK_BARS = 64
 MAX_LABELLED_REPLICAS = 6
-"""Of more replicas the summary draws slowest, median and fastest."""
+"""If there are more, the summary draws the slowest, median and fastest of an iteration."""
 MIN_BAR_SLOTS = 3
 """Slots of an axis of bars, so that a single bar is not as wide as the picture."""
 INCHES_PER_ROW = 0.18
@@ -134,6 +134,7 @@ class _Panel:
     """What values are multiplied by."""
     is_smoothed: bool = False
     """Whether many values are drawn grey, below their running median."""
+    has_only_dots: bool = False
 
     def draw(self, axes: Axes, run: Run) -> str:
         """Returns a sentence about the running median, or nothing."""
@@ -148,8 +149,9 @@ class _Panel:
                 iterations,
                 values,
                 color=MUTED if is_smoothed else color,
+                linestyle="" if self.has_only_dots else "-",
                 linewidth=1.2,
-                marker="." if has_markers else "",
+                marker="o" if self.has_only_dots else "." if has_markers else "",
                 markersize=4,
                 label="each iteration" if is_smoothed else label,
             )
@@ -161,7 +163,9 @@ class _Panel:
                 caption = f" In colour: {window}."
         axes.set_ylabel(self.ylabel)
         if self.min_top is not None:
-            axes.set_ylim(0.0, max(axes.get_ylim()[1], self.min_top) or 1.0)
+            # No dot is cut by the edge.
+            room = 1.04 if self.has_only_dots else 1.0
+            axes.set_ylim(0.0, room * max(axes.get_ylim()[1], self.min_top) or 1.0)
         _iteration_axis(axes, run)
         return caption
 
@@ -296,16 +300,9 @@ def _strategies(run: Run) -> ReportFigure | None:
     colors = _colors_of_strategies(run)
     figure, axes = _figure(min(HEIGHT_INCHES * 0.45 + INCHES_PER_ROW * len(rows), TALL_INCHES * 2))
     for place, row in enumerate(rows):
-        iterations = [record.iteration for record in run.records if record.strategy == row["name"]]
-        axes.plot(
-            iterations,
-            [place] * len(iterations),
-            color=colors.get(row["name"], MUTED),
-            linestyle="",
-            marker="|" if len(run.records) > MAX_ITERATIONS_WITH_MARKERS else "s",
-            markersize=6,
-            rasterized=len(iterations) > MAX_DOTS,
-        )
+        own = [(r.iteration, place) for r in run.records if r.strategy == row["name"]]
+        marker = "|" if len(run.records) > MAX_ITERATIONS_WITH_MARKERS else "s"
+        _dots(axes, own, colors.get(row["name"], MUTED), marker=marker, markersize=6)
     labels = _short([row["name"] for row in rows])
     ticks = [f"{label} ({row['num_iterations']})" for label, row in zip(labels, rows, strict=True)]
     axes.set_yticks(range(len(rows)), ticks)
@@ -388,7 +385,7 @@ def write_summary(run: Run) -> Path:
 
 def summary_of(run: Run) -> Figure:
     """Three panels: loss; predicted time of each replica (of many: of the slowest, the median and
-    the fastest); predicted share of the makespans with work.
+    the fastest of an iteration); predicted share of the makespans with work.
 
     Replicas of different strategies are not comparable: a run with several strategies shows
     makespans and shares by strategy instead.
@@ -400,11 +397,18 @@ def summary_of(run: Run) -> Figure:
         loss_axes.legend()
     loss_axes.set_title("Loss", loc="left")
     if len(used) == 1:
-        _draw_replicas(time_axes, share_axes, run)
+        work = list(_work_of_replicas(run))
+        time_title, share_title = "Work per replica: predicted time", "over the whole run"
+        (title,) = _short(used, MAX_TITLE_CHARS)
     else:
-        _draw_strategies(time_axes, share_axes, run)
-    share_axes.set_ylabel("%")
-    (title,) = _short(used, MAX_TITLE_CHARS) if len(used) == 1 else [f"{len(used)} strategies"]
+        work = list(_work_of_strategies(run))
+        time_title = "Predicted makespan by strategy"
+        share_title, title = "mean over a strategy's replicas", f"{len(used)} strategies"
+    lines = {one.label + one.remark: (one.times_s, one.color) for one in work}
+    _Panel("ms", lines, 0.0, _MS_PER_S, has_only_dots=len(used) > 1).draw(time_axes, run)
+    _legend_above(time_axes, num_columns=3, title=time_title)
+    _draw_shares(share_axes, work)
+    share_axes.set_title(f"Predicted share of the makespan with work, {share_title}", loc="left")
     num = len(run.records)
     iterations = "1 iteration" if num == 1 else f"{num:,} iterations"
     figure.suptitle(
@@ -414,85 +418,70 @@ def summary_of(run: Run) -> Figure:
     return figure
 
 
-def _draw_replicas(time_axes: Axes, share_axes: Axes, run: Run) -> None:
+@dataclass(frozen=True)
+class _Work:
+    """A replica's or a strategy's line and bar in the summary."""
+
+    label: str
+    color: str
+    times_s: Sequence[float]
+    """Predicted, for every iteration; NaN where it has none."""
+    share: float
+    """Share of the makespans with work."""
+    remark: str = ""
+    """What the legend adds to the label."""
+
+
+def _work_of_replicas(run: Run) -> Iterator[_Work]:
     rows = run.numbers.replicas
-    times_ms = [[_MS_PER_S * time_s for time_s in r.replica_times_s] for r in run.records]
+    all_times_s = [record.replica_times_s for record in run.records]
     if len(rows) <= MAX_LABELLED_REPLICAS:
-        labels = [f"replica {r['replica']}" + f" ({r['scheme']})" * bool(r["scheme"]) for r in rows]
-        # Replicas that an iteration does not have stay NaN.
-        of_labels = {
-            label: [each_ms[place] if place < len(each_ms) else math.nan for each_ms in times_ms]
-            for place, label in enumerate(labels)
+        lines = {
+            f"replica {row['replica']}" + f" ({row['scheme']})" * bool(row["scheme"]): [
+                times_s[place] if place < len(times_s) else math.nan for times_s in all_times_s
+            ]
+            for place, row in enumerate(rows)
         }
     else:
-        labels = [""] * len(rows)
-        kinds: dict[str, Callable[[list[float]], float]]
+        kinds: dict[str, Callable[[Sequence[float]], float]]
         kinds = {"slowest": max, "median": statistics.median, "fastest": min}
-        of_labels = {
-            kind: [of(each_ms) if each_ms else math.nan for each_ms in times_ms]
+        lines = {
+            kind: [of(times_s) if times_s else math.nan for times_s in all_times_s]
             for kind, of in kinds.items()
         }
-    lines = {
-        label: (values, color)
-        for color, (label, values) in zip(SERIES, of_labels.items(), strict=False)
-    }
-    _Panel("ms", lines, 0.0).draw(time_axes, run)
-    _legend_above(time_axes, num_columns=3, title="Work per replica: predicted time")
-    busy = [busy_fraction(run.records, replica=row["replica"]) or 0.0 for row in rows]
-    colors = SERIES[: len(rows)] if any(labels) else [MEASURED] * len(rows)
-    _draw_bars(share_axes, labels, busy, colors)
-    share_axes.set_title(
-        "Predicted share of the makespan with work, over the whole run", loc="left"
-    )
-    if not any(labels):
-        share_axes.set_xlabel("replica")
+    for color, (label, line) in zip(SERIES, lines.items(), strict=False):
+        known = [
+            (time_s, max(times_s))
+            for time_s, times_s in zip(line, all_times_s, strict=True)
+            if not math.isnan(time_s)
+        ]
+        whole_s = math.fsum(most_s for _, most_s in known)
+        share = math.fsum(time_s for time_s, _ in known) / whole_s if whole_s else 0.0
+        yield _Work(label, color, line, share)
 
 
-def _draw_strategies(time_axes: Axes, share_axes: Axes, run: Run) -> None:
-    labels, busy, colors = [], [], []
+def _work_of_strategies(run: Run) -> Iterator[_Work]:
     for label, color, names in _groups(_colors_of_strategies(run), MAX_BAR_LABEL_CHARS):
         own = [record for record in run.records if record.strategy in names]
-        time_axes.plot(
-            [record.iteration for record in own],
-            [_MS_PER_S * max(record.replica_times_s, default=0.0) for record in own],
-            color=color,
-            linestyle="",
-            marker="o",
-            markersize=4,
-            label=f"{label} ({len(own)})",
-        )
-        labels.append(label)
-        colors.append(color)
-        busy.append(busy_fraction(own) or 0.0)
-    time_axes.set_ylabel("ms")
-    # No dot is cut by the edge.
-    time_axes.set_ylim(0.0, 1.04 * max(time_axes.get_ylim()[1], 0.0) or 1.0)
-    _iteration_axis(time_axes, run)
-    _legend_above(time_axes, num_columns=3, title="Predicted makespan by strategy")
-    _draw_bars(share_axes, labels, busy, colors)
-    share_axes.set_title(
-        "Predicted share of the makespan with work, mean over a strategy's replicas", loc="left"
-    )
+        times_s = [
+            max(record.replica_times_s, default=0.0) if record.strategy in names else math.nan
+            for record in run.records
+        ]
+        yield _Work(label, color, times_s, busy_fraction(own) or 0.0, f" ({len(own)})")
 
 
-def _draw_bars(
-    axes: Axes, labels: Sequence[str], shares: Sequence[float], colors: Sequence[str]
-) -> None:
-    """A bar for each share of 100 %; over labelled ones its number."""
-    positions = range(len(labels))
-    width = 0.8 if any(labels) else 1.0
-    axes.bar(positions, [100.0] * len(labels), color=IDLE, width=width)
-    axes.bar(positions, [100.0 * share for share in shares], color=colors, width=width)
+def _draw_shares(axes: Axes, work: Sequence[_Work]) -> None:
+    """A bar for each share of 100 %, with its number."""
+    positions = range(len(work))
+    axes.bar(positions, [100.0] * len(work), color=IDLE)
+    axes.bar(positions, [100.0 * one.share for one in work], color=[one.color for one in work])
+    for position, one in enumerate(work):
+        axes.text(position, 102.0, f"{one.share:.1%}", ha="center", va="bottom")
+    axes.set_ylabel("%")
     axes.set_ylim(0.0, 118.0)
     axes.set_yticks(range(0, 101, 20))
-    if not any(labels):
-        axes.xaxis.set_major_locator(MaxNLocator(integer=True))
-        axes.set_xlim(-0.5, max(len(labels), 1) - 0.5)
-        return
-    for position, share in zip(positions, shares, strict=True):
-        axes.text(position, 102.0, f"{share:.1%}", ha="center", va="bottom")
-    axes.set_xticks(positions, labels, fontsize=8.0)
-    axes.set_xlim(-0.6, max(len(labels), MIN_BAR_SLOTS) - 0.4)
+    axes.set_xticks(positions, [one.label for one in work], fontsize=8.0)
+    axes.set_xlim(-0.6, max(len(work), MIN_BAR_SLOTS) - 0.4)
 
 
 def _figure(height_inches: float = HEIGHT_INCHES) -> tuple[Figure, Axes]:
@@ -527,29 +516,15 @@ def _scatter(
     for label, color, names in _groups(colors):
         own = [(x, y) for name, x, y in points if name in names]
         if own:
-            axes.plot(
-                [x for x, _ in own],
-                [y for _, y in own],
-                color=color,
-                linestyle="",
-                marker="o",
-                markersize=3.5,
-                alpha=0.85,
-                label=label if len(colors) > 1 else None,
-                rasterized=len(own) > MAX_DOTS,
-            )
+            shown = label if len(colors) > 1 else None
+            _dots(axes, own, color, marker="o", markersize=3.5, alpha=0.85, label=shown)
     right = 1.08 * max(x for _, x, _ in points)
     top = 1.08 * max(y for _, _, y in points)
-    axes.plot([0.0, right], [0.0, right], color=MUTED, linewidth=1.0, label="as predicted")
+    ends = [0.0, right]
+    axes.plot(ends, ends, color=MUTED, linewidth=1.0, label="as predicted")
     if factor is not None:
-        axes.plot(
-            [0.0, right],
-            [0.0, right * factor],
-            color=INK,
-            linewidth=1.0,
-            linestyle="--",
-            label=f"{factor_text(factor)} as long",
-        )
+        label = f"{factor_text(factor)} as long"
+        axes.plot(ends, [0.0, right * factor], "--", color=INK, linewidth=1.0, label=label)
     axes.set_xlim(0.0, right)
     axes.set_ylim(0.0, max(top, right if right < 2.0 * top else 0.0))
     axes.set_xlabel("predicted, s")
@@ -557,6 +532,12 @@ def _scatter(
     axes.grid()
     figure.legend(loc="outside upper left", ncols=2 if len(colors) > 1 else 3)
     return figure
+
+
+def _dots(axes: Axes, points: Sequence[tuple[float, float]], color: str, **look: Any) -> None:
+    """Points (x, y) without lines; many of them as one image."""
+    xs, ys = [x for x, _ in points], [y for _, y in points]
+    axes.plot(xs, ys, color=color, linestyle="", rasterized=len(points) > MAX_DOTS, **look)
 
 
 def _iteration_axis(axes: Axes, run: Run) -> None:
@@ -582,7 +563,7 @@ def _legend_above(axes: Axes, *, num_columns: int, title: str = "") -> None:
 
 
 def _colors(names: Sequence[str]) -> dict[str, str]:
-    """By name, in their order; names beyond the colours share one."""
+    """The colour of each name, in their order; names beyond the colours share one."""
     return {
         name: SERIES[place] if place < len(SERIES) else MUTED for place, name in enumerate(names)
     }

@@ -20,9 +20,8 @@ from megatron.hydraulis.observability.records import (
     REPORT_FILE_NAME,
     REPORT_PICTURES_FOLDER_NAME,
 )
-from megatron.hydraulis.observability.report_data import read_run
+from megatron.hydraulis.observability.report_data import Run, read_run
 from megatron.hydraulis.observability.report_figures import ReportFigure, figures_of
-from megatron.hydraulis.observability.report_numbers import Run
 
 TEMPLATE = Path(__file__).with_name("report_page.html.jinja")
 MAX_ROWS = 200

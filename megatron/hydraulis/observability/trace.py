@@ -1,4 +1,4 @@
-"""Spans of a trace and their files, in the Trace Event Format (Chrome, Perfetto).
+"""Spans of a trace, what each rank did with its time, and files in the Trace Event Format.
 
 Runs and simulations write the same spans, so prediction and measurement can be compared in one
 view. While a run goes on there is one file per rank; at its end they are merged.
@@ -13,9 +13,10 @@ import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, BinaryIO, Self
+from typing import Any
 
-from megatron.hydraulis.errors import ConfigurationError, HydraulisError, why_not_written
+from megatron.hydraulis.errors import ConfigurationError, HydraulisError
+from megatron.hydraulis.observability.records import UnbufferedFile, set_aside
 
 MERGED_FILE_NAME = "trace.json"
 _RANK_FILES = "trace_rank_*.json"
@@ -35,12 +36,16 @@ MAX_LANES = 100
 NUMBERED_BY = ("micro_batch", "bucket", "iteration")
 """Details that number spans of one name: the first that a span has is part of its label."""
 
+WORK = ("forward", "backward", "optimizer")
+WAITS = ("pipeline wait", "gather wait", "scatter wait", "planning wait")
+TRANSFERS = ("gather", "scatter")
+
 _DECIMALS_OF_US = 3
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Span:
-    """What one rank did, or planned to do, from when to when.
+    """A piece of work or a wait of one rank, measured or planned.
 
     Raises HydraulisError if the end is before the start, a time is not finite, or the name ends in
     a number.
@@ -82,25 +87,114 @@ class Span:
         return self.name
 
 
-class TraceWriter:
+@dataclass(frozen=True)
+class Spans:
+    """Some spans of a trace, by their start.
+
+    For example: whether a scatter overlaps with the backward pass of rank 2 in iteration 5::
+
+        rank = Spans.of(read_trace(folder)).where(rank=2, iteration=5, is_planned=False)
+        rank.where(name="scatter").first_start_us < rank.where(name="backward").last_end_us
+
+    The three times raise HydraulisError if there is no span.
+    """
+
+    spans: tuple[Span, ...] = ()
+
+    @classmethod
+    def of(cls, spans: Iterable[Span]) -> Spans:
+        return cls(tuple(sorted(spans, key=lambda span: (span.start_us, -span.end_us))))
+
+    def where(self, **wanted: int | str | bool) -> Spans:
+        """Those whose fields (``rank``, ``name``, ``track``, ``is_planned``) or details
+        (``iteration``, ``micro_batch``, ``stage``, ``bucket``, …) have these values."""
+        return Spans(
+            tuple(
+                span
+                for span in self.spans
+                if all(_value(span, key) == value for key, value in wanted.items())
+            )
+        )
+
+    def named(self, *names: str) -> Spans:
+        """Those with one of these names."""
+        return Spans(tuple(span for span in self.spans if span.name in names))
+
+    def __or__(self, other: Spans) -> Spans:
+        return Spans.of((*self.spans, *other.spans))
+
+    def between(self, start_us: float, end_us: float) -> Spans:
+        """The parts of the spans within a window."""
+        return Spans(
+            tuple(
+                dataclasses.replace(
+                    span, start_us=max(span.start_us, start_us), end_us=min(span.end_us, end_us)
+                )
+                for span in self.spans
+                if span.start_us < end_us and span.end_us > start_us
+            )
+        )
+
+    def values(self, key: str) -> list[int | str]:
+        """A field or detail of each span, in their order; spans without it are skipped."""
+        return [value for span in self.spans if (value := _value(span, key)) is not None]
+
+    @property
+    def first_start_us(self) -> float:
+        return min(span.start_us for span in self._required())
+
+    @property
+    def last_end_us(self) -> float:
+        return max(span.end_us for span in self._required())
+
+    @property
+    def total_us(self) -> float:
+        """Time in which at least one of the spans runs."""
+        total_us, until_us = 0.0, float("-inf")
+        for span in self.spans:
+            total_us += max(0.0, span.end_us - max(span.start_us, until_us))
+            until_us = max(until_us, span.end_us)
+        return total_us
+
+    def __iter__(self) -> Iterator[Span]:
+        return iter(self.spans)
+
+    def __len__(self) -> int:
+        return len(self.spans)
+
+    def _required(self) -> tuple[Span, ...]:
+        if not self.spans:
+            raise HydraulisError(
+                "the trace has no such span whose time could be asked for; use fewer conditions in "
+                "where()"
+            )
+        return self.spans
+
+
+def _value(span: Span, key: str) -> int | str | bool | None:
+    if key in ("rank", "name", "track", "is_planned"):
+        value: int | str | bool = getattr(span, key)
+        return value
+    return span.detail.get(key)
+
+
+class TraceWriter(UnbufferedFile):
     """Writes spans as a JSON array of trace events, one per line.
 
-    An event is in the file when `write` returns. Without `close` the closing bracket is missing;
-    viewers and `read_trace` do not need it, so the file of a killed run can be read.
-
-    Raises `HydraulisError` if the file cannot be opened or written, e.g. because the disk is full.
+    Without `close` the closing bracket is missing; viewers and `read_trace` do not need it, so the
+    file of a killed run can be read.
     """
 
     def __init__(self, path: str | Path) -> None:
-        self.path = Path(path)
+        super().__init__(
+            Path(path),
+            what="a trace",
+            fix="free space there or choose another --trace folder",
+            keeps_lines=False,
+        )
         self._lanes = Lanes()
         self._is_empty = True
-        try:
-            self.path.parent.mkdir(parents=True, exist_ok=True)
-            self._file: BinaryIO = open(self.path, "wb", buffering=0)  # noqa: SIM115
-        except OSError as error:
-            raise self._error(error) from error
-        self._put(b"[")
+        self.append(b"[")
 
     def write(self, spans: Iterable[Span]) -> None:
         """Appends spans; they use the fewest lanes if those of a track are sorted by start."""
@@ -115,34 +209,14 @@ class TraceWriter:
                 self._is_empty = False
                 lines.append(separator + json.dumps(event, allow_nan=False))
         if lines:
-            self._put("".join(lines).encode())
+            self.append("".join(lines).encode())
 
     def close(self) -> None:
         if not self._file.closed:
             try:
-                self._put(b"\n]\n")
+                self.append(b"\n]\n")
             finally:
-                self._file.close()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
-
-    def _put(self, content: bytes) -> None:
-        num_written = 0
-        try:
-            while num_written < len(content):
-                num_written += self._file.write(content[num_written:])
-        except OSError as error:
-            raise self._error(error) from error
-
-    def _error(self, error: OSError) -> HydraulisError:
-        return HydraulisError(
-            f"a trace needs a writable file: {self.path}: {why_not_written(error, self.path)}; "
-            "free space there or choose another --trace folder"
-        )
+                super().close()
 
 
 def rank_file(folder: str | Path, rank: int) -> Path:
@@ -154,8 +228,18 @@ def rank_files(folder: str | Path) -> list[Path]:
     return sorted(Path(folder).glob(_RANK_FILES), key=lambda path: int(path.stem.rsplit("_")[-1]))
 
 
-def read_trace(path: str | Path) -> list[Span]:
-    """Spans of one file, or of all ranks' files in a folder, by their start.
+def set_aside_earlier_trace(folder: str | Path) -> Path | None:
+    """Moves the files of an earlier trace, which may have had other ranks, into a subfolder.
+
+    Returns and raises as `set_aside_earlier_run` does.
+    """
+    folder = Path(folder)
+    found = [*rank_files(folder), folder / MERGED_FILE_NAME]
+    return set_aside(folder, [path for path in found if path.exists()], "--trace")
+
+
+def read_trace(path: str | Path) -> Spans:
+    """Spans of one file, or of all ranks' files in a folder.
 
     If a folder has no files of ranks, its merged file is read. An unfinished last line, as a killed
     run leaves it, is ignored.
@@ -166,8 +250,7 @@ def read_trace(path: str | Path) -> list[Span]:
     paths = [path]
     if path.is_dir():
         paths = rank_files(path) or [path / MERGED_FILE_NAME]
-    spans = [span for file in paths for span in _read_file(file)]
-    return sorted(spans, key=lambda span: (span.start_us, -span.end_us))
+    return Spans.of(span for file in paths for span in _read_file(file))
 
 
 def merge_trace(folder: str | Path) -> Path:
@@ -311,8 +394,22 @@ def _metadata_events(
     return events
 
 
+def free_lane(ends_us: list[float], span: Span) -> int:
+    """The first lane that is free from the span's start on; a new one if there is none.
+
+    Args:
+        ends_us: end of the last span of each lane; the span's end becomes that of its lane.
+    """
+    for lane, end_us in enumerate(ends_us):
+        if end_us <= span.start_us:
+            ends_us[lane] = span.end_us
+            return lane
+    ends_us.append(span.end_us)
+    return len(ends_us) - 1
+
+
 class Lanes:
-    """Assigns each span to the first lane of its track that is free from its start on.
+    """Assigns each span to a lane of its track.
 
     A viewer draws spans of one thread as nested calls. Spans that overlap in another way would be
     drawn wrongly or not at all.
@@ -327,14 +424,83 @@ class Lanes:
         track = TRACKS.index(span.track) if span.track in TRACKS else len(TRACKS)
         process = (span.rank, span.is_planned)
         ends_us = self._ends_us.setdefault((*process, span.track), [])
-        for lane, end_us in enumerate(ends_us):
-            if end_us <= span.start_us:
-                ends_us[lane] = span.end_us
-                return 1 + track * MAX_LANES + lane, None, False
-        ends_us.append(span.end_us)
+        num_lanes = len(ends_us)
+        lane = free_lane(ends_us, span)
         is_new_process = process not in self._processes
         self._processes.add(process)
-        return track * MAX_LANES + len(ends_us), len(ends_us) - 1, is_new_process
+        return 1 + track * MAX_LANES + lane, lane if lane == num_lanes else None, is_new_process
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RankShares:
+    """Times of one rank in its traced iterations, in us; evaluation between them is left out.
+
+    ``busy_us + wait_us + idle_us`` is ``window_us``.
+    """
+
+    rank: int
+    window_us: float
+    forward_us: float
+    backward_us: float
+    busy_us: float
+    """Time of forward, backward and optimizer without the waits within them."""
+    wait_us: float
+    """Time spent waiting for a pipeline neighbour, for regrouping or for a plan."""
+    transfer_us: float
+    """Time with a transfer of parameters or gradients in progress."""
+    hidden_us: float
+    """The part of ``transfer_us`` in which the rank is busy."""
+    planned_us: float
+    """Forward and backward by the plans."""
+
+    @property
+    def idle_us(self) -> float:
+        return max(0.0, self.window_us - self.busy_us - self.wait_us)
+
+
+def rank_shares(spans: Spans) -> list[RankShares]:
+    """Shares of every rank with measured spans, by rank."""
+    measured, planned = spans.where(is_planned=False), spans.where(is_planned=True)
+    ranks = sorted({span.rank for span in measured})
+    return [
+        _shares_of_rank(rank, measured.where(rank=rank), planned.where(rank=rank)) for rank in ranks
+    ]
+
+
+def _shares_of_rank(rank: int, measured: Spans, planned: Spans) -> RankShares:
+    windows = [_window(measured, whole) for whole in measured.where(name="iteration")]
+    parts = [measured.between(start_us, end_us) for start_us, end_us in windows]
+    return RankShares(
+        rank=rank,
+        window_us=sum(end_us - start_us for start_us, end_us in windows),
+        forward_us=sum(part.where(name="forward").total_us for part in parts),
+        backward_us=sum(part.where(name="backward").total_us for part in parts),
+        busy_us=sum(_busy_us(part) for part in parts),
+        wait_us=sum(part.named(*WAITS).total_us for part in parts),
+        transfer_us=sum(part.named(*TRANSFERS).total_us for part in parts),
+        hidden_us=sum(_hidden_us(part) for part in parts),
+        planned_us=sum(span.duration_us for span in planned.named("forward", "backward")),
+    )
+
+
+def _window(measured: Spans, whole: Span) -> tuple[float, float]:
+    """Start and end of an iteration, with the wait for its plan."""
+    number = int(whole.detail["iteration"])
+    waits = measured.where(name="planning wait", iteration=number)
+    return min([whole.start_us, *(wait.start_us for wait in waits)]), whole.end_us
+
+
+def _busy_us(spans: Spans) -> float:
+    work, waits = spans.named(*WORK), spans.named(*WAITS)
+    return (work | waits).total_us - waits.total_us
+
+
+def _hidden_us(spans: Spans) -> float:
+    """Time of transfers without what is outside work and waits, and without what is in waits."""
+    work, waits, transfers = (spans.named(*names) for names in (WORK, WAITS, TRANSFERS))
+    alone_us = (work | waits | transfers).total_us - (work | waits).total_us
+    waited_for_us = waits.total_us + transfers.total_us - (waits | transfers).total_us
+    return max(0.0, transfers.total_us - alone_us - waited_for_us)
 
 
 @dataclass(frozen=True, slots=True)
@@ -381,13 +547,6 @@ class BarrierStamps:
     before_ns: tuple[int, ...]
     after_ns: tuple[int, ...]
 
-    def __post_init__(self) -> None:
-        if not self.before_ns or len(self.before_ns) != len(self.after_ns):
-            raise HydraulisError(
-                f"clocks are compared by stamps before and after each barrier, but there are "
-                f"{len(self.before_ns)} before and {len(self.after_ns)} after; take equally many"
-            )
-
 
 @dataclass(frozen=True, slots=True)
 class ClockOffset:
@@ -404,16 +563,11 @@ def clock_offsets(stamps: Sequence[BarrierStamps]) -> list[ClockOffset]:
     No rank leaves a barrier before every rank has entered it. With d the offset of rank r, each
     barrier therefore shows ``before_r - after_0 <= d <= after_r - before_0``; the offset is the
     middle of the intersection, as in NTP (RFC 5905). Ranks of one machine share a clock and the
-    bounds of all of them.
+    bounds of all of them. All ranks pass the same barriers, at least one.
     """
     reference = stamps[0]
     bounds: dict[str, tuple[int, int]] = {}
     for own in stamps:
-        if len(own.before_ns) != len(reference.before_ns):
-            raise HydraulisError(
-                f"all ranks pass the same barriers, but one has stamps of {len(own.before_ns)} and "
-                f"rank 0 of {len(reference.before_ns)}; exchange them again"
-            )
         lower = max(b - a for b, a in zip(own.before_ns, reference.after_ns, strict=True))
         upper = min(a - b for a, b in zip(own.after_ns, reference.before_ns, strict=True))
         known = bounds.get(own.clock, (lower, upper))

@@ -14,12 +14,15 @@ from megatron.hydraulis.errors import HydraulisError
 from megatron.hydraulis.observability.pictures import CATEGORY_COLORS, save_picture, style_rows
 from megatron.hydraulis.observability.trace import (
     MERGED_FILE_NAME,
+    RankShares,
     Span,
+    Spans,
+    free_lane,
     merge_trace,
     rank_files,
+    rank_shares,
     read_trace,
 )
-from megatron.hydraulis.observability.trace_analysis import RankShares, Spans, rank_shares
 from megatron.hydraulis.terminal import figures_table, table_text
 
 PICTURE_FILE_NAME = "trace.png"
@@ -80,7 +83,7 @@ def run(namespace: argparse.Namespace) -> int:
     """
     folder: Path = namespace.folder
     merged = merge_trace(folder) if rank_files(folder) else folder / MERGED_FILE_NAME
-    spans = Spans.of(read_trace(merged))
+    spans = read_trace(merged)
     iterations = sorted({int(span.detail["iteration"]) for span in spans.where(name="iteration")})
     if not iterations:
         raise HydraulisError(
@@ -90,7 +93,8 @@ def run(namespace: argparse.Namespace) -> int:
     print(shares_table(rank_shares(spans), len(iterations)), end="")
     picture = namespace.picture or folder / PICTURE_FILE_NAME
     number = iterations[-1] if namespace.iteration is None else namespace.iteration
-    draw_trace(spans, number, picture, fix="free space there or choose another --picture")
+    figure = trace_figure(spans, number)
+    save_picture(figure, picture, fix="free space there or choose another --picture")
     print(f"iterations {iterations[0]} to {iterations[-1]}: {merged}")
     print(f"iteration {number}: {picture}")
     return 0
@@ -119,21 +123,6 @@ def shares_table(shares: list[RankShares], num_iterations: int) -> str:
             share(row.hidden_us, row.transfer_us),
         )
     return table_text(table, TABLE_WIDTH)
-
-
-def draw_trace(
-    spans: Spans,
-    iteration: int,
-    path: Path,
-    rank_names: Mapping[int, str] | None = None,
-    *,
-    fix: str,
-) -> None:
-    """Draws `trace_figure` as a PNG; fix: what the user can do if the file cannot be written.
-
-    Raises HydraulisError as trace_figure does, and if the file cannot be written.
-    """
-    save_picture(trace_figure(spans, iteration, rank_names), path, fix=fix)
 
 
 def trace_figure(
@@ -178,12 +167,13 @@ def trace_figure(
             at += 0.0 if last_rank is None else GAP_ROWS
             name = f"{(rank_names or {}).get(rank, f'rank {rank}')}  {row}"
         ticks[at], last_rank = name, rank
-        lanes = _lanes([span for span in drawn.where(rank=rank) if _row_of(span) == row])
-        for number, lane in enumerate(lanes):
-            height = BAR_HEIGHT / len(lanes)
-            middle = at - BAR_HEIGHT / 2 + (number + 0.5) * height
-            for span in lane:
-                _draw_bar(axes, span, middle, height, start_us, span_ms)
+        own = [span for span in drawn.where(rank=rank) if _row_of(span) == row]
+        ends_us: list[float] = []
+        lanes = [free_lane(ends_us, span) for span in own]
+        height = BAR_HEIGHT / len(ends_us)
+        for span, lane in zip(own, lanes, strict=True):
+            middle = at - BAR_HEIGHT / 2 + (lane + 0.5) * height
+            _draw_bar(axes, span, middle, height, start_us, span_ms)
         at += 1.0
     axes.set_yticks(list(ticks), list(ticks.values()), fontsize=8)
     axes.set_ylim(at, -1.0)
@@ -211,19 +201,6 @@ def _rows(spans: Spans, min_wait_ms: float) -> list[tuple[int, str]]:
     return sorted(
         (row for row in found if row[1] in ROWS), key=lambda row: (row[0], ROWS.index(row[1]))
     )
-
-
-def _lanes(spans: list[Span]) -> list[list[Span]]:
-    """Spans in as few lanes as possible in which they do not overlap."""
-    lanes: list[list[Span]] = []
-    for span in spans:
-        for lane in lanes:
-            if lane[-1].end_us <= span.start_us:
-                lane.append(span)
-                break
-        else:
-            lanes.append([span])
-    return lanes
 
 
 def _draw_bar(

@@ -13,8 +13,7 @@ from megatron.hydraulis.cost_model.interface import CostModel
 from megatron.hydraulis.cost_model.limits import Limits
 from megatron.hydraulis.cost_model.pipeline import pipeline_schedule
 from megatron.hydraulis.lengths.command import check_seed
-from megatron.hydraulis.observability.trace import Span
-from megatron.hydraulis.observability.trace_analysis import Spans
+from megatron.hydraulis.observability.trace import Span, Spans
 from megatron.hydraulis.planner.plan import (
     MS_PER_S,
     IterationPlan,

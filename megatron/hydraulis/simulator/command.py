@@ -33,11 +33,11 @@ from megatron.hydraulis.observability.pictures import save_picture
 from megatron.hydraulis.observability.trace import (
     MERGED_FILE_NAME,
     Span,
+    Spans,
     TraceWindow,
     TraceWriter,
 )
-from megatron.hydraulis.observability.trace_analysis import Spans
-from megatron.hydraulis.observability.trace_picture import draw_trace
+from megatron.hydraulis.observability.trace_picture import trace_figure
 from megatron.hydraulis.planner.planned import stage_names
 from megatron.hydraulis.planner.solver import native_prints_to_stderr
 from megatron.hydraulis.simulator.batches import (
@@ -258,13 +258,8 @@ def _write(
                 shown = _shown_spans(iteration, spans)
                 last, rank_names = iteration.number, _names(iteration)
             started_ms = iteration.end_ms
-    draw_trace(
-        Spans.of(shown),
-        last,
-        folder / ITERATION_PICTURE_FILE_NAME,
-        rank_names,
-        fix=fix,
-    )
+    figure = trace_figure(Spans.of(shown), last, rank_names)
+    save_picture(figure, folder / ITERATION_PICTURE_FILE_NAME, fix=fix)
 
 
 def _names(iteration: IterationTasks) -> dict[int, str]:

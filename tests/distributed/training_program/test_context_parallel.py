@@ -9,7 +9,6 @@ from pathlib import Path
 import pytest
 
 from megatron.hydraulis.observability.trace import read_trace
-from megatron.hydraulis.observability.trace_analysis import Spans
 from megatron.hydraulis.planner.plan import IterationPlan
 from tests.support.training_log import validation_losses
 from tests.support.training_run import MAIN_FLAGS, ROUNDING, Launch, Run
@@ -85,7 +84,7 @@ def test_measured_and_planned_spans_are_of_the_same_micro_batches(context_run: R
     waves = context_run.plans[3]
     (replica,) = waves.replicas
     folder = context_run.argv[context_run.argv.index("--trace") + 1]
-    spans = Spans.of(read_trace(Path(folder) / "trace.json")).where(iteration=4)
+    spans = read_trace(Path(folder) / "trace.json").where(iteration=4)
     for rank in range(4):
         own = spans.where(rank=rank)
         position = replica.replica.position_of(rank)

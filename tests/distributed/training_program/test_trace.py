@@ -10,8 +10,7 @@ from pathlib import Path
 import pytest
 
 from megatron.hydraulis.loop import entry
-from megatron.hydraulis.observability.trace import rank_file, read_trace
-from megatron.hydraulis.observability.trace_analysis import Spans
+from megatron.hydraulis.observability.trace import Spans, rank_file, read_trace
 from megatron.hydraulis.planner.plan import IterationPlan
 from tests.support.forked_job import Kill, run_job
 from tests.support.tiny_corpus import tiny_command
@@ -43,7 +42,7 @@ def traced(launch: Launch, tmp_path_factory: pytest.TempPathFactory) -> Traced:
     folder = tmp_path_factory.mktemp("trace")
     run = launch(STRATEGY, NUM_RANKS, "--trace", str(folder), *FLAGS)
     plans = {number: run.plans[number - 1] for number in TRACED}
-    return Traced(run, folder, Spans.of(read_trace(folder / "trace.json")), plans)
+    return Traced(run, folder, read_trace(folder / "trace.json"), plans)
 
 
 @pytest.mark.parametrize("is_planned", [False, True])
@@ -152,7 +151,7 @@ def test_regrouping_overlaps_compute_unless_disabled(
     # A plan made when its iteration begins: parameters are not gathered ahead.
     extra = ("--plan-ahead", "0", "--eval-iters", "0", "--train-iters", str(TRACED[-1]), *flags)
     launch(STRATEGY, NUM_RANKS, "--trace", str(tmp_path), *FLAGS, *extra)
-    spans = Spans.of(read_trace(tmp_path / "trace.json"))
+    spans = read_trace(tmp_path / "trace.json")
     is_overlapped = not flags
     assert overlaps_compute(spans) == (is_overlapped, is_overlapped)
 
@@ -187,7 +186,7 @@ def test_a_killed_run_leaves_a_readable_trace(corpus_prefix: str, tmp_path: Path
     kill = Kill(rank=1, after=" iteration        3/")
     outcome = run_job(argv, 2, tmp_path / "output", program=entry.main, kill=kill)
     assert outcome.statuses[1] == -9
-    spans = Spans.of(read_trace(tmp_path / "trace"))
+    spans = read_trace(tmp_path / "trace")
     for rank in range(2):
         own = spans.where(rank=rank, is_planned=False)
         for number in (1, 2):

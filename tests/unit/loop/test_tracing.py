@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 import pytest
 
 from megatron.hydraulis.cost_model import Coefficients
-from megatron.hydraulis.observability.trace_analysis import Spans
+from megatron.hydraulis.observability.trace import Spans
 from megatron.hydraulis.planner.plan import IterationPlan
 from megatron.hydraulis.planner.planned import planned_spans
 from megatron.hydraulis.planner.planners import GreedyPlanner

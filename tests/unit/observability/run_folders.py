@@ -6,8 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron.hydraulis.observability.records import IterationRecord, MetricsWriter
-from megatron.hydraulis.observability.report_data import read_run
-from megatron.hydraulis.observability.report_numbers import Run
+from megatron.hydraulis.observability.report_data import Run, read_run
 from megatron.hydraulis.observability.trace import Span, TraceWriter, rank_file
 
 STRATEGY = "tp2+2*tp1"

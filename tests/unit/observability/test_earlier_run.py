@@ -5,10 +5,8 @@ from pathlib import Path
 import pytest
 
 from megatron.hydraulis.errors import HydraulisError
-from megatron.hydraulis.observability.records import (
-    set_aside_earlier_run,
-    set_aside_earlier_trace,
-)
+from megatron.hydraulis.observability.records import set_aside_earlier_run
+from megatron.hydraulis.observability.trace import set_aside_earlier_trace
 
 
 def leave_a_run(run_dir: Path, text: str) -> None:

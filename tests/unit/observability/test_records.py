@@ -193,7 +193,7 @@ def test_a_full_disk_is_one_clear_error(tmp_path: Path) -> None:
     (tmp_path / METRICS_FILE_NAME).symlink_to("/dev/full")
     writer = MetricsWriter(tmp_path)
     with pytest.raises(
-        HydraulisError, match=r"iteration 7 need \d+ bytes in .*No space left.*free space"
+        HydraulisError, match=r"iteration 7 .* \(\d+ bytes\).*No space left.*free space"
     ):
         writer.write(make_record(7))
     writer.close()

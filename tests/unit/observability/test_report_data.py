@@ -9,8 +9,7 @@ import pytest
 
 from megatron.hydraulis.errors import HydraulisError
 from megatron.hydraulis.observability.records import METRICS_FILE_NAME
-from megatron.hydraulis.observability.report_data import read_run
-from megatron.hydraulis.observability.report_numbers import busy_fraction
+from megatron.hydraulis.observability.report_data import busy_fraction, read_run
 from tests.unit.observability.run_folders import (
     STRATEGY,
     make_pool_records,

@@ -60,6 +60,19 @@ def test_times_and_shares_of_replicas() -> None:
     assert list(shares_of([make_record(replica_times_s=(0.0,) * 2)]).values()) == ["0.0%"] * 2
 
 
+def test_of_many_replicas_slowest_median_and_fastest() -> None:
+    records = [
+        make_record(1, replica_times_s=(1.0, 2.0, 3.0, 4.0, 5.0, 6.0, 8.0)),
+        make_record(2, replica_times_s=(2.0, 1.0)),
+        make_record(3, replica_times_s=()),
+    ]
+    lines = lines_of(records, panel=1)
+    np.testing.assert_array_equal(lines["slowest"], [8000.0, 2000.0, np.nan])
+    np.testing.assert_array_equal(lines["median"], [4000.0, 1500.0, np.nan])
+    np.testing.assert_array_equal(lines["fastest"], [1000.0, 1000.0, np.nan])
+    assert shares_of(records) == {"slowest": "100.0%", "median": "55.0%", "fastest": "20.0%"}
+
+
 def test_makespans_and_shares_of_strategies() -> None:
     records = [
         make_record(1, strategy="a", replica_times_s=(1.0, 0.5)),
@@ -69,7 +82,7 @@ def test_makespans_and_shares_of_strategies() -> None:
     ]
     lines = lines_of(records, panel=1)
     assert list(lines) == ["a (2)", "b (1)", "c (1)"]
-    np.testing.assert_array_equal(lines["a (2)"], [1000.0, 4000.0])
+    np.testing.assert_array_equal(lines["a (2)"], [1000.0, np.nan, 4000.0, np.nan])
     assert shares_of(records) == {"a": "65.0%", "b": "100.0%", "c": "0.0%"}
 
 

@@ -52,8 +52,8 @@ def written(folder: Path, spans: list[Span], rank: int = 0) -> Path:
 def test_reads_back_what_was_written(tmp_path: Path) -> None:
     path = written(tmp_path, SPANS)
     assert path.name == "trace_rank_0000.json"
-    assert read_trace(path) == SPANS
-    assert read_trace(tmp_path) == SPANS
+    assert list(read_trace(path)) == SPANS
+    assert list(read_trace(tmp_path)) == SPANS
 
 
 def test_events_are_those_of_the_trace_event_format(tmp_path: Path) -> None:
@@ -80,7 +80,7 @@ def test_events_are_those_of_the_trace_event_format(tmp_path: Path) -> None:
 
 def test_an_empty_trace_is_an_array(tmp_path: Path) -> None:
     assert json.loads(written(tmp_path, []).read_text()) == []
-    assert read_trace(tmp_path) == []
+    assert list(read_trace(tmp_path)) == []
 
 
 def test_a_cut_file_reads_back_up_to_the_cut(tmp_path: Path) -> None:
@@ -89,7 +89,7 @@ def test_a_cut_file_reads_back_up_to_the_cut(tmp_path: Path) -> None:
     sizes = random.Random(5).sample(range(1, len(content)), 60)
     for size in [*sizes, len(content) - 1, len(content) - 2, len(content) - 3]:
         cut.write_bytes(content[:size])
-        found = read_trace(cut)
+        found = list(read_trace(cut))
         assert found == SPANS[: len(found)]
         num_whole_lines = content[:size].count(b'"ph": "X"')
         assert len(found) >= num_whole_lines - 1
@@ -98,9 +98,9 @@ def test_a_cut_file_reads_back_up_to_the_cut(tmp_path: Path) -> None:
 def test_a_file_that_is_open_can_be_read(tmp_path: Path) -> None:
     writer = TraceWriter(rank_file(tmp_path, 0))
     writer.write(SPANS[:2])
-    assert read_trace(tmp_path) == SPANS[:2]
+    assert list(read_trace(tmp_path)) == SPANS[:2]
     writer.write(SPANS[2:])
-    assert read_trace(tmp_path) == SPANS
+    assert list(read_trace(tmp_path)) == SPANS
     writer.close()
     writer.close()
 
@@ -286,10 +286,3 @@ def test_more_barriers_never_widen_the_bounds() -> None:
     stamps = barrier_stamps(true, clocks, num_barriers=8, seed=3)
     few = [BarrierStamps(s.clock, s.before_ns[:2], s.after_ns[:2]) for s in stamps]
     assert clock_offsets(stamps)[1].error_ns <= clock_offsets(few)[1].error_ns
-
-
-def test_stamps_are_checked() -> None:
-    with pytest.raises(HydraulisError, match="take equally many"):
-        BarrierStamps("a", (1, 2), (3,))
-    with pytest.raises(HydraulisError, match="exchange them again"):
-        clock_offsets([BarrierStamps("a", (1, 2), (3, 4)), BarrierStamps("b", (1,), (3,))])

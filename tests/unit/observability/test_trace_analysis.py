@@ -7,8 +7,7 @@ import pytest
 
 from megatron.hydraulis.__main__ import main
 from megatron.hydraulis.errors import HydraulisError
-from megatron.hydraulis.observability.trace import Span, TraceWriter, rank_file
-from megatron.hydraulis.observability.trace_analysis import Spans, rank_shares
+from megatron.hydraulis.observability.trace import Span, Spans, TraceWriter, rank_file, rank_shares
 from tests.support.trace_probes import overlaps
 
 

@@ -13,8 +13,7 @@ from matplotlib.figure import Figure
 from megatron.hydraulis.__main__ import main
 from megatron.hydraulis.errors import ConfigurationError
 from megatron.hydraulis.lengths.command import add_batch_arguments, batch_sizes
-from megatron.hydraulis.observability.trace import read_trace
-from megatron.hydraulis.observability.trace_analysis import Spans, rank_shares
+from megatron.hydraulis.observability.trace import rank_shares, read_trace
 from megatron.hydraulis.simulator.ways import WAYS
 
 PNG_HEAD = b"\x89PNG"
@@ -280,7 +279,7 @@ def test_it_writes_results_pictures_and_a_trace_that_adds_up(
     assert json.loads((tmp_path / "simulation.json").read_text()) == content
     for name in ("simulation.png", "iteration.png"):
         assert (tmp_path / name).read_bytes().startswith(PNG_HEAD)
-    spans = Spans.of(read_trace(tmp_path / "trace.json"))
+    spans = read_trace(tmp_path / "trace.json")
     (way,) = content["ways"]
     assert sorted(set(spans.values("iteration"))) == [1, 2]
     shares = rank_shares(spans)
