@@ -358,7 +358,8 @@ class Corpus:
             num_shares: number of callers that share the work.
 
         Returns:
-            Whether a token in the share has a weight above 0.
+            Whether a token in the share has a weight above 0 and is not the first of its document,
+            which nothing predicts.
 
         Raises:
             DataError: names dataset, document, token id and vocabulary size; or a weight that is
@@ -381,13 +382,18 @@ class Corpus:
             weights = self._token_weights[dataset]
             if weights is not None:
                 first, end = documents.token_range
+                lengths = documents.index.document_lengths
+                lengths = lengths[documents.first_document : documents.end_document]
+                document_starts = first + np.cumsum(lengths, dtype=np.int64) - lengths
                 for start in range(first, end, VOCABULARY_STRETCH_TOKENS)[share::num_shares]:
                     stretch = range(start, min(start + VOCABULARY_STRETCH_TOKENS, end))
                     where = f"{weights_path(documents.index.prefix)}, from token {stretch.start}"
                     found = checked_weights(
                         weights[stretch.start : stretch.stop], len(stretch), where
                     )
-                    trains = trains or bool(found.any())
+                    here = slice(*np.searchsorted(document_starts, [stretch.start, stretch.stop]))
+                    firsts = document_starts[here] - stretch.start
+                    trains = trains or bool(np.delete(found, firsts).any())
         return trains
 
     def fingerprints(self) -> tuple[DatasetFingerprint, ...]:

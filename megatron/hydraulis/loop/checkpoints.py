@@ -61,6 +61,8 @@ class LoopCounters:
     """Iterations without an update because their loss or gradient norm was not finite."""
     num_skipped_in_a_row: int = 0
     """Of these, the ones since the last update."""
+    num_untrained_in_a_row: int = 0
+    """Latest iterations of this start in which every token had the weight 0."""
 
 
 class RunCheckpoints:

@@ -659,12 +659,14 @@ def check_trained(corpora: Sequence[Corpus], trains: Sequence[Sequence[bool]]) -
     """
     for corpus, found in zip(corpora, zip(*trains, strict=True), strict=True):
         if not any(found):
-            raise DataError(
+            error = DataError(
                 f"corpus '{corpus.name}': at least 1 token is trained but all weights of its "
                 f"{corpus.report.num_tokens:,} tokens are 0; correct "
                 f"{listed([weights_path(prefix) for prefix in corpus.prefixes])}, or remove it to "
                 "train every token"
             )
+            error.is_shared = True
+            raise error
 
 
 def _size_of(corpus: Corpus, sizes: BatchSizes) -> int:

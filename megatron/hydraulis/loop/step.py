@@ -24,6 +24,7 @@ from megatron.training.global_vars import get_args, get_tensorboard_writer, get_
 
 from megatron.hydraulis.data.corpus import Corpus
 from megatron.hydraulis.data.sampler import GlobalBatch
+from megatron.hydraulis.data.weights import weights_path
 from megatron.hydraulis.errors import HydraulisError, NonFiniteLossError, listed
 from megatron.hydraulis.flags.arguments import Resolved
 from megatron.hydraulis.flags.samples import counts_iterations, num_iterations, sample_tokens
@@ -63,6 +64,9 @@ PEAKS = ("peak_allocated_bytes", "peak_reserved_bytes", "expert_load")
 
 MAX_SEQUENCES_NAMED = 16
 """Sequences that an error names before it only counts the rest."""
+
+UNTRAINED_UNTIL_WARNING = 10
+"""Iterations in a row without a trained token, after each of which there is a warning."""
 
 _NO_THROUGHPUT = " throughput per GPU (TFLOP/s/GPU): 0.0 |"
 """Of CPU ranks and tiny models, for which upstream's unit is too large."""
@@ -580,10 +584,11 @@ def count_skipped(
     *,
     num_allowed: int,
 ) -> None:
-    """Count an iteration that updated nothing because its loss or gradient norm is not finite.
+    """Count an iteration that updated nothing, as the engine has then done on no rank: parameters,
+    moments and learning rate are those of the iteration before.
 
-    The engine has then updated nothing on any rank: parameters, moments and learning rate are those
-    of the iteration before. Collective in that case.
+    Either it had no token with a weight, of which many in a row are a warning, or its loss or
+    gradient norm is not finite. Collective in the latter case.
 
     Args:
         num_allowed: iterations in a row that may be skipped; 0 stops at the first.
@@ -591,9 +596,19 @@ def count_skipped(
     Raises:
         NonFiniteLossError: it is one more in a row than allowed; names the sequences.
     """
+    if not outcome.loss.weight_sum:
+        counters.num_untrained_in_a_row += 1
+        if counters.num_untrained_in_a_row % UNTRAINED_UNTIL_WARNING == 0 and dist.get_rank() == 0:
+            print(
+                f"warning: iterations {iteration + 1 - counters.num_untrained_in_a_row} to "
+                f"{iteration} trained no token, as the weights of all their tokens are 0; look at "
+                f"{listed([weights_path(prefix) for prefix in corpus.prefixes])}",
+                flush=True,
+            )
+        return
+    counters.num_untrained_in_a_row = 0
     if outcome.updated:
         counters.num_skipped_in_a_row = 0
-    if outcome.updated or not outcome.loss.weight_sum:
         return
     counters.num_skipped += 1
     counters.num_skipped_in_a_row += 1

@@ -111,6 +111,8 @@ def _closing_rows(run: Run) -> Iterator[tuple[str, str]]:
     losses = loss_text(totals["first_loss"]), loss_text(totals["last_loss"])
     yield "lm loss, first → last", " → ".join(losses)
     yield "tokens", tokens_text(totals["num_tokens"], totals["trained_tokens"])
+    if totals["num_untrained"]:
+        yield "iterations without a trained token", count_text(totals["num_untrained"])
     yield "tokens/s", count_text(totals["tokens_per_s"])
     if totals["mfu_fraction"] is not None:
         yield "MFU", share_text(totals["mfu_fraction"])

@@ -417,6 +417,7 @@ class Numbers:
             "last_loss": losses[-1] if losses else None,
             # Without a loss or without an update.
             "num_skipped": sum(r.lm_loss is None or r.grad_norm is None for r in records),
+            "num_untrained": sum(record.trained_tokens == 0 for record in records),
             "num_tokens": num_tokens,
             "trained_tokens": sum(record.trained_tokens for record in records),
             "num_sequences": sum(record.num_sequences for record in records),

@@ -178,6 +178,17 @@ def test_a_corpus_of_which_no_token_is_trained_is_refused(tmp_path: Path) -> Non
         check_trained([corpus], [[False], [False]])
 
 
+@pytest.mark.parametrize("stretch_tokens", [3, 100])
+def test_only_tokens_that_something_predicts_count_as_trained(
+    tmp_path: Path, stretch_tokens: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(corpus_module, "VOCABULARY_STRETCH_TOKENS", stretch_tokens)
+    weights = np.concatenate([[1.0] + [0.0] * (length - 1) for length in LENGTHS])
+    assert not corpus_of(write(tmp_path / "firsts", weights=weights)).check_vocabulary(100)
+    weights[LENGTHS[0] - 1] = 1.0
+    assert corpus_of(write(tmp_path / "second", weights=weights)).check_vocabulary(100)
+
+
 def test_weights_are_part_of_the_fingerprint(tmp_path: Path) -> None:
     before = corpus_of(write(tmp_path / "a")).fingerprints()
     assert data_differences(before, corpus_of(write(tmp_path / "b")).fingerprints()) == []

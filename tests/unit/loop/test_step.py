@@ -12,7 +12,7 @@ from megatron.hydraulis.data.sampler import BatchSizes
 from megatron.hydraulis.errors import HydraulisError
 from megatron.hydraulis.loop import step
 from megatron.hydraulis.loop.checkpoints import LoopCounters
-from megatron.hydraulis.loop.step import RunParts, TrainingLoop
+from megatron.hydraulis.loop.step import RunParts, TrainingLoop, count_skipped
 from megatron.hydraulis.runtime.outcome import LossTotal, StepOutcome
 from tests.unit.observability.run_folders import make_record
 
@@ -166,6 +166,22 @@ def test_losses_of_a_log_line_are_added_up_on_the_host(monkeypatch: pytest.Monke
         loss = torch.tensor([float(iteration)])
         log({"lm loss": loss}, totals, 1e-3, iteration, 1.0, False, 0)
     assert shown == [1 + 2, 3 + 4]
+
+
+def test_many_iterations_in_a_row_without_a_trained_token_are_a_warning(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(step, "UNTRAINED_UNTIL_WARNING", 3)
+    monkeypatch.setattr(step.dist, "get_rank", lambda: 0)
+    counters = LoopCounters()
+    corpus: Any = SimpleNamespace(prefixes=("text",))
+    for iteration, updated in enumerate([False, False, True, False, False, False, False], start=11):
+        unused: Any = None
+        count_skipped(iteration, unused, outcome(updated=updated), corpus, counters, num_allowed=0)
+    (line,) = capsys.readouterr().out.splitlines()
+    assert "iterations 14 to 16 trained no token" in line
+    assert "text.weights" in line
+    assert counters == LoopCounters(num_untrained_in_a_row=4)
 
 
 @pytest.mark.parametrize("console", ["megatron", "compact"])

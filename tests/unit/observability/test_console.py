@@ -29,6 +29,10 @@ def test_tokens_without_weight_are_told_apart() -> None:
     assert " | tokens: 4,000 (1,500 trained) | " in iteration_suffix(record, None)
     rows = rows_of(closing_table(make_run(record, make_record(2, num_tokens=1000))))
     assert rows["tokens"] == "5,000 (2,500 trained)"
+    assert "iterations without a trained token" not in rows
+    untrained = make_record(2, num_tokens=1000, trained_tokens=0, lm_loss=None, grad_norm=None)
+    rows = rows_of(closing_table(make_run(record, untrained)))
+    assert rows["iterations without a trained token"] == "1"
 
 
 def test_suffix_without_an_estimate() -> None:
