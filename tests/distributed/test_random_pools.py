@@ -100,7 +100,7 @@ def placed_strategies(draw: st.DrawFn, num_ranks: int, num_experts: int) -> str:
         scheme = Scheme(tp=tp, cp=cp, pp=pp, layers=layers, splits_cp=splits, ep=ep)
         replicas.append(Replica(scheme, tuple(free[: scheme.num_ranks])))
         del free[: scheme.num_ranks]
-    return str(Strategy("drawn", tuple(replicas), num_ranks))
+    return str(Strategy("drawn", tuple(replicas), num_ranks, num_ranks))
 
 
 @st.composite

@@ -155,7 +155,7 @@ def cases(draw: st.DrawFn) -> Case:
         scheme = Scheme(tp=tp, cp=cp, pp=pp, layers=draw(_layers(num_layers, pp)), ep=ep)
         replicas.append(Replica(scheme, tuple(free[: scheme.num_ranks])))
         del free[: scheme.num_ranks]
-    strategy = Strategy("drawn", tuple(replicas), num_ranks)
+    strategy = Strategy("drawn", tuple(replicas), num_ranks, num_ranks)
     return Case(layout, strategy, num_layers, tied, num_experts)
 
 

@@ -634,7 +634,7 @@ _REFUSED = (
         "evaluation",
         "evaluation runs --eval-iters global batches of the validation part",
         "use --eval-interval and --eval-iters; to evaluate a checkpoint without training, --load "
-        "it with --train-iters equal to its iteration",
+        "it with --no-load-optim, --eval-iters and --train-iters equal to its iteration",
         r"skip-train|test-mode",
         ("validation",),
         changes_costs=False,

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import time
 from collections import deque
 from typing import Any
 
@@ -100,8 +101,19 @@ class PlanExchange:
         self._store.delete_key(str(iteration))
 
     def fetch(self, iteration: int) -> tuple[PlanText, float]:
-        """Wait for a plan; returns it with its waited_s. Raises PlanError if rank 0 found none."""
-        head_line, text = self._store.get(str(iteration)).decode().split("\n", 1)
+        """Wait for a plan; returns it with its waited_s.
+
+        Raises PlanError if rank 0 found none, or publishes none within the store's timeout.
+        """
+        begin_s = time.monotonic()
+        try:
+            head_line, text = self._store.get(str(iteration)).decode().split("\n", 1)
+        except dist.DistStoreError as error:
+            raise PlanError(
+                f"plan {iteration + 1} of the {self._name} data was not published by rank 0 within "
+                f"{time.monotonic() - begin_s:.0f} s: its planner hangs or is slow; see the log of "
+                "rank 0, or raise --distributed-timeout-minutes"
+            ) from error
         head = json.loads(head_line)
         if "error" in head:
             raise PlanError(head["error"])

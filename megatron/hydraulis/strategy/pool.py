@@ -111,11 +111,6 @@ class Pool:
         pool = JsonObject(content, "pool", StrategyError)
         pool.check_version(_FORMAT_VERSION)
         num_ranks, ranks_per_node = pool.integer("num_ranks"), pool.integer("ranks_per_node")
-        if ranks_per_node < 1:
-            raise pool.error(
-                f"ranks_per_node is {ranks_per_node} but a node has at least 1 rank; give their "
-                "number"
-            )
         entries = [
             pool.nested(entry, f"strategy {index} of the pool")
             for index, entry in enumerate(pool.array("strategies"))

@@ -26,8 +26,8 @@ class Strategy:
     replicas: tuple[Replica, ...]
     num_ranks: int
     """Ranks of the job; those in no replica are idle."""
-    ranks_per_node: int = 0
-    """Ranks of a node; 0, and any number above num_ranks, means a job of one node."""
+    ranks_per_node: int
+    """Ranks of a node; any number above num_ranks means a job of one node."""
     token_limits: tuple[tuple[Scheme, int], ...] = ()
     """``max_tokens`` of the pool file: most tokens of a micro-batch on a scheme if they differ from
     the cost model's, as free memory depends on all replicas; applied by `cost_model.limits`."""
@@ -99,7 +99,8 @@ class Strategy:
         Raises StrategyError with the rule, the numbers and the fix.
         """
         label = text.strip() if name is None else name
-        ranks_per_node = whole_nodes(num_ranks, ranks_per_node or 0, f"strategy {label!r}")
+        ranks_per_node = num_ranks if ranks_per_node is None else ranks_per_node
+        ranks_per_node = whole_nodes(num_ranks, ranks_per_node, f"strategy {label!r}")
         terms = parse_terms(text, label=label)
         replicas = place_terms(terms, num_ranks, ranks_per_node, label=label)
         strategy = cls(label, replicas, num_ranks, ranks_per_node)
@@ -226,8 +227,7 @@ RANKS_PER_NODE = 8
 def ranks_of_node(num_ranks: int, given: int | None, what: str) -> int:
     """Ranks of a node: those given, else 8, or all of a job with fewer.
 
-    Raises StrategyError as `whole_nodes`, for nodes of 0 ranks, and for a job that must say how
-    large its nodes are.
+    Raises StrategyError as `whole_nodes`, and for a job that must say how large its nodes are.
     """
     if given is None:
         given = RANKS_PER_NODE
@@ -240,10 +240,6 @@ def ranks_of_node(num_ranks: int, given: int | None, what: str) -> int:
                 f"fill such nodes; give --ranks-per-node (in Python ranks_per_node){example} or "
                 f"another number of ranks"
             )
-    elif given < 1:
-        raise StrategyError(
-            f"{what}: a node needs at least 1 rank but {given} are given; give a positive number"
-        )
     return whole_nodes(num_ranks, given, what)
 
 
@@ -271,7 +267,7 @@ def replica_scheme(*, tp: int, cp: int = 1, pp: int = 1, ep: int = 1) -> Scheme:
 
 
 def whole_nodes(num_ranks: int, ranks_per_node: int, what: str) -> int:
-    """Ranks of a node with the default resolved; StrategyError unless ranks fill whole nodes."""
+    """Ranks of a node, at most those of the job; StrategyError unless ranks fill whole nodes."""
     if num_ranks < 1:
         raise StrategyError(
             f"{what}: a job needs at least 1 rank but has {num_ranks}; start a positive number"
@@ -281,12 +277,12 @@ def whole_nodes(num_ranks: int, ranks_per_node: int, what: str) -> int:
             f"{what}: a job has at most {MAX_RANKS} ranks here but this one has {num_ranks}; "
             f"correct the number"
         )
-    if ranks_per_node < 0:
+    if ranks_per_node < 1:
         raise StrategyError(
             f"{what}: ranks_per_node is {ranks_per_node} but a node needs at least 1 rank; "
             f"give a positive number"
         )
-    if ranks_per_node == 0 or ranks_per_node >= num_ranks:
+    if ranks_per_node >= num_ranks:
         return num_ranks
     if num_ranks % ranks_per_node:
         num_whole = math.ceil(num_ranks / ranks_per_node) * ranks_per_node

@@ -38,6 +38,7 @@ from tests.support.tiny_corpus import (
     write_corpus,
     write_weights,
 )
+from tests.support.training_log import validation_losses
 from tests.support.training_run import (
     BATCH_SIZE,
     MAIN_FLAGS,
@@ -356,6 +357,18 @@ def test_changed_settings_of_the_update_need_a_flag_and_all_are_logged(
     assert "--train-iters" not in run.outcome.stdout.partition("changed ")[2].partition("[")[0]
     assert run.losses[0] == pytest.approx(uninterrupted.losses[SAVED_AT], rel=ROUNDING)
     assert run.losses[1] != pytest.approx(uninterrupted.losses[SAVED_AT + 1], rel=1e-4)
+
+
+def test_a_checkpoint_is_evaluated_without_training(
+    launch: Launch, uninterrupted: Run, saved: Path
+) -> None:
+    """As the error for --skip-train says."""
+    recipe = ("--no-load-optim", "--eval-iters", "2", "--train-iters", str(SAVED_AT))
+    run = resume(launch, saved, *recipe)
+    assert run.records == []
+    before = validation_losses(uninterrupted.outcome.stdout)[f"iteration {SAVED_AT}"]
+    (found,) = validation_losses(run.outcome.stdout).values()
+    assert found == pytest.approx(before, rel=ROUNDING)
 
 
 def test_two_deterministic_runs_are_equal_bit_by_bit(launch: Launch) -> None:

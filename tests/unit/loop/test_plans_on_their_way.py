@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from datetime import timedelta
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -76,6 +77,14 @@ def store() -> dist.Store:
 @pytest.fixture
 def planner() -> SlowFirst:
     return SlowFirst()
+
+
+def test_a_plan_that_rank_0_does_not_publish_is_an_error_about_its_planner() -> None:
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, timeout=timedelta(seconds=0.1))
+    with pytest.raises(
+        PlanError, match=r"^plan 5 of the valid data .* rank 0 within 0 s: its planner"
+    ):
+        PlanExchange(store, "valid").fetch(4)
 
 
 @pytest.fixture

@@ -139,8 +139,16 @@ def test_errors_call_a_strategy_by_its_name() -> None:
 def test_nodes_must_be_complete() -> None:
     with pytest.raises(StrategyError, match="10 ranks do not fill whole nodes; start 12 ranks"):
         Strategy.parse("10*tp1", 10, ranks_per_node=4)
+    strategy = Strategy.parse("tp2", 2)
+    for nodes_of_none in (
+        lambda: Strategy.parse("tp2", 2, ranks_per_node=0),
+        lambda: Pool(2, 0, (strategy,)),
+        lambda: replace(strategy, ranks_per_node=0),
+    ):
+        with pytest.raises(StrategyError, match="ranks_per_node is 0 but a node needs at least 1"):
+            nodes_of_none()
     # A node larger than the job is the job's only node.
-    assert Strategy.parse("tp2", 2, ranks_per_node=8) == Strategy.parse("tp2", 2)
+    assert Strategy.parse("tp2", 2, ranks_per_node=8) == strategy
 
 
 def test_megatrons_sizes_become_equal_replicas() -> None:
@@ -288,7 +296,7 @@ def test_pool_of_strategies() -> None:
     [
         ({"strategies": []}, "at least 1 strategy but has 0"),
         ({"num_ranks": "16"}, "num_ranks must be a whole number but is '16'"),
-        ({"ranks_per_node": 0}, "pool: ranks_per_node is 0 but a node has at least 1 rank"),
+        ({"ranks_per_node": 0}, "ranks_per_node is 0 but a node needs at least 1 rank"),
         ({"nodes": 2}, "pool: has the unknown keys 'nodes'"),
         ({"strategies": [{"name": "long"}]}, "strategy 0 of the pool: needs 'replicas' but lacks"),
         ({"version": 2}, "pool: version 1 can be read but this one is of version 2"),
