@@ -18,7 +18,7 @@ import sys
 import textwrap
 import typing
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -37,9 +37,13 @@ PAGE = ROOT / "docs" / "flags.md"
 COMING_FROM = ROOT / "docs" / "coming-from-megatron.md"
 MARK = "<!-- Written by scripts/flags_page.py from flags/options.py from here on. -->"
 
-FAMILIES = "`--moe-…` stands for all options of Megatron that begin so; their number follows."
-LEAST_FAMILY = 8
-"""Fewer options that begin alike are listed one by one."""
+FAMILIES = "`--rl-…` (28) stands for all 28 options of Megatron that begin so."
+LEAST_FAMILY = 3
+"""Fewer options with the same beginning are listed one by one."""
+ONLY_WITH = "it has an effect only with "
+"""Beginning of what happens instead of an option whose other option is refused."""
+REMOVE = "remove it"
+"""What to do instead of most refused options."""
 
 INTRODUCTION = """\
 # Flags
@@ -117,7 +121,7 @@ def _cell(text: str) -> str:
 
 
 def _effect(honoured: Honoured) -> str:
-    """What an option of Megatron does here, with the values that it accepts."""
+    """The effect of an option of Megatron here, with the values that it accepts."""
     text = honoured.here
     if honoured.only is not None:
         text += "; only " + ", ".join(f"`{value}`" for value in honoured.only)
@@ -131,11 +135,6 @@ def _upstream_rows() -> list[str]:
         for option, how in HONOURED.items()
         if how.help_text and ALWAYS not in how.here
     ]
-
-
-def _same_as_upstream(options: Mapping[str, Honoured]) -> str:
-    """Options that do what they do in Megatron."""
-    return ", ".join(f"`{option}`" for option, how in options.items() if not how.help_text)
 
 
 def page() -> str:
@@ -153,26 +152,42 @@ def page() -> str:
     lines += [f"These ask for what is always so here: {', '.join(always)}.", ""]
     lines += ["As in Megatron:", "", "| topic | options |", "|---|---|"]
     for topic, options in HONOURED_BY_TOPIC.items():
-        lines.append(f"| {topic} | {_same_as_upstream(options)} |")
+        same = ", ".join(f"`{option}`" for option, how in options.items() if not how.help_text)
+        lines.append(f"| {topic} | {same} |")
     return "\n".join(lines) + "\n"
 
 
-def _family(option: str) -> str:
-    """The beginning of an option up to the second word: ``--moe-`` of ``--moe-router-dtype``."""
-    return "-".join([*option.split("-")[:3], ""])
+class Families:
+    """Options of Megatron by their beginnings, which end with a whole word: ``--moe-router-``."""
 
+    def __init__(self, options: Iterable[str]) -> None:
+        self._num_options = Counter(
+            beginning for option in options for beginning in self._beginnings(option)
+        )
 
-def _names(options: Sequence[str], num_in_family: Mapping[str, int]) -> str:
-    """The options of a row, with a complete family of several as one."""
-    num_here = Counter(map(_family, options))
+    def shown(self, options: Sequence[str]) -> str:
+        """The options of a row; the longest of the beginnings that stand for most of them replaces
+        them, if the row has all of its options and enough of them."""
+        num_here = Counter(
+            beginning for option in options for beginning in self._beginnings(option)
+        )
 
-    def shown(option: str) -> str:
-        family = _family(option)
-        num = num_here[family]
-        is_family = num == num_in_family[family] >= LEAST_FAMILY
-        return f"`{family}…` ({num})" if is_family else f"`{option}`"
+        def shown(option: str) -> str:
+            num, best = 0, ""
+            for beginning in self._beginnings(option):
+                is_whole = num_here[beginning] == self._num_options[beginning] >= LEAST_FAMILY
+                if is_whole and num_here[beginning] >= num:
+                    num, best = num_here[beginning], beginning
+            return f"`{best}…` ({num})" if best else f"`{option}`"
 
-    return ", ".join(dict.fromkeys(map(shown, options)))
+        return ", ".join(dict.fromkeys(map(shown, options)))
+
+    @staticmethod
+    def _beginnings(option: str) -> list[str]:
+        """From the shortest to the longest; that of all negated options says nothing."""
+        words = option.removeprefix("--").split("-")
+        found = ["--" + "-".join(words[:num]) + "-" for num in range(1, len(words))]
+        return [beginning for beginning in found if beginning != "--no-"]
 
 
 def option_tables() -> str:
@@ -180,22 +195,37 @@ def option_tables() -> str:
     taken: dict[str, list[str]] = {}
     refused: dict[tuple[str, str], list[str]] = {}
     rows_of_options = FlagParser().rows
-    num_in_family = Counter(map(_family, rows_of_options))
+    families = Families(rows_of_options)
     for option, row in rows_of_options.items():
         if isinstance(row, Taken):
             only = "" if row.only is None else f"; only {', '.join(map(str, row.only))}"
             taken.setdefault(row.instead + only, []).append(option)
         elif isinstance(row, Refused):
-            refused.setdefault((row.why, row.fix), []).append(option)
-    lines = [MARK, "", FAMILIES, ""]
-    lines += ["### Taken", "", "| options | what happens instead |", "|---|---|"]
+            refused.setdefault((row.fix, row.why), []).append(option)
+    lines = [MARK, "", FAMILIES, "", "### Taken", ""]
+    lines += ["| options | what happens instead |", "|---|---|"]
+    with_others = {why: options for why, options in taken.items() if why.startswith(ONLY_WITH)}
     lines += [
-        f"| {_names(options, num_in_family)} | {_cell(why)} |" for why, options in taken.items()
+        f"| {families.shown(options)} | {_cell(why)} |"
+        for why, options in taken.items()
+        if why not in with_others
     ]
-    lines += ["", "### Refused", "", "| options | why | instead |", "|---|---|---|"]
+    lines += ["", "| options | have an effect only with |", "|---|---|"]
     lines += [
-        f"| {_names(options, num_in_family)} | {_cell(why)} | {_cell(fix)} |"
-        for (why, fix), options in refused.items()
+        f"| {families.shown(options)} | {_cell(why.removeprefix(ONLY_WITH))} |"
+        for why, options in with_others.items()
+    ]
+    lines += ["", "### Refused: remove them", "", "| options | why |", "|---|---|"]
+    lines += [
+        f"| {families.shown(options)} | {_cell(why)} |"
+        for (fix, why), options in refused.items()
+        if fix == REMOVE
+    ]
+    lines += ["", "### Refused: use others", "", "| options | why | instead |", "|---|---|---|"]
+    lines += [
+        f"| {families.shown(options)} | {_cell(why)} | {_cell(fix)} |"
+        for (fix, why), options in refused.items()
+        if fix != REMOVE
     ]
     return "\n".join([*lines, ""])
 
