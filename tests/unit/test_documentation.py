@@ -353,7 +353,7 @@ def test_every_page_is_in_the_index() -> None:
     assert not [page for page in pages if f"]({page})" not in index and str(page) != "README.md"]
 
 
-MAX_WORDS_OF_DOCS = 30_000
+MAX_WORDS_OF_DOCS = 24_000
 
 
 def test_the_docs_have_at_most_as_many_words_as_contributing_says() -> None:
