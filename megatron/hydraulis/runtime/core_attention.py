@@ -27,6 +27,7 @@ from megatron.hydraulis.runtime.attention import (
     attend_and_forget,
 )
 from megatron.hydraulis.runtime.packed_rows import (
+    Borders,
     SharedRow,
     borders_of,
     context_size_of,
@@ -61,19 +62,17 @@ class VarlenAttention(ContextAttention):
     ) -> Tensor:
         if context_size_of(packed_seq_params) > 1:
             return super()._attend_packed(query, key, value, packed_seq_params)
-        borders = borders_of(packed_seq_params)
-        longest = packed_seq_params.max_seqlen_q
-        return self._attend_between(query, key, value, borders, borders, longest, longest)
+        row = Borders(borders_of(packed_seq_params), packed_seq_params.max_seqlen_q)
+        return self._attend_between(query, key, value, row, row)
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, lengths: Sequence[int]) -> Tensor:
         """As `SegmentAttention.attend`."""
         sums = torch.tensor([0, *lengths], dtype=torch.int32).cumsum(0, dtype=torch.int32)
-        borders, longest = to_device(sums, query.device), max(lengths)
-        return self._attend_between(query, key, value, borders, borders, longest, longest)
+        row = Borders(to_device(sums, query.device), max(lengths))
+        return self._attend_between(query, key, value, row, row)
 
     def _attend_to_row(self, query: Tensor, key: Tensor, value: Tensor, row: SharedRow) -> Tensor:
-        longest = max(row.lengths)
-        return self._attend_between(query, key, value, row.borders, row.borders, longest, longest)
+        return self._attend_between(query, key, value, row.borders, row.borders)
 
     def _attend_to_gathered(self, query: Tensor, key: Tensor, value: Tensor, row: SharedRow) -> Any:
         """Each stretch of this rank's queries becomes a segment, with the keys up to its end.
@@ -85,19 +84,11 @@ class VarlenAttention(ContextAttention):
 
         def by_stretch(gathered: Tensor) -> Tensor:
             segments = gathered.split(row.lengths)
-            return torch.cat([segments[i][first:stop] for i, first, stop in stretches.keys])
+            return torch.cat([segments[i][first:stop] for i, first, stop in stretches.ranges])
 
         def attend(keys_and_values: Tensor) -> Tensor:
             k, v = keys_and_values.split(key.size(1), dim=1)
-            return self._attend_between(
-                query,
-                k,
-                v,
-                stretches.query_borders,
-                stretches.key_borders,
-                max(stretches.num_queries),
-                max(stretches.num_keys),
-            )
+            return self._attend_between(query, k, v, stretches.queries, stretches.keys)
 
         part = torch.cat([key, value], dim=1)
         kept = part.detach()
@@ -108,16 +99,9 @@ class VarlenAttention(ContextAttention):
         )
 
     def _attend_between(
-        self,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        query_borders: Tensor,
-        key_borders: Tensor,
-        most_queries: int,
-        most_keys: int,
+        self, query: Tensor, key: Tensor, value: Tensor, queries: Borders, keys: Borders
     ) -> Tensor:
-        """(queries, heads, head size); borders are (segments + 1,) int32."""
+        """(queries, heads, head size), each segment of queries with that of keys."""
         from torch.nn.attention import SDPBackend, sdpa_kernel
         from torch.nn.attention.varlen import varlen_attn
 
@@ -126,10 +110,10 @@ class VarlenAttention(ContextAttention):
                 query,
                 key,
                 value,
-                query_borders,
-                key_borders,
-                most_queries,
-                most_keys,
+                queries.sums,
+                keys.sums,
+                queries.longest,
+                keys.longest,
                 scale=self.softmax_scale,
                 window_size=window_size(self.window),
                 enable_gqa=query.size(1) != key.size(1),
@@ -483,18 +467,17 @@ def choose(wish: str, here: Environment) -> CoreAttention:
         better = CORE_ATTENTIONS[: CORE_ATTENTIONS.index(usable[0])]
         why = "; ".join(f"not {name}: {obstacles[name]}" for name in better)
         return CoreAttention(usable[0], why or "the best available")
-    for name, obstacle in obstacles.items():
-        if name == wish and obstacle is None:
-            return CoreAttention(name, "requested")
-        if name == wish:
-            raise ConfigurationError(
-                f"--core-attention {wish} cannot be used: {obstacle}; choose {' or '.join(usable)},"
-                " or auto for the best available"
-            )
-    raise ConfigurationError(
-        f"--core-attention {wish} is none of the {len(CORE_ATTENTIONS) + 1} that are known; choose "
-        f"one of auto, {', '.join(CORE_ATTENTIONS)}"
-    )
+    if wish not in CORE_ATTENTIONS:
+        raise ConfigurationError(
+            f"--core-attention {wish} is none of the {len(CORE_ATTENTIONS) + 1} that are known; "
+            f"choose one of auto, {', '.join(CORE_ATTENTIONS)}"
+        )
+    if wish not in usable:
+        raise ConfigurationError(
+            f"--core-attention {wish} cannot be used: {obstacles[wish]}; choose "
+            f"{' or '.join(usable)}, or auto for the best available"
+        )
+    return CoreAttention(wish, "requested")
 
 
 def row_kinds(pool: Pool, shape: ModelShape, longest: int) -> tuple[RowKind, ...]:

@@ -163,7 +163,6 @@ class RuntimeEngine:
             self.layout,
             self.shards,
             self.memory,
-            self.dtype,
             gradient_dtype or wide,
             self.routers,
         )
@@ -310,9 +309,9 @@ class RuntimeEngine:
         Raises:
             ConfigurationError: there was no call, or what divides is unclear.
         """
-        calls = self._accumulated
         divides = self.check_divisor(divisor)
-        vote, bad = self._take_vote(next_strategy, updates=True)
+        calls, self._accumulated = self._accumulated, []
+        vote, bad = self._vote(calls, next_strategy, updates=True)
         loss = vote.loss
         norm, updated, routing = None, False, None
         if loss.weight_sum > 0 and loss.is_finite and not vote.num_ranks_without_memory:
@@ -335,7 +334,7 @@ class RuntimeEngine:
             gather_wait_s=self.gather_timer.take_s(),
             scatter_wait_s=self.scatter_timer.take_s(),
             num_ranks_without_memory=vote.num_ranks_without_memory,
-            out_of_memory=next(filter(None, (call.out_of_memory for call in calls)), None),
+            out_of_memory=_out_of_memory(calls),
             routing=routing,
         )
 
@@ -345,13 +344,12 @@ class RuntimeEngine:
         Raises:
             SharedOutOfMemoryError: on every rank, where memory ran out on replicas of one rank.
         """
-        calls = self._accumulated
+        calls, self._accumulated = self._accumulated, []
         if not calls:
             return
-        vote, _ = self._take_vote()
+        vote, _ = self._vote(calls)
         if vote.num_ranks_without_memory:
-            own = next(filter(None, (call.out_of_memory for call in calls)), None)
-            raise SharedOutOfMemoryError(own, vote.num_ranks_without_memory)
+            raise SharedOutOfMemoryError(_out_of_memory(calls), vote.num_ranks_without_memory)
 
     def loss_of_last(self, num_calls: int) -> LossTotal:
         """Collective: loss of the last calls of `forward_backward`, before any division."""
@@ -527,8 +525,7 @@ class RuntimeEngine:
 
     def _begin_gather(self, strategy_name: str) -> GatherPass:
         """Size the arena for the strategy; nothing is posted yet."""
-        self.finish_regrouping()
-        self._gathered = None
+        self._forget_gather()
         if strategy_name not in self._runtimes:
             # Free the arenas, whose contents are no longer needed, while the model is built.
             self.memory.size_parameters(0)
@@ -626,13 +623,6 @@ class RuntimeEngine:
             )
         return 1.0 if num_divided else divisor
 
-    def _take_vote(
-        self, next_strategy: str | None = None, *, updates: bool = False
-    ) -> tuple[StepVote, tuple[int, ...]]:
-        """`_vote` about all calls since the last update, which the next one leaves out."""
-        calls, self._accumulated = self._accumulated, []
-        return self._vote(calls, next_strategy, updates=updates)
-
     def _vote(
         self,
         calls: Sequence[LocalGradients],
@@ -660,7 +650,7 @@ class RuntimeEngine:
             self.optimizer.squared_norm() if updates else None,
             trained_tokens=sum(call.trained_tokens for call in reporting),
             next_strategy=index,
-            ran_out_of_memory=any(call.out_of_memory is not None for call in calls),
+            ran_out_of_memory=_out_of_memory(calls) is not None,
             device=self.device,
         )
         routers = self.routers if updates else None
@@ -680,6 +670,11 @@ class RuntimeEngine:
 
 def _trained_tokens(batches: Sequence[PackedBatch]) -> int:
     return sum(batch.trained_tokens for batch in batches)
+
+
+def _out_of_memory(calls: Sequence[LocalGradients]) -> OutOfMemory | None:
+    """Where this rank first ran out of memory; None where it did not."""
+    return next((call.out_of_memory for call in calls if call.out_of_memory is not None), None)
 
 
 def _first_report(report: dict[str, Tensor]) -> Tensor:

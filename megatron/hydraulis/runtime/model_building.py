@@ -194,28 +194,27 @@ def build_model(
             config=config,
             pg_collection=pg_collection,
         )
-        if type(model) is GPTModel:
-            PackedGPTModel.convert(model, definition.vocab_size, definition.loss_chunk_tokens)
-        return model
-    return PackedGPTModel(
-        config=config,
-        transformer_layer_spec=_stage_spec(definition, role),
-        vocab_size=definition.padded_vocab_size,
-        max_sequence_length=definition.max_sequence_length,
-        pre_process=role.has_embedding,
-        post_process=role.has_output,
-        parallel_output=True,
-        share_embeddings_and_output_weights=definition.tied_embeddings,
-        position_embedding_type=definition.position_embedding_type,
-        rotary_percent=definition.rotary_percent,
-        rotary_base=definition.rotary_base,
-        rope_scaling=definition.rope_scaling,
-        rope_scaling_factor=definition.rope_scaling_factor,
-        seq_len_interpolation_factor=definition.seq_len_interpolation_factor,
-        pg_collection=pg_collection,
-        num_tokens_in_vocabulary=definition.vocab_size,
-        loss_chunk_tokens=definition.loss_chunk_tokens,
-    )
+    else:
+        model = GPTModel(
+            config=config,
+            transformer_layer_spec=_stage_spec(definition, role),
+            vocab_size=definition.padded_vocab_size,
+            max_sequence_length=definition.max_sequence_length,
+            pre_process=role.has_embedding,
+            post_process=role.has_output,
+            parallel_output=True,
+            share_embeddings_and_output_weights=definition.tied_embeddings,
+            position_embedding_type=definition.position_embedding_type,
+            rotary_percent=definition.rotary_percent,
+            rotary_base=definition.rotary_base,
+            rope_scaling=definition.rope_scaling,
+            rope_scaling_factor=definition.rope_scaling_factor,
+            seq_len_interpolation_factor=definition.seq_len_interpolation_factor,
+            pg_collection=pg_collection,
+        )
+    if type(model) is GPTModel:
+        PackedGPTModel.convert(model, definition.vocab_size, definition.loss_chunk_tokens)
+    return model
 
 
 _LOCAL_NAMES = {
@@ -335,7 +334,7 @@ class _ZeroCentredLayerNorm(torch.nn.LayerNorm):
 
 
 class _ZeroCentredRMSNorm(torch.nn.RMSNorm):
-    """Likewise."""
+    """The same for `torch.nn.RMSNorm`."""
 
     def reset_parameters(self) -> None:
         torch.nn.init.zeros_(self.weight)
@@ -345,10 +344,11 @@ class _ZeroCentredRMSNorm(torch.nn.RMSNorm):
         return F.rms_norm(widened(given), self.normalized_shape, weight, self.eps).to(given.dtype)
 
 
-_ZERO_CENTRED: Mapping[Any, Any] = {
-    torch.nn.LayerNorm: _ZeroCentredLayerNorm,
-    torch.nn.RMSNorm: _ZeroCentredRMSNorm,
+_NORMS: Mapping[str, tuple[Any, Any]] = {
+    "LayerNorm": (torch.nn.LayerNorm, _ZeroCentredLayerNorm),
+    "RMSNorm": (torch.nn.RMSNorm, _ZeroCentredRMSNorm),
 }
+"""By ``config.normalization``: the norm, and the one for ``zero_centered_gamma``."""
 
 
 class PackedNorm:
@@ -358,15 +358,13 @@ class PackedNorm:
         cls, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, **_: Any
     ) -> Any:
         """A `LayerNorm` or `RMSNorm` over the last dim, by ``config.normalization``."""
-        norms = {"LayerNorm": torch.nn.LayerNorm, "RMSNorm": torch.nn.RMSNorm}
-        if config.normalization not in norms:
+        if config.normalization not in _NORMS:
             raise ConfigurationError(
                 f"normalization '{config.normalization}' is not supported by local layers; choose "
-                f"one of {', '.join(norms)}"
+                f"one of {', '.join(_NORMS)}"
             )
-        kind = norms[config.normalization]
-        if config.layernorm_zero_centered_gamma:
-            kind = _ZERO_CENTRED[kind]
+        plain, zero_centred = _NORMS[config.normalization]
+        kind = zero_centred if config.layernorm_zero_centered_gamma else plain
         norm = kind(hidden_size, eps=eps)
         for parameter in norm.parameters():
             parameter.sequence_parallel = config.sequence_parallel

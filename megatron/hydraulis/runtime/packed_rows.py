@@ -98,17 +98,23 @@ Stretch = tuple[int, int, int]
 
 
 @dataclass(frozen=True, slots=True)
+class Borders:
+    """Where the segments of a row begin, as kernels take it."""
+
+    sums: Tensor
+    """(segments + 1,) int32: cumulative lengths in tokens, from 0."""
+    longest: int
+    """Tokens of the longest segment."""
+
+
+@dataclass(frozen=True, slots=True)
 class Stretches:
     """The stretches of this rank's queries, each with the keys up to its end."""
 
-    keys: list[tuple[int, int, int]]
+    ranges: list[tuple[int, int, int]]
     """Of each stretch: segment, and begin and end of the keys in it."""
-    num_queries: list[int]
-    num_keys: list[int]
-    query_borders: Tensor
-    """(stretches + 1,) int32: cumulative numbers of queries, from 0."""
-    key_borders: Tensor
-    """(stretches + 1,) int32: cumulative numbers of keys, from 0."""
+    queries: Borders
+    keys: Borders
 
 
 @dataclass(frozen=True, eq=False)
@@ -120,8 +126,7 @@ class SharedRow:
     """Ranks of the group, c."""
     lengths: tuple[int, ...]
     """Of the segments of the whole row, padding included, in tokens."""
-    borders: Tensor
-    """(segments + 1,) int32: cumulative lengths, from 0."""
+    borders: Borders
     by_place: Tensor
     """(R,) int64: index that reorders parts by rank into the row."""
     by_rank: Tensor
@@ -134,15 +139,17 @@ class SharedRow:
         return once_a_row(self, ("stretches", window), lambda: self._attended(window))
 
     def _attended(self, window: int | None) -> Stretches:
-        keys = [
+        ranges = [
             (segment, 0 if window is None else max(0, start - window), stop)
             for segment, start, stop in self.stretches
         ]
-        num_queries = [stop - start for _, start, stop in self.stretches]
-        num_keys = [stop - first for _, first, stop in keys]
-        sums = np.cumsum([[0, *num_queries], [0, *num_keys]], axis=1, dtype=np.int32)
-        borders = to_device(torch.from_numpy(sums), self.by_rank.device)
-        return Stretches(keys, num_queries, num_keys, borders[0], borders[1])
+        lengths = [[stop - start for _, start, stop in each] for each in (self.stretches, ranges)]
+        sums = np.cumsum(np.pad(lengths, ((0, 0), (1, 0))), axis=1, dtype=np.int32)
+        on_device = to_device(torch.from_numpy(sums), self.by_rank.device)
+        queries, keys = (
+            Borders(each, max(found)) for each, found in zip(on_device, lengths, strict=True)
+        )
+        return Stretches(ranges, queries, keys)
 
 
 def context_size_of(packed_seq_params: PackedSeqParams) -> int:
@@ -164,7 +171,7 @@ def shared_row(packed_seq_params: PackedSeqParams, query: Tensor) -> SharedRow:
             group=group,
             size=size,
             lengths=lengths,
-            borders=borders_of(packed_seq_params),
+            borders=Borders(borders_of(packed_seq_params), max(lengths)),
             by_place=places[1],
             by_rank=places[0],
             stretches=tuple(

@@ -170,15 +170,12 @@ class GroupRegistry:
 def single_rank_collection(of_self: dist.ProcessGroup) -> ProcessGroupCollection:
     """A collection in which this rank is alone in every model-parallel group."""
     collection = ProcessGroupCollection()
-    for name in ("tp", "pp", "cp", "mp", "tp_cp", "tp_dp_cp"):
-        setattr(collection, name, of_self)
-    for name in ("ep", "expt_tp", "expt_dp", "tp_ep", "tp_ep_pp"):
+    names = "tp pp cp mp tp_cp tp_dp_cp ep expt_tp expt_dp tp_ep tp_ep_pp"
+    for name in names.split():
         setattr(collection, name, of_self)
     collection.hcp = [of_self]
-    collection.embd = None
-    collection.pos_embd = None
-    collection.gtp_remat = None
-    collection.expt_gtp_remat = None
+    for name in ("embd", "pos_embd", "gtp_remat", "expt_gtp_remat"):
+        setattr(collection, name, None)
     return collection
 
 

@@ -60,8 +60,6 @@ class StrategyRuntimes:
     shards: CanonicalShards
     memory: ArenaMemory
     """That all models are bound to."""
-    dtype: torch.dtype
-    """In which parameters travel."""
     gradient_dtype: torch.dtype
     """In which gradients travel."""
     routers: RouterState | None
@@ -99,7 +97,7 @@ class StrategyRuntimes:
             roles,
             self.shards,
             None if bound is None else bound.arena,
-            wire_dtype=self.dtype,
+            wire_dtype=self.definition.transformer.params_dtype,
             gradient_dtype=self.gradient_dtype,
             group=self.groups.regroup,
             ranks_per_node=self.pool.ranks_per_node,

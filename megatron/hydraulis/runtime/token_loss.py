@@ -259,36 +259,24 @@ class PackedGPTModel(GPTModel):
     depend on how far the vocabulary is padded.
     """
 
-    def __init__(
-        self,
-        *args: Any,
-        num_tokens_in_vocabulary: int,
-        loss_chunk_tokens: int | None = None,
-        **kwargs: Any,
-    ) -> None:
-        super().__init__(*args, **kwargs)
-        self._chunk_outputs(num_tokens_in_vocabulary, loss_chunk_tokens)
-
     @classmethod
     def convert(
-        cls, model: GPTModel, num_tokens_in_vocabulary: int, loss_chunk_tokens: int | None
+        cls, model: GPTModel, num_tokens_in_vocabulary: int, chunk_tokens: int | None
     ) -> None:
-        """Give upstream's model this class, so that it holds no row of logits either."""
-        model.__class__ = cls
-        model._chunk_outputs(num_tokens_in_vocabulary, loss_chunk_tokens)
+        """Give upstream's model this class.
 
-    def _chunk_outputs(self, num_tokens_in_vocabulary: int, loss_chunk_tokens: int | None) -> None:
-        if not self.post_process:
+        num_tokens: that exist in the vocabulary.
+        """
+        model.__class__ = cls
+        if not model.post_process:
             return
-        settings = OutputSettings(
-            num_tokens_in_vocabulary,
-            loss_chunk_tokens,
-            self.config.mup_output_mult if self.config.use_mup else 1.0,
-        )
-        ChunkedOutputLayer.convert(self.output_layer, settings)
-        if self.output_layer.weight is not None:
+        config = model.config
+        scale = config.mup_output_mult if config.use_mup else 1.0
+        settings = OutputSettings(num_tokens_in_vocabulary, chunk_tokens, scale)
+        ChunkedOutputLayer.convert(model.output_layer, settings)
+        if model.output_layer.weight is not None:
             # Upstream sets it for tied embeddings of one stage, in which this has no part.
-            self.output_layer.weight.zero_out_wgrad = False
+            model.output_layer.weight.zero_out_wgrad = False
 
     def forward(
         self,
