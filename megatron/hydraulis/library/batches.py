@@ -178,9 +178,9 @@ class Batch:
     """
 
     sequences: tuple[TokenSequence, ...]
-    """In the caller's order; with ``scatter`` those of all ranks, in theirs."""
+    """They are in the caller's order; with ``scatter`` those of all ranks, in theirs."""
     plans: tuple[IterationPlan, ...]
-    """Of consecutive runs of sequences."""
+    """One for each mini-batch, a run of consecutive sequences."""
     own: range
     """The sequences that this rank gave, whose outputs it gets."""
     is_scattered: bool = False
@@ -235,7 +235,7 @@ class Batch:
 def _tensors(
     inputs: Mapping[str, Sequence[Any]], num_sequences: int
 ) -> dict[str, Sequence[torch.Tensor]]:
-    """On the host, where rows are packed."""
+    """The inputs on the host, where rows are packed."""
     for name, values in inputs.items():
         if not hasattr(values, "__len__") or not hasattr(values, "__getitem__"):
             raise DataError(
@@ -274,9 +274,9 @@ class RankShare:
 
     strategy: str
     micro_batches: tuple[PackedBatch, ...]
-    """Its own part of each where its replica has cp > 1, on the job's device."""
+    """They are on the job's device; where its replica has cp > 1, the rank's own part of each."""
     places: tuple[tuple[int, ...], ...]
-    """By micro-batch, which sequences of the batch are in its row."""
+    """The sequences of the batch that are in the row of each micro-batch."""
 
     @classmethod
     def of(
@@ -287,9 +287,9 @@ class RankShare:
         sequence_of: Callable[[int], TokenSequence],
         no_inputs: Mapping[str, torch.Tensor] | None = None,
     ) -> RankShare:
-        """
+        """The rank's share of a plan.
+
         Args:
-            plan: of the batch.
             device: of the job. A copy to a GPU overlaps compute.
             sequence_of: by place in the batch; called for sequences of this rank's rows alone.
             no_inputs: (0, ...) tensors, by the names of the sequences' inputs; None without any.

@@ -84,7 +84,7 @@ class HydraulisEngineConfig(FSDPEngineConfig):
 
     strategy: str = BACKEND
     pool: Any = None
-    """As `Engine.from_hf` has it: a strategy, several, or the path of a pool file."""
+    """What `Engine.from_hf` takes: a strategy, several, or the path of a pool file."""
     cost_profile: str | None = None
     max_tokens_per_micro_batch: int | None = None
     options: list[str] = field(default_factory=list)
@@ -407,7 +407,7 @@ def _gradient(values: Tensor) -> Tensor:
 
 
 def _is_linear(loss_function: Any) -> bool:
-    """Of verl's losses only that of SFT, which verl passes with its configuration bound."""
+    """Only verl's loss of SFT is linear; verl passes it with its configuration bound."""
     return getattr(loss_function, "func", loss_function) is sft_loss
 
 
@@ -497,7 +497,7 @@ def _check_local(hdfs_path: str | None) -> None:
 
 
 def _checked_temperature(data: TensorDict) -> float:
-    """Of a batch that can be run."""
+    """The temperature of a batch that can be run."""
     pad_mode = tu.get_non_tensor_data(data, "pad_mode", default=DatasetPadMode.NO_PADDING)
     if pad_mode != DatasetPadMode.NO_PADDING or not data["input_ids"].is_nested:
         raise ConfigurationError(

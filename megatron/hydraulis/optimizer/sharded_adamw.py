@@ -41,7 +41,7 @@ class AdamWSettings:
     decoupled_lr: float | None = None
     """Learning rate of embedding and output layer; None for that of all others."""
     decoupled_min_lr: float | None = None
-    """Their least learning rate; None for that of all others."""
+    """Least learning rate of embedding and output layer; None for that of all others."""
 
     def __post_init__(self) -> None:
         for name, value in vars(self).items():
@@ -123,7 +123,7 @@ class ShardedAdamW:
             pass
 
     def step_by_bucket(self, gradient_norm: float) -> Iterator[int]:
-        """As `step`, yielding the index of every bucket in order, as soon as it is updated.
+        """`step`, yielding the index of every bucket in order, as soon as it is updated.
 
         The iterator must be exhausted.
         """
@@ -160,7 +160,7 @@ class ShardedAdamW:
         }
 
     def _runs_of_buckets(self) -> list[tuple[list[Run], ...]]:
-        """By bucket and parameter group: runs of adjacent owned rectangles."""
+        """Runs of adjacent owned rectangles, by bucket and parameter group."""
         parameters = self._shards.layout.parameters
         found: list[tuple[list[Run], ...]] = []
         for bucket in self._shards.layout.buckets:

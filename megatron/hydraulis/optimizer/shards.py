@@ -18,7 +18,7 @@ class OwnedRectangle:
     parameter: int
     shard_offset: int
     first_row: int
-    """In the whole parameter as a matrix, like ``first_column``."""
+    """Its row in the whole parameter as a matrix; ``first_column`` is its column."""
     first_column: int
     num_rows: int
     num_columns: int

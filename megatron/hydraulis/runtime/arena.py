@@ -121,7 +121,7 @@ class Arena:
         with self.in_memory():
             self.parameters, self.gradients = memory.views(end)
         self.bound: dict[int, BoundParameter] = {}
-        """By index into ``layout.parameters``."""
+        """Keys are indices into ``layout.parameters``."""
 
     def bind(self, model: torch.nn.Module) -> dict[int, torch.nn.Parameter]:
         """Give every parameter of a model on `meta`, and its gradient, memory of the arena.
@@ -195,8 +195,8 @@ class Arena:
 
 
 def _add_to_main_grad(parameter: Any) -> None:
-    """By upstream's rules: a layer that has added to ``main_grad`` returns a meaningless gradient,
-    or zeros where another use of the weight has a real gradient."""
+    """Follow upstream's rules: a layer that has added to ``main_grad`` returns a meaningless
+    gradient, or zeros where another use of the weight has a real gradient."""
     if not parameter.grad_added_to_main_grad or getattr(parameter, "zero_out_wgrad", False):
         parameter.main_grad.add_(parameter.grad)
     parameter.grad = None

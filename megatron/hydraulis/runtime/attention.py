@@ -399,7 +399,7 @@ class QueryBlocks:
     has_offset: bool
     """Whether each segment has one key more before its own, to which all its queries attend."""
     dtype: torch.dtype
-    """Of the queries."""
+    """That of the queries."""
     device: torch.device
 
     @classmethod
@@ -486,7 +486,7 @@ class QueryBlocks:
 
     @functools.cached_property
     def _padded_masks(self) -> dict[tuple[int, int], Tensor]:
-        """By numbers of queries and keys: masks with a column for the offset's key before the
+        """Masks by numbers of queries and keys, with a column for the offset's key before the
         others, and columns after them up to a multiple of `MASK_QUANTUM`."""
         return {}
 

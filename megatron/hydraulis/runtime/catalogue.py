@@ -38,13 +38,13 @@ QK_NORMS = ("q_layernorm.", "k_layernorm.")
 of latents has the same name; models with latents are refused unless sequence parallel."""
 
 ROW_PARALLEL_BIASES = ("linear_proj.bias", "linear_fc2.bias")
-"""Added to the sum over all TP ranks: equal on every rank, unless sequence parallel."""
+"""Biases added to the sum over all TP ranks: equal on every rank, unless sequence parallel."""
 
 TENSOR_PARALLEL_MODULES = ("self_attention", "cross_attention", "mlp")
 """Modules of a layer that work on one TP rank's part of the heads or of the FFN."""
 
 _EXPERT = re.compile(r"\.experts\.local_experts\.([0-9]+)\.")
-"""In the name of an expert's parameter: the expert's number in its layer."""
+"""Matches the number of an expert in its layer, in the name of its parameter."""
 
 MARK = "hydraulis_contribution"
 """Attribute of a parameter that says what each TP rank has of its gradient: a key of

@@ -66,7 +66,7 @@ class VarlenAttention(ContextAttention):
         return self._attend_between(query, key, value, row, row)
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, lengths: Sequence[int]) -> Tensor:
-        """As `SegmentAttention.attend`."""
+        """See `SegmentAttention.attend`."""
         sums = torch.tensor([0, *lengths], dtype=torch.int32).cumsum(0, dtype=torch.int32)
         row = Borders(to_device(sums, query.device), max(lengths))
         return self._attend_between(query, key, value, row, row)
@@ -264,11 +264,11 @@ class RowKind:
     context_size: int = 1
     """Ranks that share the row."""
     num_tokens: int = 4096
-    """Of the row, and of its longest sequence."""
+    """Tokens of the row, and of its longest sequence."""
     window: int | None = None
     """How many tokens before its own a token attends to; None for all of its sequence."""
     value_head_size: int | None = None
-    """Of values; None if it is that of queries and keys."""
+    """Size of a value's head; None if it is that of queries and keys."""
 
 
 def te_obstacle(
@@ -405,9 +405,9 @@ class Environment:
     """What the selection depends on."""
 
     compute_capability: tuple[int, int] | None
-    """Of this rank's GPU; None without CUDA."""
+    """That of this rank's GPU; None without CUDA."""
     dtype: torch.dtype
-    """Of queries, keys and values."""
+    """That of queries, keys and values."""
     head_size: int
     """The larger of those of keys and values."""
     why_no_te: str | None
@@ -415,7 +415,7 @@ class Environment:
     why_no_varlen: str | None
     """Why this torch has no ``varlen_attn``; None where it has."""
     softmax_type: str = "vanilla"
-    """Of the model."""
+    """The model's."""
 
     def obstacle(self, name: CoreAttentionName) -> str | None:
         """Why a core attention cannot be used; None where it can."""
@@ -452,7 +452,7 @@ class CoreAttention:
 
     name: CoreAttentionName
     why: str
-    """For the log: ``core attention: te (requested)``."""
+    """The reason, for the log: ``core attention: te (requested)``."""
 
 
 def choose(wish: str, here: Environment) -> CoreAttention:

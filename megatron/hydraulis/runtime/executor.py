@@ -123,12 +123,12 @@ class PlannedCommunicator(P2PCommunicator):
 
 
 def at_least_fp32(dtype: torch.dtype) -> torch.dtype:
-    """In which values of a dtype are added up: fp32, or fp64 for fp64."""
+    """The dtype in which values of a dtype are added up: fp32, or fp64 for fp64."""
     return torch.promote_types(dtype, torch.float32)
 
 
 def widened(tensor: Tensor) -> Tensor:
-    """In a dtype in which its values can be added up."""
+    """The tensor in a dtype in which its values can be added up."""
     return tensor.to(at_least_fp32(tensor.dtype))
 
 

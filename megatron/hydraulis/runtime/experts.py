@@ -48,7 +48,7 @@ def hand_rows_to_routers(model: torch.nn.Module) -> None:
 
 
 _KEPT_BY_DISPATCHERS = ("sort_input_by_local_experts", "restore_output_by_local_experts")
-"""Their tensors that do not depend on the row."""
+"""Tensors of a dispatcher that do not depend on the row."""
 
 
 def _hand_row(router: SequenceRouter, layer: Any, inputs: Any, named: dict[str, Any]) -> None:
@@ -166,7 +166,7 @@ class SequenceRouter(upstream.TopKRouter):
 
     row: PackedRow | None = None
     state: RouterState | None = None
-    """Set in the models of an engine."""
+    """Routers in the models of an engine have one."""
 
     @property
     def layer(self) -> int:
@@ -228,8 +228,8 @@ class SequenceRouter(upstream.TopKRouter):
         return scores.shape[-1] * (scores * counts.index_select(0, numbers)).sum()
 
     def _tokens(self, num_local: int) -> tuple[Tensor, Tensor]:
-        """Of this tp rank's tokens, (tokens, 1) whether each is none of padding, and (tokens,) the
-        number of its sequence in the row, for padding the number of sequences."""
+        """(tokens, 1) whether each of this tp rank's tokens is none of padding, and (tokens,) the
+        number of its sequence in the row, which for padding is the number of sequences."""
         row = self._row
         begin = self.tp_group.rank() * num_local
 

@@ -37,7 +37,7 @@ _BYTES_PER_KIB = 1024
 _RESET_PEAK = "5"
 """Written to clear_refs (Linux, proc(5)): sets the peak resident set size to the present one."""
 _NO_MEMORY_ON_CPU = "can't allocate memory"
-"""In the message of torch's CPU allocator."""
+"""Part of the message of torch's CPU allocator."""
 
 
 class MemoryMeter(Protocol):
@@ -150,13 +150,13 @@ class OutOfMemory:
     rank: int
     strategy: str
     scheme: Scheme
-    """Of the rank's replica."""
+    """The scheme of the rank's replica."""
     context_size: int
     """Ranks that share the row: those of the wave's group where the scheme splits its cp ranks."""
     micro_batch: int
-    """Of the rank's replica, from 0."""
+    """Its number in the rank's replica, from 0."""
     num_tokens: int
-    """Of the row, over all ranks that share it, padding included."""
+    """Tokens of the row on all ranks that share it, padding included."""
     held_bytes: int
     """Most in use on this rank since it was last measured, as its `MemoryMeter` counts it."""
 
@@ -167,7 +167,7 @@ class OutOfMemory:
 
     @property
     def text(self) -> str:
-        """Which rank ran out of memory with what, for an error or the log."""
+        """A line for an error or the log: which rank ran out of memory, and with what."""
         where = f"{self.scheme}"
         if self.scheme.splits_cp:
             where = f"{self.context_size} cp ranks of {where}"

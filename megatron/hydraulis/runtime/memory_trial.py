@@ -45,7 +45,7 @@ class TrialResult:
 
     strategy: str
     scheme: Scheme
-    """Without ``~``: a scheme that splits its cp ranks has a result for each size of group."""
+    """It has no ``~``: a scheme that splits its cp ranks has a result for each size of group."""
     promised_tokens: int
     """The limit before."""
     allowed_tokens: int
@@ -75,7 +75,7 @@ def _trial_lengths(num_tokens: int, longest_tokens: int, scheme: Scheme) -> tupl
 
 
 _Measured = Sequence[tuple[Scheme, MemoryTrial]]
-"""Of every rank that had work, in groups of each size that its replica may have."""
+"""Trials of every rank that had work, in groups of each size that its replica may have."""
 
 
 @dataclass(frozen=True, kw_only=True)

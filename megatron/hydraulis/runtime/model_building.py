@@ -57,7 +57,7 @@ class ModelDefinition:
     transformer: TransformerConfig
     """Upstream's configuration of the whole model, with all parallel degrees 1."""
     layer_spec: ModuleSpec | TransformerBlockSubmodules
-    """For all layers, or with one entry per layer of the whole model."""
+    """One spec for all layers, or one for each layer of the whole model."""
     vocab_size: int
     """Tokens that exist."""
     padded_vocab_size: int
@@ -348,7 +348,7 @@ _NORMS: Mapping[str, tuple[Any, Any]] = {
     "LayerNorm": (torch.nn.LayerNorm, _ZeroCentredLayerNorm),
     "RMSNorm": (torch.nn.RMSNorm, _ZeroCentredRMSNorm),
 }
-"""By ``config.normalization``: the norm, and the one for ``zero_centered_gamma``."""
+"""``config.normalization`` -> the norm, and the one for ``zero_centered_gamma``."""
 
 
 class PackedNorm:

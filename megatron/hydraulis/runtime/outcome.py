@@ -57,7 +57,7 @@ class StepVote:
     """Index in the pool of the next iteration's strategy; None where rank 0 does not know it."""
     num_ranks_without_memory: int
     squared_norm: float
-    """Of the gradients before any division; 0 where no update follows."""
+    """That of the gradients before any division; 0 where no update follows."""
     routing: Tensor
     """What `RouterState.accept` reads; empty without experts and where no update follows."""
 
@@ -93,7 +93,7 @@ class StepVote:
 
     @classmethod
     def from_host(cls, total: Tensor) -> StepVote:
-        """From the sum over all ranks, followed by the figures of routing."""
+        """The vote in the sum over all ranks, which the figures of routing follow."""
         loss_sum, weight_sum, tokens, number, num_without_memory, squared_norm = total[:6].tolist()
         return cls(
             loss=LossTotal(loss_sum, weight_sum, round(tokens)),
@@ -113,7 +113,7 @@ class RoutingFigures:
     balancing_loss: float | None
     """Mean over tokens and layers, 1 where the load is even; None without such a loss."""
     z_loss: float | None
-    """Likewise, the square of the log-sum-exp of a router's logits."""
+    """Mean square of the log-sum-exp of a router's logits; None without such a loss."""
     bias_range: tuple[float, float] | None
     """Smallest and largest bias of a router, after the update; None without biases."""
 
@@ -124,7 +124,7 @@ class StepOutcome:
 
     loss: LossTotal
     gradient_norm: float | None
-    """After division by the weights, before clipping; None where nothing was trained."""
+    """The norm after division by the weights, before clipping; None where nothing was trained."""
     updated: bool
     bad_micro_batches: tuple[int, ...]
     """Micro-batches of this rank's replica whose loss, on this rank's part of them, is not finite
@@ -139,6 +139,6 @@ class StepOutcome:
     num_ranks_without_memory: int = 0
     """Ranks that ran out of memory; equal on every rank. If there are any, nothing is updated."""
     out_of_memory: OutOfMemory | None = None
-    """Set if this rank is one of them."""
+    """What happened on this rank, if it is one of them."""
     routing: RoutingFigures | None = None
     """None without experts, and where nothing was updated."""

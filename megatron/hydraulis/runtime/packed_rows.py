@@ -112,7 +112,7 @@ class Stretches:
     """The stretches of this rank's queries, each with the keys up to its end."""
 
     ranges: list[tuple[int, int, int]]
-    """Of each stretch: segment, and begin and end of the keys in it."""
+    """Each stretch's segment, and begin and end of the keys in it."""
     queries: Borders
     keys: Borders
 
@@ -125,7 +125,7 @@ class SharedRow:
     size: int
     """Ranks of the group, c."""
     lengths: tuple[int, ...]
-    """Of the segments of the whole row, padding included, in tokens."""
+    """Lengths of the segments of the whole row, padding included, in tokens."""
     borders: Borders
     by_place: Tensor
     """(R,) int64: index that reorders parts by rank into the row."""

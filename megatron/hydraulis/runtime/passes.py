@@ -80,7 +80,7 @@ class GatherPass:
         self._timer = timer
         self._waits_at_once = waits_at_once
         self._tickets: list[Ticket | None] = []
-        """By bucket; None once it has been waited for."""
+        """One for each posted bucket; None once it has been waited for."""
         self._num_missing = num_buckets
 
     def post_next(self) -> None:
@@ -159,7 +159,7 @@ class ScatterPass:
         self._buckets_of = buckets_of
         self._post_from = post_from
         self._missing: list[set[int]] = [set() for _ in range(num_buckets)]
-        """By bucket: the parameters whose gradients are not complete."""
+        """The parameters of each bucket whose gradients are not complete."""
         for parameter, buckets in buckets_of.items():
             for bucket in buckets:
                 self._missing[bucket].add(parameter)

@@ -38,7 +38,7 @@ def _as_member(group: Any) -> dist.ProcessGroup:
 
 
 def _uses_nccl() -> bool:
-    """Also for a world that was made with backends by device, such as ``cpu:gloo,cuda:nccl``."""
+    """Whether the world has NCCL, alone or by device, as in ``cpu:gloo,cuda:nccl``."""
     return "nccl" in dist.get_backend()
 
 

@@ -99,7 +99,7 @@ class Regrouper:
         )
         """What this rank exchanges with others in an iteration."""
         self.routes: list[Route] = []
-        """By index of the bucket."""
+        """One for each bucket."""
         self._scatter_routes: list[Route] = []
         role = roles[shards.rank]
         # Views are made here, and torch refuses views beyond the current memory.
@@ -147,11 +147,11 @@ class BucketEnds:
     contributed: tuple[Copy, ...]
     """What it contributes to gradients, in canonical order."""
     wire_dtype: torch.dtype
-    """In which parameters travel."""
+    """Dtype in which parameters travel."""
     gradient_dtype: torch.dtype
-    """In which gradients travel: that of the shards, or a narrower one."""
+    """Dtype in which gradients travel: that of the shards, or a narrower one."""
     group: dist.ProcessGroup
-    """Of all ranks, in their order."""
+    """All ranks, in their order."""
 
     @property
     def parameters(self) -> Tensor:
@@ -584,11 +584,11 @@ class Stack:
     """Copies of one shape, equally far apart in the buffer and in the arena: a single kernel."""
 
     start: int
-    """Of the first copy in the buffer."""
+    """Start of the first copy in the buffer."""
     strides: tuple[int, ...]
-    """In the buffer."""
+    """Those in the buffer."""
     view: Tensor
-    """Of the arena."""
+    """The elements in the arena."""
 
     def in_buffer(self, buffer: Tensor) -> Tensor:
         """The elements of a flat buffer, in the shape of the view."""

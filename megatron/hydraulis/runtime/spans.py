@@ -37,8 +37,6 @@ to be complete."""
 HOST_TIMED = frozenset({"planning wait"})
 """Waits of the host. For a gather or a scatter the device's stream waits."""
 
-_NOT_KEPT = 0
-"""The handle of a span that is not recorded."""
 _NS_PER_MS = 1e6
 _MS_PER_S = 1e3
 
@@ -46,11 +44,11 @@ _MS_PER_S = 1e3
 class SpanRecorder(Protocol):
     """Receives the spans of an engine."""
 
-    def begin(self, name: str, **detail: int | str) -> int:
+    def begin(self, name: str, **detail: int | str) -> Any:
         """Begin a span; returns the handle to end it with."""
         ...
 
-    def end(self, handle: int) -> None:
+    def end(self, handle: Any) -> None:
         """End a span."""
         ...
 
@@ -58,10 +56,10 @@ class SpanRecorder(Protocol):
 class _NoSpans:
     """Records nothing."""
 
-    def begin(self, name: str, **detail: int | str) -> int:
-        return _NOT_KEPT
+    def begin(self, name: str, **detail: int | str) -> None:
+        return None
 
-    def end(self, handle: int) -> None:
+    def end(self, handle: None) -> None:
         return None
 
 
@@ -91,17 +89,11 @@ class HostClock:
 
 
 @dataclass(frozen=True)
-class _Base:
-    """An event whose time on the host is known."""
-
-    event: torch.cuda.Event
-    time_ns: int
-
-
-@dataclass(frozen=True)
 class _Stamp:
     event: torch.cuda.Event
-    base: _Base
+    base: torch.cuda.Event
+    base_ns: int
+    """When the host saw the base complete."""
 
 
 class CudaClock:
@@ -114,26 +106,25 @@ class CudaClock:
     """
 
     def __init__(self) -> None:
-        self._base = _new_base()
+        self._take_base()
 
     def stamp(self) -> _Stamp:
-        return _Stamp(_recorded_event(), self._base)
+        return _Stamp(_recorded_event(), self._base, self._base_ns)
 
     def times_ns(self, stamps: Sequence[_Stamp]) -> list[int]:
         for stamp in stamps:
             stamp.event.synchronize()
         times = [
-            stamp.base.time_ns + round(stamp.base.event.elapsed_time(stamp.event) * _NS_PER_MS)
+            stamp.base_ns + round(stamp.base.elapsed_time(stamp.event) * _NS_PER_MS)
             for stamp in stamps
         ]
-        self._base = _new_base()
+        self._take_base()
         return times
 
-
-def _new_base() -> _Base:
-    event = _recorded_event()
-    event.synchronize()
-    return _Base(event, time.perf_counter_ns())
+    def _take_base(self) -> None:
+        self._base = _recorded_event()
+        self._base.synchronize()
+        self._base_ns = time.perf_counter_ns()
 
 
 def _recorded_event() -> torch.cuda.Event:
@@ -172,7 +163,7 @@ class RecordedSpan:
 
     name: str
     start_ns: int
-    """By ``time.perf_counter_ns``."""
+    """Start by ``time.perf_counter_ns``."""
     end_ns: int
     detail: Mapping[str, int | str] = field(default_factory=dict)
 
@@ -200,40 +191,32 @@ class MemoryRecorder:
     def __init__(self, device_clock: Clock | None = None) -> None:
         self._host_clock: Clock = HostClock()
         self._device_clock = self._host_clock if device_clock is None else device_clock
-        self._open: dict[int, _Open] = {}
         self._ended: list[_Open] = []
-        self._num_begun = 0
         self._lock = threading.Lock()
         self.tracks: frozenset[str] = ALL_TRACKS
         """Only spans of these tracks are recorded, from the next `begin` on."""
         self.common_detail: dict[str, int | str] = {}
-        """Added to every span that begins, unless the span's own detail has the same key."""
+        """Detail of every span that begins, unless the span's own detail has the same key."""
 
-    def begin(self, name: str, **detail: int | str) -> int:
-        """Begin a span of a name in `TRACK_OF_SPAN`; returns its handle."""
+    def begin(self, name: str, **detail: int | str) -> _Open | None:
+        """Begin a span of a name in `TRACK_OF_SPAN`; None where its track is not recorded."""
         clock = self._clock(name)
         if TRACK_OF_SPAN[name] not in self.tracks:
-            return _NOT_KEPT
-        span = _Open(name, self.common_detail | detail, clock.stamp())
-        with self._lock:
-            self._num_begun += 1
-            self._open[self._num_begun] = span
-            return self._num_begun
+            return None
+        return _Open(name, self.common_detail | detail, clock.stamp())
 
-    def end(self, handle: int) -> None:
-        """End a span. Raises HydraulisError for a handle that is not open."""
-        if handle == _NOT_KEPT:
+    def end(self, handle: _Open | None) -> None:
+        """End a span. Raises HydraulisError for one that has ended."""
+        if handle is None:
             return
-        with self._lock:
-            span = self._open.pop(handle, None)
-        if span is None:
+        if handle.end is not None:
             raise HydraulisError(
-                f"a span ends once but handle {handle} of {self._num_begun} is not open; end "
-                "every span with the handle that its begin returned"
+                f"a span ends once but this '{handle.name}' is not open; end every span with the "
+                "handle that its begin returned"
             )
-        span.end = self._clock(span.name).stamp()
+        handle.end = self._clock(handle.name).stamp()
         with self._lock:
-            self._ended.append(span)
+            self._ended.append(handle)
 
     def take(self) -> list[RecordedSpan]:
         """The spans that have ended since the last call, by start; open ones stay."""
@@ -267,25 +250,16 @@ def combine_recorders(*recorders: SpanRecorder) -> SpanRecorder:
 
 
 class _CombinedRecorder:
-    """Forwards every span to several recorders. Thread-safe."""
+    """Forwards every span to several recorders."""
 
     def __init__(self, recorders: Sequence[SpanRecorder]) -> None:
         self._recorders = recorders
-        self._handles: dict[int, list[int]] = {}
-        self._num_begun = 0
-        self._lock = threading.Lock()
 
-    def begin(self, name: str, **detail: int | str) -> int:
-        handles = [recorder.begin(name, **detail) for recorder in self._recorders]
-        with self._lock:
-            self._num_begun += 1
-            self._handles[self._num_begun] = handles
-            return self._num_begun
+    def begin(self, name: str, **detail: int | str) -> list[Any]:
+        return [recorder.begin(name, **detail) for recorder in self._recorders]
 
-    def end(self, handle: int) -> None:
-        with self._lock:
-            handles = self._handles.pop(handle)
-        for recorder, its_handle in zip(self._recorders, handles, strict=True):
+    def end(self, handle: list[Any]) -> None:
+        for recorder, its_handle in zip(self._recorders, handle, strict=True):
             recorder.end(its_handle)
 
 
@@ -324,7 +298,7 @@ class _ScheduleTimer:
         self._is_message = name.endswith(_MESSAGE_ENDINGS)
         self._span = "pipeline wait" if self._is_message else _SPAN_OF_TIMER.get(name)
         self._num_started = 0
-        self._handle = _NOT_KEPT
+        self._handle: Any = None
 
     def start(self, barrier: bool = False) -> None:
         if self._span is not None:

@@ -55,15 +55,15 @@ class StrategyRuntimes:
     definition: ModelDefinition
     pool: Pool
     groups: GroupRegistry
-    """Has the groups of all strategies."""
+    """The groups of all strategies."""
     layout: CanonicalLayout
     shards: CanonicalShards
     memory: ArenaMemory
-    """That all models are bound to."""
+    """The memory that all models are bound to."""
     gradient_dtype: torch.dtype
-    """In which gradients travel."""
+    """Dtype in which gradients travel."""
     routers: RouterState | None
-    """That the routers of all models share; None without experts."""
+    """What the routers of all models share; None without experts."""
     _built: dict[str, StrategyRuntime] = field(default_factory=dict, init=False)
     _bound_roles: dict[object, BoundRole] = field(default_factory=dict, init=False)
     _is_training: bool = field(default=True, init=False)

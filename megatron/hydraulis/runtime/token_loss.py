@@ -305,9 +305,9 @@ class PackedGPTModel(GPTModel):
 
 
 _NUM_BLOCKS = 16
-"""Into which an entropy cuts a chunk's logits, so that what it computes from them is small."""
+"""Blocks in which an entropy reads a chunk's logits, so that what it computes is small."""
 _NO_LOGIT = -1e30
-"""Of a rank without tokens of the vocabulary: its exponential is 0, and products are finite."""
+"""Logit of a rank without tokens of the vocabulary: its exponential is 0, products are finite."""
 
 
 @dataclass(frozen=True)
@@ -425,14 +425,14 @@ class _Columns:
     """Whether the matrix has no other use in the stage, whose gradient comes later."""
 
     def chunks(self, num_tokens: int) -> list[slice]:
-        """As few as possible, of almost equal size; whether entropies are wanted or not, so that
-        log-probabilities are equal bit by bit."""
+        """As few chunks as possible, of almost equal size. They do not depend on entropies, so that
+        log-probabilities are equal bit by bit with and without."""
         num_chunks = -(-num_tokens // self.chunk_tokens)
         size = -(-num_tokens // num_chunks)
         return [slice(start, start + size) for start in range(0, num_tokens, size)]
 
     def logits(self, hidden: Tensor, weight: Tensor) -> Tensor:
-        """Of a chunk."""
+        """(tokens, columns) logits of a chunk."""
         logits = _product(hidden, weight.t())
         if self.scale != 1.0:
             logits.mul_(self.scale)
@@ -560,7 +560,7 @@ def _blocks(rows: Tensor) -> tuple[Tensor, ...]:
 
 
 def _product(left: Tensor, right: Tensor) -> Tensor:
-    """In fp32, or in fp64 for fp64."""
+    """The product in fp32, or in fp64 for fp64."""
     dtype = at_least_fp32(left.dtype)
     if left.is_cuda and left.dtype != dtype:
         return torch.mm(left, right, out_dtype=dtype)

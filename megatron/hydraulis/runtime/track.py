@@ -87,7 +87,7 @@ class TrackJob:
     span: str
     """'gather' or 'scatter'."""
     detail: Mapping[str, int | str]
-    """For the span, and for errors."""
+    """What the span, and an error, says of the job."""
     num_collectives: int
     needs_staging: bool
     """Whether `steps` takes memory from its slot."""
@@ -155,7 +155,7 @@ class _ThreadTicket:
     is_step_complete: bool = True
     num_posted: int = 0
     slot: StagingSlot | None = None
-    span: int = 0
+    span: Any = None
 
     @property
     def is_done(self) -> bool:

@@ -30,24 +30,24 @@ class LinkElements[Count: (int, Amounts)]:
     """Elements that a rank exchanges with others, or that each does: numbers or (num_ranks,)."""
 
     received_inside: Count
-    """From ranks of the same node."""
+    """Elements from ranks of the same node."""
     received_across: Count
-    """From ranks of other nodes."""
+    """Elements from ranks of other nodes."""
     sent_inside: Count
     sent_across: Count
 
     @property
     def received(self) -> Count:
-        """From all other ranks."""
+        """Elements from all other ranks."""
         return self.received_inside + self.received_across
 
     @property
     def sent(self) -> Count:
-        """To all other ranks."""
+        """Elements to all other ranks."""
         return self.sent_inside + self.sent_across
 
     def inverse(self) -> LinkElements[Count]:
-        """Of the same elements in the opposite direction."""
+        """The same elements in the opposite direction."""
         return LinkElements(
             self.sent_inside, self.sent_across, self.received_inside, self.received_across
         )
@@ -58,7 +58,7 @@ class LinkElements[Count: (int, Amounts)]:
 
 
 RankAmounts = LinkElements[Amounts]
-"""Of all ranks."""
+"""The amounts of all ranks."""
 
 
 class LayoutAmounts:

@@ -464,7 +464,7 @@ def model_parameters(shape: ModelShape, num_expert_groups: int = 1) -> list[Para
 
 
 def _projections(shape: ModelShape, unit: Unit, prefix: str) -> list[ParameterSpec]:
-    """Of a layer's hidden states to queries, keys and values, or to their latents and from them."""
+    """Parameters that make queries, keys and values of a layer's input, directly or by latents."""
 
     def cut(name: str, num_outputs: int, num_inputs: int) -> ParameterSpec:
         matrix = (num_outputs, num_inputs)

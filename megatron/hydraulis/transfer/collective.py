@@ -212,12 +212,12 @@ class RegroupBytes:
 
     @property
     def received_bytes(self) -> int:
-        """In gather and scatter."""
+        """Bytes received in gather and scatter."""
         return self.gather_received_bytes + self.scatter_received_bytes
 
     @property
     def sent_bytes(self) -> int:
-        """In gather and scatter."""
+        """Bytes sent in gather and scatter."""
         return self.gather_sent_bytes + self.scatter_sent_bytes
 
 
