@@ -58,13 +58,13 @@ from megatron.hydraulis.cost_model.profile import ProfileCostModel
 from megatron.hydraulis.data.packed_batch import pack
 from megatron.hydraulis.data.sampler import BatchSizes
 from megatron.hydraulis.errors import HydraulisError
+from megatron.hydraulis.lengths.batches import sample_batches
 from megatron.hydraulis.lengths.counts import read_length_counts
 from megatron.hydraulis.planner.plan import IterationPlan
 from megatron.hydraulis.planner.planners import CertifiedPlanner
 from megatron.hydraulis.planner.replica_plan import MicroBatch, ReplicaPlan
 from megatron.hydraulis.runtime.engine import RuntimeEngine
 from megatron.hydraulis.runtime.executor import make_forward_step
-from megatron.hydraulis.simulator.batches import sample_batches
 from megatron.hydraulis.simulator.schedulers import fixed_length_shares
 from megatron.hydraulis.strategy import Pool, Strategy
 from megatron.hydraulis.terminal import figures_table, results_console

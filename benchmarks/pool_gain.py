@@ -31,6 +31,7 @@ from megatron.hydraulis.cost_model.profile import ProfileCostModel
 from megatron.hydraulis.data.packed_batch import PackedBatch
 from megatron.hydraulis.data.sampler import BatchSizes
 from megatron.hydraulis.flags.arguments import Resolved, parse_arguments
+from megatron.hydraulis.lengths.batches import sample_batches
 from megatron.hydraulis.library.batches import RankShare, TokenSequence
 from megatron.hydraulis.library.building import (
     build_engine,
@@ -45,7 +46,6 @@ from megatron.hydraulis.planner.planners import CertifiedPlanner
 from megatron.hydraulis.profiler.command import training_defaults
 from megatron.hydraulis.runtime.executor import make_forward_step
 from megatron.hydraulis.runtime.spans import COMPUTE, HOST, MemoryRecorder
-from megatron.hydraulis.simulator.batches import sample_batches
 from megatron.hydraulis.strategy import Pool, Strategy
 from megatron.hydraulis.strategy.notation import parse_scheme
 from megatron.hydraulis.terminal import figures_table, results_console

@@ -36,9 +36,7 @@ from megatron.hydraulis.data.sampler import BatchSizes
 from megatron.hydraulis.lengths.counts import read_length_counts
 from megatron.hydraulis.model_shape import ModelShape
 from megatron.hydraulis.planner.planners import CertifiedPlanner
-from megatron.hydraulis.proposal.batches import draw_batches
-from megatron.hydraulis.proposal.candidates import Candidates
-from megatron.hydraulis.proposal.propose import Proposal, propose
+from megatron.hydraulis.proposal.propose import Proposal, ProposalRequest, propose
 from megatron.hydraulis.strategy import Pool, Strategy
 from megatron.hydraulis.terminal import figures_table, results_console
 
@@ -79,16 +77,19 @@ def proposed(
     num_ranks: int, num_tokens: int, options: argparse.Namespace
 ) -> tuple[Proposal, float]:
     """A proposal, and the CPU time that it took, s."""
-    counts = read_length_counts(inputs.WIKIPEDIA).cut(inputs.CONTEXT_TOKENS, "truncate")
-    batches = draw_batches(
-        counts, BatchSizes.constant(num_tokens=num_tokens), options.proposal_batches, options.seed
+    request = ProposalRequest(
+        corpus=read_length_counts(inputs.WIKIPEDIA),
+        sizes=BatchSizes.constant(num_tokens=num_tokens),
+        seq_length=inputs.CONTEXT_TOKENS,
+        long_sequences="truncate",
+        num_ranks=num_ranks,
+        ranks_per_node=RANKS_PER_NODE,
+        num_batches=options.proposal_batches,
+        max_strategies=options.max_strategies,
+        seed=options.seed,
     )
-    model = inputs.cost_model()
-    candidates = Candidates.of(model, num_ranks, RANKS_PER_NODE, batches=batches)
     begin_s = time.process_time()
-    proposal = propose(
-        candidates, model, batches, max_strategies=options.max_strategies, longest=counts.longest
-    )
+    proposal = propose(request, inputs.cost_model())
     return proposal, time.process_time() - begin_s
 
 
@@ -198,16 +199,17 @@ def run_case(
         for row in costs.profile.schemes
         if num_ranks % row.scheme.num_ranks == 0
     )
-    counts = read_length_counts(inputs.WIKIPEDIA).cut(min(context_tokens, held), "split")
-    sizes = BatchSizes.constant(num_tokens=CASE_TOKENS_PER_RANK * num_ranks)
-    advice = advise(
-        costs,
-        draw_batches(counts, sizes, options.case_batches, options.seed),
+    request = ProposalRequest(
+        corpus=read_length_counts(inputs.WIKIPEDIA),
+        sizes=BatchSizes.constant(num_tokens=CASE_TOKENS_PER_RANK * num_ranks),
+        seq_length=min(context_tokens, held),
         num_ranks=num_ranks,
         ranks_per_node=RANKS_PER_NODE,
-        longest=counts.longest,
+        num_batches=options.case_batches,
         max_strategies=options.max_strategies,
+        seed=options.seed,
     )
+    advice = advise(request, costs)
     return CaseResult(
         name=f"{name}, {num_ranks}, {context_tokens // 1024}K",
         gains={

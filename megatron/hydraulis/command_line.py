@@ -9,10 +9,11 @@ import select
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any, NoReturn
+from dataclasses import dataclass, fields
+from typing import Any, NoReturn, get_args, get_type_hints
 
 from megatron.hydraulis.errors import Problems
-from megatron.hydraulis.ranges import RANGES_OF_COMMANDS
+from megatron.hydraulis.ranges import RANGES_OF_COMMANDS, check_range
 
 _EXIT_WITHOUT_READER = 141
 """128 + SIGPIPE, as shells report a program whose output nobody reads."""
@@ -129,6 +130,71 @@ class _ShortUsage(argparse.HelpFormatter):
         positional = [one for one in actions if not one.option_strings]
         required = [one for one in flags if one.required or id(one) in needed]
         super().add_usage(usage, [*required, optional, *positional], groups, prefix)
+
+
+@dataclass(frozen=True, slots=True)
+class Flag:
+    """In ``Annotated[type, Flag(…)]``: a field of a request that commands take as a flag."""
+
+    help: str
+    """The default is added unless the text names one."""
+    name: str = ""
+    """The flag, if it is not named after the field."""
+    metavar: str | None = "N"
+    choices: Sequence[str] | None = None
+    parse: Callable[[str], Any] | None = None
+    """From a word to the value; by default the type of the field."""
+
+
+def add_flags(parser: argparse._ActionsContainer, request: type, *names: str, **other: Any) -> None:
+    """Declare the flags of some fields of a request, with its defaults.
+
+    other: defaults that the command changes, by field.
+    """
+    found = _flags(request)
+    for name in names:
+        option, flag, kind, default = found[name]
+        default = other.get(name, default)
+        is_listed = isinstance(default, tuple)
+        text = "" if default is None or "(default" in flag.help else " (default: %(default)s)"
+        parser.add_argument(
+            option,
+            type=flag.parse or (str if flag.choices else next(iter(get_args(kind)), kind)),
+            nargs="+" if is_listed else None,
+            choices=flag.choices,
+            default=default,
+            metavar=flag.metavar,
+            help=flag.help + text,
+        )
+
+
+def given_flags(request: type, namespace: argparse.Namespace) -> dict[str, Any]:
+    """The fields of a request that a command takes as flags, with their values."""
+    options = {name: option for name, (option, *_) in _flags(request).items()}
+    values = {name: options[name].strip("-").replace("-", "_") for name in options}
+    return {name: getattr(namespace, d) for name, d in values.items() if hasattr(namespace, d)}
+
+
+def check_flags(request: Any) -> None:
+    """Raise ConfigurationError for a number of a request outside the range of its flag."""
+    for name, (option, *_) in _flags(type(request)).items():
+        if option in RANGES_OF_COMMANDS:
+            check_range(option, getattr(request, name))
+
+
+def _flags(request: type) -> dict[str, tuple[str, Flag, Any, Any]]:
+    """By field its option, flag, type and default."""
+    hints = get_type_hints(request, include_extras=True)
+    return {
+        each.name: (
+            flag.name or f"--{each.name.replace('_', '-')}",
+            flag,
+            hints[each.name].__origin__,
+            each.default,
+        )
+        for each in fields(request)
+        for flag in getattr(hints[each.name], "__metadata__", ())
+    }
 
 
 def add_lengths_argument(parser: argparse._ActionsContainer, *, of_batch: bool = False) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import math
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -13,12 +13,16 @@ from typing import Any
 import numpy as np
 from rich.table import Table
 
-from megatron.hydraulis.command_line import PLACEHOLDER, add_profile_argument
+from megatron.hydraulis.command_line import (
+    PLACEHOLDER,
+    add_flags,
+    add_lengths_argument,
+    add_profile_argument,
+)
 from megatron.hydraulis.cost_model.analytic import AnalyticCostModel
 from megatron.hydraulis.cost_model.estimate_command import estimated_profile, possible_schemes
 from megatron.hydraulis.cost_model.job_costs import JobCosts
 from megatron.hydraulis.cost_model.layer_arguments import job_precision
-from megatron.hydraulis.cost_model.limits import add_row_quantum
 from megatron.hydraulis.cost_model.profile import (
     AS_MEASURED,
     BY_RULE,
@@ -36,18 +40,9 @@ from megatron.hydraulis.cost_model.shape_arguments import (
 from megatron.hydraulis.data.sampler import BatchSizes
 from megatron.hydraulis.errors import ConfigurationError
 from megatron.hydraulis.json_object import write_output
-from megatron.hydraulis.lengths.command import (
-    add_batch_arguments,
-    add_lengths_arguments,
-    batch_sizes,
-    print_batch,
-)
-from megatron.hydraulis.lengths.counts import read_length_counts
+from megatron.hydraulis.lengths.batches import add_batch_arguments
 from megatron.hydraulis.planner.solver import native_prints_to_stderr
-from megatron.hydraulis.proposal.batches import draw_batches
-from megatron.hydraulis.proposal.candidates import Candidates
-from megatron.hydraulis.proposal.command import add_search_arguments
-from megatron.hydraulis.proposal.propose import Proposal, propose
+from megatron.hydraulis.proposal.propose import Proposal, ProposalRequest, propose
 from megatron.hydraulis.simulator.ways import CEILING, FIXED_ROWS, PACKING, Variant, Ways
 from megatron.hydraulis.simulator.work import IterationWork
 from megatron.hydraulis.strategy import Pool, Scheme, Strategy
@@ -124,22 +119,13 @@ class Advice:
 
 
 def advise(
+    request: ProposalRequest,
     costs: JobCosts,
-    batches: Sequence[Sequence[int]],
-    *,
-    num_ranks: int,
-    ranks_per_node: int,
-    longest: int,
-    max_strategies: int = 7,
-    row_quantum: int = 1,
-    seed: int = 0,
     on_progress: OnProgress = lambda what, done, total: None,
 ) -> Advice:
     """Proposes a pool and compares it with training of fixed strategies.
 
-    Args:
-        costs: with a model, and with rows for all cp that are offered.
-        batches: lengths in tokens; longest: of the corpus.
+    costs: with a model, and with rows for all cp that are offered.
 
     Raises PlanError and ConfigurationError as `propose`, ConfigurationError if no homogeneous
     strategy holds the longest sequence.
@@ -148,17 +134,8 @@ def advise(
     assert costs.model is not None
     assert profile.regroup is not None
     shape, memory = costs.model.shape, costs.model.memory
-    candidates = Candidates.of(profile, num_ranks, ranks_per_node, batches=batches, longest=longest)
-    proposal = propose(
-        candidates,
-        profile,
-        batches,
-        max_strategies=max_strategies,
-        longest=longest,
-        seed=seed,
-        row_quantum=row_quantum,
-        on_progress=on_progress,
-    )
+    batches, num_ranks, longest = request.batches, request.num_ranks, request.counts.longest
+    proposal = propose(request, profile, on_progress)
     if proposal.static is None or proposal.static_s is None:
         raise ConfigurationError(
             f"advice: a static strategy of one scheme must hold the longest sequence, {longest} "
@@ -210,7 +187,7 @@ def advise(
         works, makespan_s = _fastest(ways.candidates(way), profile)
         rows = frozenset().union(*(work.row_shapes for work in works))
         fixed[way] = choice(way, [(works[0].strategy, 1.0)], makespan_s, rows)
-    static = Strategy.parse(proposal.static, num_ranks, ranks_per_node=ranks_per_node)
+    static = Strategy.parse(proposal.static, num_ranks, ranks_per_node=request.ranks_per_node)
     static_s = proposal.static_s - profile.overhead_ms(static) / _MS_PER_S
     used = [proposal.pool.strategy(name) for name, _ in proposal.plans]
     overheads_s = [profile.overhead_ms(strategy) / _MS_PER_S for strategy in used]
@@ -302,14 +279,21 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "strategies for a corpus, without a GPU: a verdict, figures, and the commands to run next."
     )
     corpus = parser.add_argument_group("corpus and batches")
-    add_lengths_arguments(corpus)
+    add_lengths_argument(corpus)
+    add_flags(corpus, ProposalRequest, "seq_length", "long_sequences")
     add_batch_arguments(corpus)
-    note = f"{_NUM_BATCHES}, or fewer of many sequences, which differ less"
-    add_search_arguments(corpus, num_batches=None, note=note)
+    corpus.add_argument(
+        "--num-batches",
+        type=int,
+        metavar="N",
+        help=f"number of batches to sample (default: {_NUM_BATCHES}, or fewer of many sequences, "
+        "which differ less)",
+    )
+    add_flags(corpus, ProposalRequest, "seed", "max_strategies")
     job = parser.add_argument_group("job")
     add_job_arguments(job)
     add_profile_argument(job, " (default: estimated for all schemes that fit)", required=False)
-    add_row_quantum(job)
+    add_flags(job, ProposalRequest, "row_quantum_tokens")
     add_regroup_arguments(parser)
     output = parser.add_argument_group("output")
     output.add_argument(
@@ -328,36 +312,15 @@ def run(namespace: argparse.Namespace) -> int:
     Raises ConfigurationError, StrategyError or DataError for invalid files and flags, PlanError if
     no scheme holds the longest sequence.
     """
-    num_ranks, ranks_per_node = job_ranks(namespace)
-    sizes = batch_sizes(namespace)
-    counts = read_length_counts(namespace.lengths)
-    counts = counts.cut(namespace.seq_length, namespace.long_sequences)
-    num_batches = namespace.num_batches
-    if num_batches is None:
-        mean_length = counts.num_tokens / counts.num_sequences if sizes.in_tokens else 1.0
-        num_batches = int(_MOST_SEQUENCES * mean_length / sizes.largest)
-        num_batches = max(_FEWEST_BATCHES, min(num_batches, _NUM_BATCHES))
+    request = _request(namespace)
     with phase_progress() as on_progress, native_prints_to_stderr():
         on_progress("costs", 0, 1)
-        costs = _costs(namespace, num_ranks, ranks_per_node)
+        costs = _costs(namespace, request)
         on_progress("costs", 1, 1)
-        batches = draw_batches(counts, sizes, num_batches, namespace.seed)
-        advice = advise(
-            costs,
-            batches,
-            num_ranks=num_ranks,
-            ranks_per_node=ranks_per_node,
-            longest=counts.longest,
-            max_strategies=namespace.max_strategies,
-            row_quantum=namespace.row_quantum_tokens,
-            seed=namespace.seed,
-            on_progress=on_progress,
-        )
+        advice = advise(request, costs, on_progress)
         more = None
         if namespace.cost_profile is None and not namespace.json:
-            more = recompute_text(
-                namespace, costs.profile, advice, batches, counts.longest, on_progress
-            )
+            more = recompute_text(namespace, request, costs.profile, advice, on_progress)
     assert costs.model is not None
     profile, device, pool = costs.profile, costs.model.device, advice.proposal.pool
     try:
@@ -367,15 +330,15 @@ def run(namespace: argparse.Namespace) -> int:
             f"--out needs a writable folder: {namespace.out}: {error.strerror}; give another folder"
         ) from error
     write_output(namespace.out / POOL_FILE_NAME, {"version": 1, **pool.to_json()})
-    static = Strategy.parse(advice.static.strategy, num_ranks, ranks_per_node=ranks_per_node)
+    static = _static_strategy(advice)
     of_replicas = {strategy.replicas: strategy for strategy in (static, *pool.strategies)}
     kept = profile.only_for(Pool.of(*of_replicas.values()))
     write_output(namespace.out / PROFILE_FILE_NAME, kept.to_json())
-    peak = num_ranks * costs.model.peak_flops_per_s
+    peak = request.num_ranks * costs.model.peak_flops_per_s
     if namespace.json:
         print_json(to_json(advice, profile, peak))
         return 0
-    print_batch(sizes, counts, namespace.seq_length)
+    request.print_batch()
     console = results_console()
     console.print(verdict(advice), highlight=False)
     console.print()
@@ -389,13 +352,35 @@ def run(namespace: argparse.Namespace) -> int:
             console.print(more, highlight=False)
     elif assumed:
         console.print(f"not measured but assumed: {', '.join(map(str, assumed))}", highlight=False)
-    _print_commands(namespace, sizes, advice)
+    _print_commands(namespace, request, advice)
     return 0
 
 
-def _costs(namespace: argparse.Namespace, num_ranks: int, ranks_per_node: int) -> JobCosts:
+def _request(namespace: argparse.Namespace) -> ProposalRequest:
+    """What the flags ask for, by default with fewer batches of many sequences."""
+    num_ranks, ranks_per_node = job_ranks(namespace)
+    request = ProposalRequest.of_command(
+        namespace, num_ranks=num_ranks, ranks_per_node=ranks_per_node
+    )
+    if namespace.num_batches is not None:
+        return request
+    counts, sizes = request.counts, request.sizes
+    mean_length = counts.num_tokens / counts.num_sequences if sizes.in_tokens else 1.0
+    num_batches = int(_MOST_SEQUENCES * mean_length / sizes.largest)
+    return replace(request, num_batches=max(_FEWEST_BATCHES, min(num_batches, _NUM_BATCHES)))
+
+
+def _static_strategy(advice: Advice) -> Strategy:
+    pool = advice.proposal.pool
+    return Strategy.parse(
+        advice.static.strategy, pool.num_ranks, ranks_per_node=pool.ranks_per_node
+    )
+
+
+def _costs(namespace: argparse.Namespace, request: ProposalRequest) -> JobCosts:
     """By the given profile or an estimate, with all widths of cp."""
     options = job_options(namespace)
+    num_ranks, ranks_per_node = request.num_ranks, request.ranks_per_node
     if namespace.cost_profile is not None:
         profile = ProfileCostModel.read(namespace.cost_profile)
     elif options.device is None:
@@ -526,10 +511,9 @@ def to_json(advice: Advice, profile: ProfileCostModel, peak_flops_per_s: float) 
 
 def recompute_text(
     namespace: argparse.Namespace,
+    request: ProposalRequest,
     profile: ProfileCostModel,
     advice: Advice,
-    batches: Sequence[Sequence[int]],
-    longest: int,
     on_progress: OnProgress,
 ) -> str | None:
     """What recomputing every layer gains with the pool that is then the best; None if little.
@@ -539,11 +523,11 @@ def recompute_text(
     """
     if namespace.recompute_granularity == "full":
         return None
-    num_ranks, ranks_per_node = job_ranks(namespace)
+    num_ranks, longest = request.num_ranks, request.counts.longest
     given = argparse.Namespace(**vars(namespace))
     given.recompute_granularity, given.recompute_activations = "full", False
     given.recompute_method, given.recompute_num_layers = "uniform", 1
-    with_it = _costs(given, num_ranks, ranks_per_node).profile
+    with_it = _costs(given, request).profile
     fewest, fewest_with = (
         min(
             (r.scheme.num_ranks for r in each.schemes if r.max_tokens >= longest), default=num_ranks
@@ -551,18 +535,13 @@ def recompute_text(
         for each in (profile, with_it)
     )
     time_s = advice.pool.time_s(advice.kind)
-    bound_ms = fmean(least_makespan_ms(with_it, each, num_ranks) for each in batches)
+    bound_ms = fmean(least_makespan_ms(with_it, each, num_ranks) for each in request.batches)
     if fewest <= fewest_with or time_s * _MS_PER_S < _WORTH_RECOMPUTING * bound_ms:
         return None
     recomputed = propose(
-        Candidates.of(with_it, num_ranks, ranks_per_node, batches=batches, longest=longest),
+        request,
         with_it,
-        batches,
-        max_strategies=namespace.max_strategies,
-        longest=longest,
-        seed=namespace.seed,
-        row_quantum=namespace.row_quantum_tokens,
-        on_progress=lambda what, done, total: on_progress(f"recomputed: {what}", done, total),
+        lambda what, done, total: on_progress(f"recomputed: {what}", done, total),
     )
     gain = time_s / recomputed.mean_s
     if gain < _WORTH_RECOMPUTING:
@@ -589,7 +568,9 @@ def _words_of_search(namespace: argparse.Namespace, sizes: BatchSizes) -> list[s
     return list(words)
 
 
-def _print_commands(namespace: argparse.Namespace, sizes: BatchSizes, advice: Advice) -> None:
+def _print_commands(
+    namespace: argparse.Namespace, request: ProposalRequest, advice: Advice
+) -> None:
     """From here to a run: measure unless that was done, propose with that, train."""
     pool, words = advice.proposal.pool, namespace.training_words
     num_ranks, ranks_per_node = pool.num_ranks, pool.ranks_per_node
@@ -597,8 +578,8 @@ def _print_commands(namespace: argparse.Namespace, sizes: BatchSizes, advice: Ad
     is_worth_it, static_text = is_worth_a_pool(advice), advice.static.strategy
     if namespace.cost_profile is None:
         pool_path, profile_path = Path(POOL_FILE_NAME), Path(_MEASURED_FILE_NAME)
-        static = Strategy.parse(static_text, num_ranks, ranks_per_node=ranks_per_node)
-        used = (scheme for each in (static, *pool.strategies) for scheme in each.schemes)
+        strategies = (_static_strategy(advice), *pool.strategies)
+        used = (scheme for each in strategies for scheme in each.schemes)
         schemes = {str(scheme): scheme.num_ranks for scheme in used}
         print_next(
             profile_command(num_ranks, ranks_per_node, max(schemes.values())),
@@ -608,7 +589,7 @@ def _print_commands(namespace: argparse.Namespace, sizes: BatchSizes, advice: Ad
             print_next(
                 "hydraulis propose --lengths",
                 *(namespace.lengths, "--num-ranks", num_ranks, "--ranks-per-node", ranks_per_node),
-                *(*_words_of_search(namespace, sizes), "--schemes", "+".join(schemes)),
+                *(*_words_of_search(namespace, request.sizes), "--schemes", "+".join(schemes)),
                 *("--cost-profile", profile_path, "--out", pool_path),
             )
     print_next(

@@ -5,7 +5,6 @@ Measured memory of a rank is assumed to be linear in the tokens of a micro-batch
 model (memory.py).
 """
 
-import argparse
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
@@ -22,18 +21,6 @@ SHARE_AFTER_FAILURE = 0.75
 CUDA_ROW_QUANTUM = 128
 """Default of --row-quantum-tokens on CUDA, where kernels may be prepared for each new size of a
 row: a sixth of the sizes for 0.4 % more time (docs/results.md, section Row sizes)."""
-
-
-def add_row_quantum(parser: argparse._ActionsContainer) -> None:
-    """Declares --row-quantum-tokens of the commands that plan from files."""
-    parser.add_argument(
-        "--row-quantum-tokens",
-        type=int,
-        default=1,
-        metavar="N",
-        help="round rows up to a multiple of N tokens, but not beyond their limit; training with "
-        f"CUDA takes {CUDA_ROW_QUANTUM} (default: %(default)s)",
-    )
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,8 +1,6 @@
 """``hydraulis lengths``: statistics of a corpus as tables and a picture."""
 
 import argparse
-import re
-import sys
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -12,12 +10,11 @@ import numpy as np
 import numpy.typing as npt
 from rich.table import Table
 
-from megatron.hydraulis.command_line import add_lengths_argument
-from megatron.hydraulis.data.index import LONG_SEQUENCES, LongSequences
-from megatron.hydraulis.data.sampler import BatchSizes
+from megatron.hydraulis.command_line import add_flags, add_lengths_argument
+from megatron.hydraulis.data.index import LongSequences
 from megatron.hydraulis.errors import ConfigurationError
+from megatron.hydraulis.lengths.batches import BatchesRequest
 from megatron.hydraulis.lengths.counts import LengthCounts, read_length_counts
-from megatron.hydraulis.ranges import check_range
 from megatron.hydraulis.terminal import figures_table, print_json, print_next, results_console
 
 PERCENTILES = (1, 5, 10, 25, 50, 75, 90, 95, 99, 99.9)
@@ -173,97 +170,9 @@ def _cut(counts: LengthCounts, seq_length: int, how: LongSequences) -> CutEffect
     )
 
 
-def add_lengths_arguments(parser: argparse._ActionsContainer) -> None:
-    """Declares the flags for the lengths and how they are cut."""
-    add_lengths_argument(parser)
-    parser.add_argument(
-        "--seq-length", type=int, metavar="N", help="most tokens of a sequence (default: no limit)"
-    )
-    add_long_sequences(parser)
-
-
-def add_long_sequences(parser: argparse._ActionsContainer) -> None:
-    """Declares --long-sequences with training's default."""
-    parser.add_argument(
-        "--long-sequences",
-        choices=LONG_SEQUENCES,
-        default="split",
-        help="what to do with a sequence longer than --seq-length (default: %(default)s)",
-    )
-
-
-def add_batch_arguments(parser: argparse._ActionsContainer) -> None:
-    """Declares the flags that `batch_sizes` reads, as in training."""
-    parser.add_argument(
-        "--global-batch-size", type=int, metavar="N", help="sequences of a global batch"
-    )
-    parser.add_argument(
-        "--global-batch-tokens", type=int, metavar="N", help="or its most tokens instead"
-    )
-    parser.add_argument(
-        "--rampup-batch-size",
-        nargs=3,
-        metavar=("START", "INCREMENT", "SAMPLES"),
-        help="accepted: batches here are those of the end of training",
-    )
-    parser.add_argument(
-        "--step-batch-size-schedule",
-        metavar="'0:256 1M:512'",
-        help="likewise; without the others its last size is that of a batch, in sequences",
-    )
-
-
-def add_seed(parser: argparse._ActionsContainer) -> None:
-    """Declares --seed of batches that are sampled."""
-    parser.add_argument(
-        "--seed",
-        type=int,
-        default=0,
-        metavar="N",
-        help="seed of the batches; files, flags and seed determine the result "
-        "(default: %(default)s)",
-    )
-
-
-def batch_sizes(namespace: argparse.Namespace) -> BatchSizes:
-    """The size of global batches; of those that grow in training the last, which stderr says.
-
-    Raises ConfigurationError unless exactly one size is given, and positive.
-    """
-    num_sequences, num_tokens = namespace.global_batch_size, namespace.global_batch_tokens
-    schedule = namespace.step_batch_size_schedule
-    if schedule is not None and num_sequences is None and num_tokens is None:
-        last = re.fullmatch(r"(?:.*[\s,])?[\d.]+[KMBT]?:(\d+)", schedule.strip(), re.IGNORECASE)
-        if last is None:
-            raise ConfigurationError(
-                f"--step-batch-size-schedule lists sizes from numbers of tokens on but is "
-                f"'{schedule}'; write for example '0:256 1M:512'"
-            )
-        num_sequences = int(last[1])
-    sizes = BatchSizes.constant(num_sequences=num_sequences, num_tokens=num_tokens)
-    if schedule is not None or namespace.rampup_batch_size is not None:
-        print(
-            f"batches grow in training; these are those of its end, {sizes.largest:,} {sizes.unit}",
-            file=sys.stderr,
-            flush=True,
-        )
-    return sizes
-
-
-def print_batch(sizes: BatchSizes, counts: LengthCounts, seq_length: int | None) -> None:
-    """Prints what a global batch is, in the words of training.
-
-    counts: of the sequences that training sees; seq_length: their most tokens, None for no limit.
-    """
-    mean_length = counts.num_tokens / counts.num_sequences
-    text = sizes.text(mean_length, seq_length)
-    # A clause a line: an option must not be parted from its number.
-    clauses = text.replace("; ", ";\n  ")
-    results_console().print(f"global batch: {clauses}", highlight=False)
-
-
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    add_lengths_arguments(parser)
+    add_lengths_argument(parser)
+    add_flags(parser, BatchesRequest, "seq_length", "long_sequences")
     parser.add_argument(
         "--picture",
         type=Path,
@@ -297,11 +206,6 @@ def run(namespace: argparse.Namespace) -> int:
         *["--global-batch-size", "N", "--num-ranks", "N", "--model", "FILE", "--device", "NAME"],
     )
     return 0
-
-
-def check_seed(seed: int) -> None:
-    """Raises ConfigurationError for a seed that the solver does not accept."""
-    check_range("--seed", seed)
 
 
 def length_tables(statistics: LengthStatistics) -> Iterator[Table]:

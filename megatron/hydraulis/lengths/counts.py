@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from megatron.hydraulis.data.index import LongSequences, read_index
-from megatron.hydraulis.errors import ConfigurationError, DataError
+from megatron.hydraulis.errors import DataError
 from megatron.hydraulis.json_object import parse_json, read_text
 from megatron.hydraulis.ranges import MAX_SHUFFLED_SEQUENCES
 
@@ -96,15 +96,10 @@ class LengthCounts:
 
         ``split`` makes pieces of seq_length tokens and a last one of the rest; None is no limit.
 
-        Raises ConfigurationError for a limit below 1, DataError if nothing is left and, with
-        ``error``, for a longer sequence.
+        Raises DataError if nothing is left and, with ``error``, for a longer sequence.
         """
         if seq_length is None:
             return self
-        if seq_length < 1:
-            raise ConfigurationError(
-                f"a sequence has at least 1 token but --seq-length is {seq_length}; raise it"
-            )
         is_long = self.lengths > seq_length
         if not is_long.any():
             return self

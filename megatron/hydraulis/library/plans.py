@@ -39,14 +39,9 @@ from megatron.hydraulis.lengths.counts import LengthCounts, read_length_counts
 from megatron.hydraulis.model_shape import ModelShape
 from megatron.hydraulis.planner.planned import PlannedBatch, plan_batch
 from megatron.hydraulis.planner.solver import native_prints_to_stderr
-from megatron.hydraulis.proposal.propose import (
-    MAX_STRATEGIES,
-    NUM_BATCHES,
-    Proposal,
-    propose_for_corpus,
-)
-from megatron.hydraulis.simulator.batches import BatchPlanning
-from megatron.hydraulis.simulator.comparison import Comparison, compare_ways
+from megatron.hydraulis.proposal.propose import Proposal, ProposalRequest
+from megatron.hydraulis.proposal.propose import propose as _propose
+from megatron.hydraulis.simulator.comparison import Comparison, SimulationRequest, compare_ways
 from megatron.hydraulis.simulator.ways import WAYS
 from megatron.hydraulis.strategy import Pool, Scheme, Strategy
 from megatron.hydraulis.strategy.notation import parse_scheme
@@ -180,8 +175,8 @@ def propose(
     seq_length: int | None = None,
     long_sequences: LongSequences = "split",
     schemes: Iterable[str | Scheme] | None = None,
-    max_strategies: int = MAX_STRATEGIES,
-    num_batches: int = NUM_BATCHES,
+    max_strategies: int = ProposalRequest.max_strategies,
+    num_batches: int = ProposalRequest.num_batches,
     model: ModelLike | None = None,
     device: str | None = None,
     grad_reduce_in_bf16: bool = False,
@@ -209,24 +204,25 @@ def propose(
     Raises the errors of `plan`.
     """
     ranks_per_node = _ranks_per_node(num_ranks, ranks_per_node)
-    counts = _counts(lengths).cut(seq_length, long_sequences)
+    request = ProposalRequest(
+        corpus=_counts(lengths),
+        sizes=_sizes(global_batch_size, global_batch_tokens),
+        seq_length=seq_length,
+        long_sequences=long_sequences,
+        num_ranks=num_ranks,
+        ranks_per_node=ranks_per_node,
+        schemes=None if schemes is None else _schemes(schemes),
+        num_batches=num_batches,
+        max_strategies=max_strategies,
+        seed=seed,
+        row_quantum_tokens=row_quantum,
+    )
     costs = _options(model, device, grad_reduce_in_bf16).costs(
         as_profile(profile), num_ranks=num_ranks, ranks_per_node=ranks_per_node
     )
     warn_of_unknown_overheads(costs.profile)
     with native_prints_to_stderr():
-        return propose_for_corpus(
-            counts,
-            BatchSizes.constant(num_sequences=global_batch_size, num_tokens=global_batch_tokens),
-            costs.with_widths().profile,
-            num_ranks=num_ranks,
-            ranks_per_node=ranks_per_node,
-            schemes=None if schemes is None else _schemes(schemes),
-            num_batches=num_batches,
-            max_strategies=max_strategies,
-            seed=seed,
-            row_quantum=row_quantum,
-        )
+        return _propose(request, costs.with_widths().profile)
 
 
 def simulate(
@@ -236,7 +232,7 @@ def simulate(
     *,
     global_batch_size: int | None = None,
     global_batch_tokens: int | None = None,
-    iterations: int = 100,
+    iterations: int = SimulationRequest.iterations,
     ways: Collection[str] = WAYS,
     seq_length: int | None = None,
     long_sequences: LongSequences = "split",
@@ -244,7 +240,7 @@ def simulate(
     device: str | None = None,
     ranks_per_node: int | None = None,
     grad_reduce_in_bf16: bool = False,
-    plan_ahead: int = 2,
+    plan_ahead: int = SimulationRequest.plan_ahead,
     plan_time_s: float | None = None,
     num_processes: int = 1,
     row_quantum: int = 1,
@@ -264,25 +260,25 @@ def simulate(
     """
     found, known = _pool_and_profile(pool, profile, ranks_per_node)
     options = _options(model, device, grad_reduce_in_bf16)
-    costs = options.costs_of_pool(known, found)
-    warn_of_unknown_overheads(costs.profile, found.strategies)
-    with native_prints_to_stderr(), BatchPlanning(num_processes) as planning:
-        return compare_ways(
-            _counts(lengths),
-            BatchSizes.constant(num_sequences=global_batch_size, num_tokens=global_batch_tokens),
-            found,
-            costs,
-            names=ways,
-            num_iterations=iterations,
-            seq_length=seq_length,
-            long_sequences=long_sequences,
-            seed=seed,
-            plan_ahead=plan_ahead,
-            plan_time_s=plan_time_s,
-            row_quantum=row_quantum,
-            shape=options.shape,
-            planning=planning,
-        )
+    request = SimulationRequest(
+        corpus=_counts(lengths),
+        sizes=_sizes(global_batch_size, global_batch_tokens),
+        seq_length=seq_length,
+        long_sequences=long_sequences,
+        pool=found,
+        costs=options.costs_of_pool(known, found),
+        shape=options.shape,
+        ways=ways,
+        iterations=iterations,
+        plan_ahead=plan_ahead,
+        plan_time_s=plan_time_s,
+        num_processes=num_processes,
+        seed=seed,
+        row_quantum_tokens=row_quantum,
+    )
+    warn_of_unknown_overheads(request.costs.profile, found.strategies)
+    with native_prints_to_stderr():
+        return compare_ways(request)
 
 
 def as_pool(pool: PoolLike, ranks_per_node: int | None = None) -> Pool:
@@ -350,6 +346,10 @@ def _listed(given: Any, name: str, kinds: str, kind: type = str) -> list[Any]:
         if all(isinstance(each, str | kind) for each in found):
             return found
     raise _refusal(given, name, kinds)
+
+
+def _sizes(num_sequences: int | None, num_tokens: int | None) -> BatchSizes:
+    return BatchSizes.constant(num_sequences=num_sequences, num_tokens=num_tokens)
 
 
 def _options(model: ModelLike | None, device: str | None, grad_reduce_in_bf16: bool) -> JobOptions:

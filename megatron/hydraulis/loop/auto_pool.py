@@ -33,9 +33,7 @@ from megatron.hydraulis.library.planning import (
 )
 from megatron.hydraulis.loop.startup import made_by_rank_0
 from megatron.hydraulis.planner.solver import native_prints_to_stderr
-from megatron.hydraulis.proposal.batches import draw_batches
-from megatron.hydraulis.proposal.candidates import Candidates
-from megatron.hydraulis.proposal.propose import propose_for_corpus
+from megatron.hydraulis.proposal.propose import ProposalRequest, propose
 from megatron.hydraulis.strategy import Pool, Scheme, Strategy
 from megatron.hydraulis.strategy.pool import MADE_FOR
 from megatron.hydraulis.terminal import phase_progress
@@ -159,7 +157,7 @@ def _training_lengths(resolved: Resolved) -> npt.NDArray[np.integer[Any]]:
 
 def _proposed(resolved: Resolved, device: DeviceConstants, counts: LengthCounts) -> Pool:
     """Of the training data's lengths and this device, or the cost profile's schemes."""
-    args, hydraulis = resolved.args, resolved.hydraulis
+    hydraulis = resolved.hydraulis
     num_ranks, ranks_per_node = resolved.pool.num_ranks, resolved.pool.ranks_per_node
     # The pool is unknown: each scheme as if it filled the job.
     model = replace(analytic_cost_model(resolved, device), pool=None)
@@ -174,34 +172,29 @@ def _proposed(resolved: Resolved, device: DeviceConstants, counts: LengthCounts)
             profile.check_num_ranks(num_ranks, ranks_per_node, hydraulis.cost_profile)
         profile = _allowed(resolved, profile)
     costs = JobCosts.of(profile, model, **regroup_settings(resolved))
-    if hydraulis.cost_profile is not None and (left_out := _not_measured(resolved, costs, counts)):
+    request = ProposalRequest(
+        corpus=counts,
+        sizes=resolved.sizes,
+        num_ranks=num_ranks,
+        ranks_per_node=ranks_per_node,
+        num_batches=_NUM_BATCHES,
+        seed=resolved.args.seed,
+        row_quantum_tokens=row_quantum_tokens(resolved, device),
+    )
+    if hydraulis.cost_profile is not None and (left_out := _not_measured(resolved, costs, request)):
         print(
             f"strategy pool: without {', '.join(left_out)}, which {hydraulis.cost_profile} lacks; "
             f"to offer them, measure them as well (hydraulis profile --schemes)",
             flush=True,
         )
     with phase_progress(prefix="strategy pool, ") as on_progress, native_prints_to_stderr():
-        return propose_for_corpus(
-            counts,
-            resolved.sizes,
-            costs.profile,
-            num_ranks=num_ranks,
-            ranks_per_node=ranks_per_node,
-            num_batches=_NUM_BATCHES,
-            seed=args.seed,
-            row_quantum=row_quantum_tokens(resolved, device),
-            on_progress=on_progress,
-        ).pool
+        return propose(request, costs.profile, on_progress).pool
 
 
-def _not_measured(resolved: Resolved, costs: JobCosts, counts: LengthCounts) -> list[str]:
+def _not_measured(resolved: Resolved, costs: JobCosts, request: ProposalRequest) -> list[str]:
     """Schemes without a row for some width of cp, which training refuses, as far as a pool might
     use them; with ``~`` only those with ep, as the widths of others are schemes too."""
-    widths, pool = _allowed(resolved, costs.with_widths().profile), resolved.pool
-    batches = draw_batches(counts, resolved.sizes, _NUM_BATCHES, resolved.args.seed)
-    useful = Candidates.of(
-        widths, pool.num_ranks, pool.ranks_per_node, batches=batches, longest=counts.longest
-    )
+    useful = request.candidates(_allowed(resolved, costs.with_widths().profile))
     known = {row.scheme for row in costs.profile.schemes}
     return [
         str(scheme)

@@ -3,11 +3,11 @@
 import argparse
 
 from megatron.hydraulis.command_line import (
+    add_flags,
     add_lengths_argument,
     add_pool_argument,
     add_profile_argument,
 )
-from megatron.hydraulis.cost_model.limits import add_row_quantum
 from megatron.hydraulis.cost_model.profile import ProfileCostModel
 from megatron.hydraulis.cost_model.shape_arguments import (
     add_regroup_arguments,
@@ -16,6 +16,7 @@ from megatron.hydraulis.cost_model.shape_arguments import (
     warn_of_unknown_overheads,
 )
 from megatron.hydraulis.json_object import write_output
+from megatron.hydraulis.lengths.batches import BatchesRequest
 from megatron.hydraulis.lengths.counts import read_lengths
 from megatron.hydraulis.planner.planned import WIDTH, plan_batch, replica_table, summary
 from megatron.hydraulis.strategy import Pool
@@ -54,7 +55,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="wall-clock limit in s, after which the best plan so far is used and marked "
         "(default: none)",
     )
-    add_row_quantum(search)
+    add_flags(search, BatchesRequest, "row_quantum_tokens")
     add_regroup_arguments(parser)
 
 

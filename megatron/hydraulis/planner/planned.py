@@ -12,7 +12,6 @@ from rich.table import Table
 from megatron.hydraulis.cost_model.interface import CostModel
 from megatron.hydraulis.cost_model.limits import Limits
 from megatron.hydraulis.cost_model.pipeline import pipeline_schedule
-from megatron.hydraulis.lengths.command import check_seed
 from megatron.hydraulis.observability.trace import Span, Spans
 from megatron.hydraulis.planner.plan import (
     MS_PER_S,
@@ -148,7 +147,7 @@ def plan_batch(
     """
     if time_limit_s is not None:
         check_range("--plan-time-limit", time_limit_s)
-    check_seed(seed)
+    check_range("--seed", seed)
     limits = Limits(cost_model, row_quantum=row_quantum)
     planner = CertifiedPlanner(pool, cost_model, limits, seed=seed, time_limit_s=time_limit_s)
     with native_prints_to_stderr():

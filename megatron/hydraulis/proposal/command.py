@@ -2,8 +2,11 @@
 
 import argparse
 
-from megatron.hydraulis.command_line import add_profile_argument
-from megatron.hydraulis.cost_model.limits import add_row_quantum
+from megatron.hydraulis.command_line import (
+    add_flags,
+    add_lengths_argument,
+    add_profile_argument,
+)
 from megatron.hydraulis.cost_model.profile import ProfileCostModel
 from megatron.hydraulis.cost_model.shape_arguments import (
     add_job_arguments,
@@ -14,21 +17,9 @@ from megatron.hydraulis.cost_model.shape_arguments import (
     warn_of_unknown_overheads,
 )
 from megatron.hydraulis.json_object import write_output
-from megatron.hydraulis.lengths.command import (
-    add_batch_arguments,
-    add_lengths_arguments,
-    add_seed,
-    batch_sizes,
-    print_batch,
-)
-from megatron.hydraulis.lengths.counts import read_length_counts
+from megatron.hydraulis.lengths.batches import add_batch_arguments
 from megatron.hydraulis.planner.solver import native_prints_to_stderr
-from megatron.hydraulis.proposal.propose import (
-    MAX_STRATEGIES,
-    NUM_BATCHES,
-    propose_for_corpus,
-)
-from megatron.hydraulis.strategy.notation import parse_terms
+from megatron.hydraulis.proposal.propose import ProposalRequest, propose
 from megatron.hydraulis.terminal import (
     launch_command,
     phase_progress,
@@ -43,19 +34,14 @@ _PROFILE_SUFFIX = ".cost_profile.json"
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declares the flags of the subcommand."""
     corpus = parser.add_argument_group("corpus and batches")
-    add_lengths_arguments(corpus)
+    add_lengths_argument(corpus)
+    add_flags(corpus, ProposalRequest, "seq_length", "long_sequences")
     add_batch_arguments(corpus)
-    add_search_arguments(corpus, num_batches=NUM_BATCHES)
+    add_flags(corpus, ProposalRequest, "num_batches", "seed", "max_strategies")
     job = parser.add_argument_group("job")
     add_profile_argument(job)
     add_job_arguments(job)
-    job.add_argument(
-        "--schemes",
-        metavar="LIST",
-        help="schemes to build strategies from, separated by '+', such as tp8+tp4pp2+tp4 "
-        "(default: all of the profile)",
-    )
-    add_row_quantum(job)
+    add_flags(job, ProposalRequest, "schemes", "row_quantum_tokens")
     add_regroup_arguments(parser)
     output = parser.add_argument_group("pool")
     output.add_argument(
@@ -67,27 +53,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     output.add_argument("--json", action="store_true", help="print all results as JSON")
 
 
-def add_search_arguments(
-    parser: argparse._ActionsContainer, *, num_batches: int | None, note: str = "%(default)s"
-) -> None:
-    """Declares the flags of a search for a pool; num_batches is the default, as note says."""
-    parser.add_argument(
-        "--num-batches",
-        type=int,
-        default=num_batches,
-        metavar="N",
-        help=f"number of batches to sample (default: {note})",
-    )
-    add_seed(parser)
-    parser.add_argument(
-        "--max-strategies",
-        type=int,
-        default=MAX_STRATEGIES,
-        metavar="K",
-        help="maximum number of strategies in the pool (default: %(default)s)",
-    )
-
-
 def run(namespace: argparse.Namespace) -> int:
     """Proposes a pool, prints and writes it; returns the exit status.
 
@@ -95,13 +60,9 @@ def run(namespace: argparse.Namespace) -> int:
     no scheme holds the longest sequence.
     """
     num_ranks, ranks_per_node = job_ranks(namespace)
-    allowed = None
-    if namespace.schemes is not None:
-        terms = parse_terms(namespace.schemes, label="--schemes")
-        allowed = [term.scheme for term in terms if term.scheme is not None]
-    counts = read_length_counts(namespace.lengths)
-    counts = counts.cut(namespace.seq_length, namespace.long_sequences)
-    sizes = batch_sizes(namespace)
+    request = ProposalRequest.of_command(
+        namespace, num_ranks=num_ranks, ranks_per_node=ranks_per_node
+    )
     profile_path = namespace.cost_profile
     profile = ProfileCostModel.read(profile_path)
     with phase_progress() as on_progress, native_prints_to_stderr():
@@ -111,19 +72,7 @@ def run(namespace: argparse.Namespace) -> int:
         )
         costs = costs.with_widths()
         on_progress("costs", 1, 1)
-        proposal = propose_for_corpus(
-            counts,
-            sizes,
-            costs.profile,
-            num_ranks=num_ranks,
-            ranks_per_node=ranks_per_node,
-            schemes=allowed,
-            num_batches=namespace.num_batches,
-            max_strategies=namespace.max_strategies,
-            seed=namespace.seed,
-            row_quantum=namespace.row_quantum_tokens,
-            on_progress=on_progress,
-        )
+        proposal = propose(request, costs.profile, on_progress)
     cost_model = proposal.profile
     assumed = cost_model.assumed_schemes(proposal.pool)
     if namespace.out is not None:
@@ -135,7 +84,7 @@ def run(namespace: argparse.Namespace) -> int:
         print_json(proposal.to_json() | {"assumed": list(map(str, assumed))})
         return 0
     warn_of_unknown_overheads(cost_model)
-    print_batch(sizes, counts, namespace.seq_length)
+    request.print_batch()
     console = results_console()
     for table in proposal.tables():
         console.print(table)

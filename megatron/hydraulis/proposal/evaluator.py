@@ -1,4 +1,19 @@
-"""Evaluates mixes with the planner: bounds and plans for given batches. All results are kept.
+"""Iteration times of mixes: a quick estimate of many, the planner's bounds and plans of some.
+
+The estimate treats sequences as divisible: the buckets of a batch are spread over the schemes of a
+mix so that all replicas end at the same time. This is the linear program ``max Σ_j min_k λ_k·w_jk``
+over the weights ``λ`` with ``Σ_k n_k·λ_k = 1`` (the bound of planner/bounds.py with the best
+weights), solved by multiplicative updates on all mixes and batches together: exact to about a
+percent, but not a bound.
+``w_jk`` is the work of bucket j on scheme k, divided by the share of a replica's time that it
+works; the rest goes to the constant cost of micro-batches and to filling the pipeline.
+
+Sequences and micro-batches that cannot be divided take longer, on some schemes more than on others.
+How much is learnt from the planner's bounds of some mixes: a stretch factor by the share of ranks
+of each scheme, the share of pipelines, and a constant.
+
+The overhead of a mix, regrouping and optimizer, is approximated as well: the planner's bounds have
+the exact one. The estimate only selects the mixes that get such a bound.
 
 A full plan takes a second. Most mixes get less: the planner's bound, and a quick plan, which is the
 planner's first one after some moves and swaps. The time of the full plan lies between them.
@@ -8,6 +23,9 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
+
+import numpy as np
+import numpy.typing as npt
 
 from megatron.hydraulis.cost_model.interface import CostModel
 from megatron.hydraulis.cost_model.limits import Limits
@@ -19,8 +37,27 @@ from megatron.hydraulis.planner.planners import CertifiedPlanner
 from megatron.hydraulis.planner.search import TARGET_GAP, StrategySearch
 from megatron.hydraulis.planner.solver import Deadline, Solver
 from megatron.hydraulis.planner.wave_packing import packer_for
-from megatron.hydraulis.proposal.candidates import Candidates, Mix
+from megatron.hydraulis.proposal.candidates import Candidates, FloatArray, Mix
 from megatron.hydraulis.strategy import Pool
+
+_NUM_BUCKETS = 12
+_NUM_UPDATES = (8, 5, 4)
+"""Updates of the weights in each round; time and share of work depend on each other."""
+_LARGEST_STEP, _LEAST_STEP = 0.6, 0.15
+"""Exponents of the first and the last update of weights."""
+_NUM_GRID_TIMES = 128
+_MOST_MICRO_BATCHES = 256
+_FULL = 0.97
+"""Tokens of a well-packed micro-batch, as a share of its limit."""
+_LEAST_SHARE = 1e-4
+_LEAST_STEADY_SHARE = 0.3
+"""Of work, from which dividing by it converges."""
+_AT_FLOOR = 1.005
+"""Nothing is learnt from times within this factor of the longest sequence's own time."""
+_RIDGE = 1.0
+"""Weight of the assumption of no stretch, in observations of mixes of one scheme."""
+_MAX_ELEMENTS = 300_000
+"""Most elements of an array, so that it stays in the cache; more mixes are split."""
 
 _MS_PER_S = 1e3
 _STEP = 0.04
@@ -37,6 +74,253 @@ _PLAN_ABOVE_BOUND = 0.75
 from 44 plans of the 32B example on 64 ranks, neither fitted nor computed."""
 _PLAN_BELOW_QUICK = 0.06
 """Assumed largest gain of a full plan over a quick one: chosen by eye from the same plans."""
+
+
+class Estimator:
+    """The estimate for batches of a job.
+
+    Args:
+        batches: shape (num_batches, …), lengths in tokens; each fits some candidate.
+    """
+
+    def __init__(self, candidates: Candidates, batches: Sequence[Sequence[int]]) -> None:
+        self._candidates = candidates
+        costs = candidates.costs
+        squared = costs[0].coefficients.squared  # the window is the model's, not a scheme's
+        edges = _edges(batches, [cost.longest for cost in costs])
+        shape = (len(batches), len(edges))
+        tokens, squares, longest = np.zeros(shape), np.zeros(shape), np.zeros(shape)
+        for row, batch in enumerate(batches):
+            lengths = np.asarray(batch, dtype=np.float64)
+            places = np.searchsorted(edges, lengths)
+            np.add.at(tokens[row], places, lengths)
+            np.add.at(squares[row], places, squared(lengths))
+            np.maximum.at(longest[row], places, lengths)
+        a, b, c, stages, _ = _columns(costs)
+        held = np.array([float(cost.longest) for cost in costs])
+        # (num_batches, num_buckets, num_schemes)
+        self._work_ms = a * squares[..., None] + b * tokens[..., None]
+        one_ms = a * squared(longest)[..., None] + b * longest[..., None] + c
+        is_empty = (longest == 0.0)[..., None]
+        self._pass_ms = np.where(longest[..., None] <= held, stages * one_ms, np.inf)
+        self._pass_ms[np.broadcast_to(is_empty, self._pass_ms.shape)] = 0.0
+        self._grid_ms, self._grid_shares = _work_shares(costs, batches)
+        self._parts: dict[tuple[tuple[Mix, ...], tuple[int, ...]], tuple[FloatArray, FloatArray]]
+        self._parts = {}
+        """By mixes and batches: a search returns to the same neighbours after it has learned."""
+        # Of each scheme, of pipelines, constant.
+        self._stretches = np.zeros(len(costs) + 2)
+
+    def mean_work_ms(self, batches: Sequence[int]) -> FloatArray:
+        """Work of each bucket on each scheme, mean of batches: shape (num_buckets, num_schemes)."""
+        mean: FloatArray = self._work_ms[list(batches)].mean(axis=0)
+        return mean
+
+    def longest_pass_ms(self, batches: Sequence[int]) -> FloatArray:
+        """Time of the longest sequence of each bucket alone: shape (num_buckets, num_schemes).
+
+        inf if a scheme cannot hold it.
+        """
+        longest: FloatArray = self._pass_ms[list(batches)].max(axis=0)
+        return longest
+
+    def work_shares(self, time_ms: float) -> FloatArray:
+        """Share of a time that a replica of each scheme works, shape (num_schemes,)."""
+        shares: FloatArray = self._grid_shares[int(self._places(np.array(time_ms)))]
+        return shares
+
+    def times_ms(self, mixes: Sequence[Mix], batches: Sequence[int]) -> FloatArray:
+        """Estimated times, shape (num_mixes, len(batches)); inf if a batch does not fit."""
+        spread_ms, floor_ms = self._parts_ms(mixes, batches)
+        stretched_ms = spread_ms * (1.0 + self._features(mixes) @ self._stretches)[:, None]
+        times: FloatArray = np.maximum(stretched_ms, floor_ms) + self._overheads_ms(mixes)[:, None]
+        return times
+
+    def _overheads_ms(self, mixes: Sequence[Mix]) -> FloatArray:
+        """Overhead of mixes, shape (num_mixes,): that of the scheme of theirs that takes longest.
+
+        A collective takes as long as its slowest rank, which receives nearly all that its scheme
+        holds, whatever the other ranks hold. Exact values take a millisecond a mix, too long here.
+        """
+        overheads_ms = np.array(self._candidates.overheads_ms)
+        is_used = np.array(mixes).reshape(-1, len(overheads_ms)) > 0
+        largest: FloatArray = np.where(is_used, overheads_ms, 0.0).max(axis=1, initial=0.0)
+        return largest
+
+    def learn(self, evaluated: Sequence[tuple[Mix, int, float]]) -> None:
+        """Fits later estimates to expected times: (mix, batch, ms) of each."""
+        mixes = tuple(dict.fromkeys(mix for mix, _, _ in evaluated))
+        rows = {mix: row for row, mix in enumerate(mixes)}
+        spread_ms, floor_ms = self._parts_ms(mixes, range(len(self._work_ms)))
+        features, overheads_ms = self._features(mixes), self._overheads_ms(mixes)
+        num = len(self._candidates.schemes)
+        known, ratios = [np.eye(num, num + 2) * np.sqrt(_RIDGE)], [np.zeros(num)]
+        for mix, batch, time_ms in evaluated:
+            row = rows[mix]
+            makespan_ms = time_ms - overheads_ms[row]
+            if makespan_ms > _AT_FLOOR * floor_ms[row, batch]:
+                known.append(features[row : row + 1])
+                ratios.append(np.array([makespan_ms / spread_ms[row, batch] - 1.0]))
+        # Not above: it takes half a second, also of programs that propose nothing.
+        from scipy.optimize import nnls
+
+        self._stretches, _ = nnls(np.concatenate(known), np.concatenate(ratios))
+
+    def _features(self, mixes: Sequence[Mix]) -> FloatArray:
+        """Shares of all ranks of each scheme, of pipelines, and 1: (num_mixes, num_schemes + 2)."""
+        sizes = np.array(self._candidates.sizes) / self._candidates.num_ranks
+        is_pipeline = np.array([scheme.pp > 1 for scheme in self._candidates.schemes])
+        shares = np.array(mixes).reshape(-1, len(sizes)) * sizes
+        return np.column_stack((shares, shares @ is_pipeline, np.ones(len(shares))))
+
+    def _parts_ms(
+        self, mixes: Sequence[Mix], batches: Sequence[int]
+    ) -> tuple[FloatArray, FloatArray]:
+        """Times without stretch, and of the longest sequence alone: each as `times_ms`."""
+        if not mixes:
+            return np.zeros((0, len(batches))), np.zeros((0, len(batches)))
+        key = tuple(mixes), tuple(batches)
+        if key not in self._parts:
+            self._parts[key] = self._new_parts_ms(mixes, batches)
+        return self._parts[key]
+
+    def _new_parts_ms(
+        self, mixes: Sequence[Mix], batches: Sequence[int]
+    ) -> tuple[FloatArray, FloatArray]:
+        counts = np.array(mixes, dtype=np.float64)
+        num_classes = int((counts > 0).sum(axis=1).max())
+        size = len(batches) * self._work_ms.shape[1] * num_classes
+        step = max(1, _MAX_ELEMENTS // size)
+        parts = [
+            self._parts_of_some_ms(counts[start : start + step], num_classes, np.array(batches))
+            for start in range(0, len(counts), step)
+        ]
+        spreads_ms, floors_ms = zip(*parts, strict=True)
+        return np.concatenate(spreads_ms), np.concatenate(floors_ms)
+
+    def _parts_of_some_ms(
+        self, counts: FloatArray, num_classes: int, batches: npt.NDArray[np.int64]
+    ) -> tuple[FloatArray, FloatArray]:
+        # Axes: mixes, batches, buckets, classes of the mix.
+        chosen = np.argsort(-counts, axis=1, kind="stable")[:, :num_classes]
+        num = np.take_along_axis(counts, chosen, axis=1)[:, None, :]
+        is_there = num > 0
+        num = np.where(is_there, num, 1.0)
+        work_ms = np.moveaxis(self._work_ms[batches][:, :, chosen], 2, 0)
+        pass_ms = np.moveaxis(self._pass_ms[batches][:, :, chosen], 2, 0)
+        pass_ms = np.where(is_there[:, :, None, :], pass_ms, np.inf)
+        floor_ms = pass_ms.min(axis=3).max(axis=2)
+        is_held = np.isfinite(floor_ms)
+        floor_ms = np.where(is_held, floor_ms, 1.0)
+        whole_ms = work_ms.sum(axis=2)
+        rates = np.where(is_there, num / np.maximum(whole_ms, 1e-9), 0.0)
+        time_ms = np.maximum(1.0 / np.maximum(rates.sum(axis=2), 1e-12), floor_ms)
+        weights = np.where(is_there, 1.0 / np.maximum(whole_ms, 1e-9), 0.0)
+        for num_updates in _NUM_UPDATES:
+            shares = self._shares(time_ms, chosen)
+            needed_ms = work_ms / shares[:, :, None, :]
+            is_able = pass_ms <= time_ms[:, :, None, None] * (1.0 + 1e-9)
+            best_ms, weights = _spread(needed_ms, is_able, num, is_there, weights, num_updates)
+            # Shares near 0 change much with the time: the part that does not work is added.
+            least_share = np.where(is_there, shares, 1.0).min(axis=2)
+            best_ms = np.where(is_held, best_ms, floor_ms)
+            added_ms = time_ms + least_share * (best_ms - time_ms)
+            best_ms = np.where(least_share < _LEAST_STEADY_SHARE, added_ms, best_ms)
+            time_ms = np.maximum(best_ms, floor_ms)
+        return np.where(is_held, best_ms, np.inf), np.where(is_held, floor_ms, np.inf)
+
+    def _shares(self, time_ms: FloatArray, chosen: npt.NDArray[np.int64]) -> FloatArray:
+        """Share of work of each class of a mix within a time, from the grid."""
+        return self._grid_shares[self._places(time_ms)[:, :, None], chosen[:, None, :]]
+
+    def _places(self, time_ms: FloatArray) -> npt.NDArray[np.int64]:
+        """The nearest times of the grid."""
+        low, high = self._grid_ms[0], self._grid_ms[-1]
+        position = np.log(np.clip(time_ms, low, high) / low) / np.log(high / low)
+        places: npt.NDArray[np.int64] = np.rint(position * (_NUM_GRID_TIMES - 1)).astype(np.int64)
+        return places
+
+
+def _spread(
+    needed_ms: FloatArray,
+    is_able: npt.NDArray[np.bool_],
+    num: FloatArray,
+    is_there: npt.NDArray[np.bool_],
+    weights: FloatArray,
+    num_updates: int,
+) -> tuple[FloatArray, FloatArray]:
+    """Time of spreading buckets over classes, and the weights for it."""
+    blocked = np.where(is_able, 0.0, np.inf)
+    norm = (weights * num * is_there).sum(axis=2, keepdims=True)
+    weights = weights / norm
+    best_ms = np.zeros(needed_ms.shape[:2])
+    best_weights = weights
+    classes = np.arange(needed_ms.shape[3])
+    for step in np.linspace(_LARGEST_STEP, _LEAST_STEP, num_updates):
+        priced = needed_ms * weights[:, :, None, :] + blocked
+        choice = priced.argmin(axis=3)
+        value_ms = np.take_along_axis(priced, choice[..., None], axis=3)[..., 0].sum(axis=2)
+        is_better = value_ms > best_ms
+        best_ms = np.where(is_better, value_ms, best_ms)
+        best_weights = np.where(is_better[..., None], weights, best_weights)
+        given_ms = (needed_ms * (choice[..., None] == classes)).sum(axis=2) / num
+        ratio = np.clip(given_ms / np.maximum(value_ms, 1e-9)[..., None], 0.25, 4.0)
+        weights = weights * ratio**step
+        weights = weights / (weights * num * is_there).sum(axis=2, keepdims=True)
+    return best_ms, best_weights
+
+
+def _columns(costs: Sequence[SchemeCost]) -> tuple[FloatArray, ...]:
+    rows = [
+        (
+            cost.coefficients.a_ms_per_token2,
+            cost.coefficients.b_ms_per_token,
+            cost.coefficients.c_ms,
+            float(cost.num_stages),
+            float(cost.max_tokens),
+        )
+        for cost in costs
+    ]
+    return tuple(np.array(column) for column in zip(*rows, strict=True))
+
+
+def _edges(batches: Sequence[Sequence[int]], limits: Sequence[int]) -> FloatArray:
+    """Longest lengths of the buckets, ascending: the limits, and equal shares of all tokens."""
+    lengths = np.sort(np.concatenate([np.asarray(batch) for batch in batches]))
+    share = np.cumsum(lengths) / lengths.sum()
+    quantiles = np.searchsorted(share, np.linspace(0.0, 1.0, _NUM_BUCKETS + 1)[1:-1])
+    inner = [limit for limit in limits if limit < lengths[-1]]
+    return np.unique(np.concatenate((lengths[quantiles], inner, lengths[-1:]))).astype(np.float64)
+
+
+def _work_shares(
+    costs: Sequence[SchemeCost], batches: Sequence[Sequence[int]]
+) -> tuple[FloatArray, FloatArray]:
+    """A grid of times, and the share of each that a replica works: (num_times, num_schemes).
+
+    With v micro-batches of equal work, p stages and constant cost c, ``T·v/(v+p-1) - v·c`` is left
+    for work, but no more than v micro-batches hold.
+    """
+    lengths = np.concatenate([np.asarray(batch, dtype=np.float64) for batch in batches])
+    num_micro_batches = np.arange(1, _MOST_MICRO_BATCHES + 1, dtype=np.float64)
+    a, b, c, stages, limits = _columns(costs)
+    squared = costs[0].coefficients.squared
+    fastest_ms = float((b * lengths.min()).min()) + 1e-3
+    slowest_ms = max(
+        float((a * squared(np.array(batch, dtype=np.float64)).sum() + b * sum(batch) + c).max())
+        for batch in batches
+    )
+    grid_ms = np.geomspace(fastest_ms, max(slowest_ms, 2.0 * fastest_ms), _NUM_GRID_TIMES)
+    shares = np.empty((_NUM_GRID_TIMES, len(costs)))
+    for place in range(len(costs)):
+        fitting = lengths[lengths <= limits[place]]
+        length = float(squared(fitting).sum() / fitting.sum()) if len(fitting) else 0.0
+        room_ms = num_micro_batches * _FULL * limits[place] * (a[place] * length + b[place])
+        filled = num_micro_batches / (num_micro_batches + stages[place] - 1.0)
+        work_ms = grid_ms[:, None] * filled - num_micro_batches * c[place]
+        most_ms = np.minimum(work_ms, room_ms).max(axis=1)
+        shares[:, place] = np.clip(most_ms / grid_ms, _LEAST_SHARE, 1.0)
+    return grid_ms, shares
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,12 +7,12 @@ for the batches for which it is the fastest.
 
 import math
 from collections.abc import Callable, Collection, Iterable, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 
-from megatron.hydraulis.proposal.batches import Regime
 from megatron.hydraulis.proposal.candidates import Candidates, FloatArray, Mix, neighbours
-from megatron.hydraulis.proposal.estimate import Estimator
+from megatron.hydraulis.proposal.evaluator import Estimator
 
 _NUM_KEPT = 3
 """Number of mixes that are remembered from the end of a descent."""
@@ -22,6 +22,18 @@ _LEAST_GAIN = 1e-4
 """Least gain of a step, as a share of the time: smaller gains are within the estimate's error."""
 _NUM_HALVINGS = 14
 _ROUNDING = 1e-9
+
+
+@dataclass(frozen=True, slots=True)
+class Regime:
+    """Batches whose longest sequence lies between two limits: the same schemes can hold it."""
+
+    above: int
+    """Longest sequences have more tokens than this; 0 for the first regime."""
+    up_to: int
+    """Longest sequences have at most this many tokens."""
+    batches: tuple[int, ...]
+    """Indices of the batches, ascending."""
 
 
 class Explorer:
@@ -170,6 +182,33 @@ class Explorer:
                 found = found or path[-1] not in self._rows
                 self.remember(path[-1:])
         return found
+
+
+def regimes_of(
+    batches: Sequence[Sequence[int]], limits: Sequence[int], *, min_batches: int = 1
+) -> tuple[Regime, ...]:
+    """The regimes of batches, shortest first.
+
+    limits: most tokens of a sequence on each scheme; the largest is at least that of the longest
+    sequence. A regime of fewer than min_batches batches is merged into the next longer one, whose
+    strategies can run its batches too.
+    """
+    edges = sorted(set(limits))
+    longest = [max(batch) for batch in batches]
+    regimes: list[Regime] = []
+    above, held = 0, 0
+    members: list[int] = []
+    for edge in edges:
+        inside = [place for place, length in enumerate(longest) if held < length <= edge]
+        members += inside
+        held = edge
+        is_last = not any(length > edge for length in longest)
+        if members and (len(members) >= min_batches or is_last):
+            regimes.append(Regime(above, edge, tuple(sorted(members))))
+            members, above = [], edge
+        elif not members:
+            above = edge
+    return tuple(regimes)
 
 
 def single_scheme_mixes(candidates: Candidates) -> tuple[Mix, ...]:

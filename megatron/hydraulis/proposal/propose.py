@@ -4,30 +4,30 @@ import math
 import time
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
+from functools import cached_property
 from statistics import fmean, stdev
-from typing import Any
+from typing import Annotated, Any
 
 import numpy as np
 from rich.table import Table
 
+from megatron.hydraulis.command_line import Flag
 from megatron.hydraulis.cost_model.profile import ProfileCostModel
-from megatron.hydraulis.data.sampler import BatchSizes
 from megatron.hydraulis.errors import PlanError
-from megatron.hydraulis.lengths.command import check_seed
-from megatron.hydraulis.lengths.counts import LengthCounts
-from megatron.hydraulis.proposal.batches import Regime, draw_batches, regimes_of
+from megatron.hydraulis.lengths.batches import BatchesRequest, draw_batches
 from megatron.hydraulis.proposal.candidates import Candidates, FloatArray, Mix
-from megatron.hydraulis.proposal.estimate import Estimator
-from megatron.hydraulis.proposal.evaluator import Evaluator
+from megatron.hydraulis.proposal.evaluator import Estimator, Evaluator
 from megatron.hydraulis.proposal.explore import (
     Explorer,
+    Regime,
     pool_times,
+    regimes_of,
     select,
     single_scheme_mixes,
     with_longest_sequence,
 )
-from megatron.hydraulis.ranges import check_range
 from megatron.hydraulis.strategy import Pool, Scheme, Strategy
+from megatron.hydraulis.strategy.notation import parse_terms
 from megatron.hydraulis.terminal import OnProgress, figures_table, notebook_html, table_text
 
 _MS_PER_S = 1e3
@@ -60,8 +60,10 @@ _HOPELESS = 1.05
 """Mixes whose estimate exceeds the best one by this factor are not bounded: estimates are right to
 a few percent."""
 
-NUM_BATCHES, MAX_STRATEGIES = 32, 7
-"""Usual numbers of batches to draw, and of strategies."""
+
+def _parsed_schemes(text: str) -> list[Scheme]:
+    terms = parse_terms(text, label="--schemes")
+    return [term.scheme for term in terms if term.scheme is not None]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -182,75 +184,60 @@ class Proposal:
         }
 
 
-def propose_for_corpus(
-    counts: LengthCounts,
-    sizes: BatchSizes,
-    cost_model: ProfileCostModel,
-    *,
-    num_ranks: int,
-    ranks_per_node: int,
-    schemes: Sequence[Scheme] | None = None,
-    num_batches: int = NUM_BATCHES,
-    max_strategies: int = MAX_STRATEGIES,
-    seed: int = 0,
-    row_quantum: int = 1,
-    on_progress: OnProgress = lambda what, done, total: None,
-) -> Proposal:
-    """`propose` for batches that are drawn from a corpus.
+@dataclass(frozen=True, kw_only=True)
+class ProposalRequest(BatchesRequest):
+    """Asks for the pool of a job whose batches are drawn from a corpus."""
 
-    Args:
-        counts: lengths of the corpus.
-        sizes: of a global batch.
-        cost_model: of the job, with rows for all schemes that are offered.
-        num_ranks: of the job.
-        ranks_per_node: of the job; 0 for all.
-        schemes: to build strategies from; None for all of the cost model.
-        num_batches: to draw.
-        max_strategies: in the pool.
-        seed: of the batches.
-        row_quantum: to which plans round rows up, in tokens.
-        on_progress: see `OnProgress`.
+    num_ranks: int
+    ranks_per_node: int
+    """0 for all."""
+    schemes: Annotated[
+        Sequence[Scheme] | None,
+        Flag(
+            "schemes to build strategies from, separated by '+', such as tp8+tp4pp2+tp4 "
+            "(default: all of the profile)",
+            metavar="LIST",
+            parse=_parsed_schemes,
+        ),
+    ] = None
+    num_batches: Annotated[int, Flag("number of batches to sample")] = 32
+    max_strategies: Annotated[
+        int, Flag("maximum number of strategies in the pool", metavar="K")
+    ] = 7
 
-    Raises ConfigurationError, StrategyError and PlanError as `draw_batches`, `Candidates.of` and
-    `propose`, and for an invalid seed.
-    """
-    check_seed(seed)
-    batches = draw_batches(counts, sizes, num_batches, seed)
-    return propose(
-        Candidates.of(cost_model, num_ranks, ranks_per_node, schemes, batches, counts.longest),
-        cost_model,
-        batches,
-        max_strategies=max_strategies,
-        longest=counts.longest,
-        seed=seed,
-        row_quantum=row_quantum,
-        on_progress=on_progress,
-    )
+    @cached_property
+    def batches(self) -> Sequence[Sequence[int]]:
+        """Lengths in tokens, shape (num_batches, …); raises as `draw_batches`."""
+        return draw_batches(self.counts, self.sizes, self.num_batches, self.seed)
+
+    def candidates(self, cost_model: ProfileCostModel) -> Candidates:
+        """The schemes that may be in a best pool; raises as `Candidates.of`."""
+        return Candidates.of(
+            cost_model,
+            self.num_ranks,
+            self.ranks_per_node,
+            self.schemes,
+            self.batches,
+            self.counts.longest,
+        )
 
 
 def propose(
-    candidates: Candidates,
+    request: ProposalRequest,
     cost_model: ProfileCostModel,
-    batches: Sequence[Sequence[int]],
-    *,
-    max_strategies: int,
-    longest: int,
-    seed: int = 0,
-    row_quantum: int = 1,
     on_progress: OnProgress = lambda what, done, total: None,
 ) -> Proposal:
-    """The pool of at most max_strategies with the least mean predicted time over the batches.
+    """The pool with the least mean predicted time over the batches.
 
-    batches: shape (num_batches, …), lengths in tokens; longest: tokens of the longest sequence of
-    the corpus, which the pool must hold even if it was not sampled; row_quantum: to which plans
-    round rows up, in tokens. The result is deterministic.
+    It holds the corpus' longest sequence even if that was not drawn. The result is deterministic.
 
-    Raises ConfigurationError for fewer than one strategy, PlanError if no scheme holds the longest
-    sequence.
+    cost_model: of the job, with rows for all schemes that are offered.
+
+    Raises PlanError if no scheme holds the longest sequence, and as `ProposalRequest.candidates`.
     """
     start_s = time.perf_counter()
-    check_range("--max-strategies", max_strategies)
-    longest = max(longest, *(max(batch) for batch in batches))
+    candidates, batches = request.candidates(cost_model), request.batches
+    longest, size = request.counts.longest, request.max_strategies
     if longest > candidates.longest:
         raise PlanError(
             f"a sequence must fit one micro-batch but the longest has {longest} tokens and the "
@@ -262,30 +249,36 @@ def propose(
         [cost.longest for cost in candidates.costs],
         min_batches=max(1, int(_MIN_REGIME_SHARE * len(batches))),
     )
-    evaluator = Evaluator(candidates, cost_model, batches, seed=seed, row_quantum=row_quantum)
+    evaluator = Evaluator(
+        candidates,
+        cost_model,
+        batches,
+        seed=request.seed,
+        row_quantum=request.row_quantum_tokens,
+    )
     explorer = Explorer(candidates, Estimator(candidates, batches), len(batches), longest)
     # One more strategy than wanted, to know what it would gain.
-    _explore(explorer, evaluator, regimes, max_strategies + 1, on_progress)
+    _explore(explorer, evaluator, regimes, size + 1, on_progress)
     readings = cost_model.readings().values()
     search = _PoolSearch(candidates, evaluator, explorer, longest, readings)
-    shortlist = explorer.shortlist(max_strategies + 1, _SHORTLIST_PER_MEMBER * (max_strategies + 1))
+    shortlist = explorer.shortlist(size + 1, _SHORTLIST_PER_MEMBER * (size + 1))
     for done, mix in enumerate(shortlist, start=1):
         search.add(mix)
         on_progress("bounds", done, len(shortlist) + 1)
     search.add_waves()
-    search.improve(max_strategies)
+    search.improve(size)
     on_progress("bounds", len(shortlist) + 1, len(shortlist) + 1)
     on_progress("plans", 0, 3)
     static = search.best_static()
     on_progress("plans", 1, 3)
-    chosen = search.planned_pool(max_strategies)
+    chosen = search.planned_pool(size)
     if static is not None:
-        chosen = search.no_worse(chosen, static, max_strategies)
+        chosen = search.no_worse(chosen, static, size)
         most_ms = search.mean_ms(chosen) * (1.0 + _LEAST_MEMBER_GAIN)
         if search.mean_ms((static,)) <= most_ms:
             chosen = (static,)
     on_progress("plans", 2, 3)
-    larger = search.planned_pool(max_strategies + 1, chosen)
+    larger = search.planned_pool(size + 1, chosen)
     on_progress("plans", 3, 3)
     one_more = larger if len(larger) > len(chosen) else None
     seconds = time.perf_counter() - start_s

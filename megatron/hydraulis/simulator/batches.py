@@ -1,4 +1,4 @@
-"""Global batches to simulate, sampled from a corpus's lengths, and their plans."""
+"""Plans of many batches, made by several processes."""
 
 from __future__ import annotations
 
@@ -12,13 +12,9 @@ from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager
 from dataclasses import dataclass
 from multiprocessing import get_context
-from typing import Any, Self
-
-import numpy as np
-import numpy.typing as npt
+from typing import Self
 
 from megatron.hydraulis.cost_model.limits import Limits
-from megatron.hydraulis.data.sampler import BatchSizes, LengthSampler, SequenceGroup
 from megatron.hydraulis.errors import ConfigurationError, PlanError
 from megatron.hydraulis.planner.plan import IterationPlan
 from megatron.hydraulis.planner.planners import CertifiedPlanner
@@ -30,24 +26,6 @@ FEWEST_BATCHES_PER_PROCESS = 10
 """A process starts in about a second, which fewer batches would not justify."""
 CHUNKS_PER_PROCESS = 4
 """Several, so that no process waits long for the last one."""
-
-
-def sample_batches(
-    lengths: npt.NDArray[np.integer[Any]] | Sequence[int],
-    *,
-    num_batches: int,
-    seed: int,
-    sizes: BatchSizes,
-) -> list[tuple[int, ...]]:
-    """Global batches as the training program samples them.
-
-    lengths: shape (num_sequences,), the corpus. Raises ConfigurationError as LengthSampler and
-    `BatchSizes.check_num_drawn` do.
-    """
-    sizes.check_num_drawn(num_batches, float(np.mean(lengths)))
-    groups = [SequenceGroup(0, len(lengths), 1.0)]
-    sampler = LengthSampler(np.asarray(lengths), groups, seed=seed, sizes=sizes)
-    return [sampler.next_batch().lengths for _ in range(num_batches)]
 
 
 def default_num_processes() -> int:

@@ -6,12 +6,12 @@ from pathlib import Path
 from typing import Any
 
 from megatron.hydraulis.command_line import (
+    add_flags,
     add_lengths_argument,
     add_pool_argument,
     add_profile_argument,
 )
 from megatron.hydraulis.cost_model.job_costs import JobCosts
-from megatron.hydraulis.cost_model.limits import add_row_quantum
 from megatron.hydraulis.cost_model.profile import ProfileCostModel
 from megatron.hydraulis.cost_model.shape_arguments import (
     add_regroup_arguments,
@@ -21,14 +21,7 @@ from megatron.hydraulis.cost_model.shape_arguments import (
 )
 from megatron.hydraulis.errors import ConfigurationError
 from megatron.hydraulis.json_object import write_json
-from megatron.hydraulis.lengths.command import (
-    add_batch_arguments,
-    add_long_sequences,
-    add_seed,
-    batch_sizes,
-    print_batch,
-)
-from megatron.hydraulis.lengths.counts import read_length_counts
+from megatron.hydraulis.lengths.batches import add_batch_arguments
 from megatron.hydraulis.observability.pictures import save_picture
 from megatron.hydraulis.observability.trace import (
     MERGED_FILE_NAME,
@@ -40,15 +33,12 @@ from megatron.hydraulis.observability.trace import (
 from megatron.hydraulis.observability.trace_picture import trace_figure
 from megatron.hydraulis.planner.planned import stage_names
 from megatron.hydraulis.planner.solver import native_prints_to_stderr
-from megatron.hydraulis.simulator.batches import (
-    BatchPlanning,
-    default_num_processes,
-)
-from megatron.hydraulis.simulator.comparison import Comparison, compare_ways
+from megatron.hydraulis.simulator.batches import default_num_processes
+from megatron.hydraulis.simulator.comparison import Comparison, SimulationRequest, compare_ways
 from megatron.hydraulis.simulator.output import iteration_spans
 from megatron.hydraulis.simulator.results import WayResult
 from megatron.hydraulis.simulator.simulation import IterationTasks
-from megatron.hydraulis.simulator.ways import BALANCED, POOL, WAYS
+from megatron.hydraulis.simulator.ways import BALANCED, POOL
 from megatron.hydraulis.strategy import Pool, Strategy
 from megatron.hydraulis.terminal import (
     launch_command,
@@ -82,55 +72,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     files.add_argument("--json", action="store_true", help="print the results as JSON, times in s")
     batches = parser.add_argument_group("iterations")
-    batches.add_argument(
-        "--iterations",
-        type=int,
-        default=100,
-        metavar="N",
-        help="iterations to simulate (default: %(default)s)",
-    )
+    add_flags(batches, SimulationRequest, "iterations")
     add_batch_arguments(batches)
-    batches.add_argument(
-        "--seq-length",
-        type=int,
-        metavar="N",
-        help="most tokens of a sequence (default: the most tokens that a micro-batch of the pool "
-        "may have)",
-    )
-    add_long_sequences(batches)
-    add_seed(batches)
-    batches.add_argument(
-        "--ways",
-        nargs="+",
-        choices=WAYS,
-        default=WAYS,
-        metavar="WAY",
-        help=f"what to simulate, of {', '.join(map(repr, WAYS))} (default: all); explained in "
-        "docs/metrics.md",
-    )
+    add_flags(batches, SimulationRequest, "seq_length", "long_sequences", "seed", "ways")
     planning = parser.add_argument_group("planning")
-    planning.add_argument(
-        "--plan-ahead",
-        type=int,
-        default=2,
-        metavar="K",
-        help="iterations planned ahead; 0 plans between iterations (default: %(default)s)",
+    add_flags(
+        planning,
+        SimulationRequest,
+        *("plan_ahead", "plan_time_s", "num_processes", "row_quantum_tokens"),
+        num_processes=default_num_processes(),
     )
-    planning.add_argument(
-        "--plan-time",
-        type=float,
-        metavar="S",
-        help="time of a plan in s (default: the CPU time that it takes here)",
-    )
-    planning.add_argument(
-        "--processes",
-        type=int,
-        default=default_num_processes(),
-        metavar="N",
-        help="number of planning processes if there are many iterations; it does not change the "
-        "plans (default: the cores, here %(default)s)",
-    )
-    add_row_quantum(planning)
     add_regroup_arguments(parser)
     parser.add_argument_group("trace").add_argument(
         "--trace-iterations",
@@ -150,32 +101,17 @@ def run(namespace: argparse.Namespace) -> int:
     window = _window(namespace)
     options = job_options(namespace)
     costs = options.costs_of_pool(profile, pool, path=namespace.cost_profile)
-    sizes, counts = batch_sizes(namespace), read_length_counts(namespace.lengths)
-    with (
-        phase_progress() as on_progress,
-        native_prints_to_stderr(),
-        BatchPlanning(namespace.processes) as planning,
-    ):
+    request = SimulationRequest.of_command(
+        namespace,
+        pool=pool,
+        costs=costs,
+        shape=options.shape,
+        # With the iteration before the traced ones: they begin when it ends.
+        kept=range(0) if namespace.out is None else range(window.first - 1, window.last + 1),
+    )
+    with phase_progress() as on_progress, native_prints_to_stderr():
         on_progress("batches", 0, 1)
-        comparison = compare_ways(
-            counts,
-            sizes,
-            pool,
-            costs,
-            names=namespace.ways,
-            num_iterations=namespace.iterations,
-            seq_length=namespace.seq_length,
-            long_sequences=namespace.long_sequences,
-            seed=namespace.seed,
-            plan_ahead=namespace.plan_ahead,
-            plan_time_s=namespace.plan_time,
-            row_quantum=namespace.row_quantum_tokens,
-            shape=options.shape,
-            # With the iteration before the traced ones: they begin when it ends.
-            kept=range(0) if namespace.out is None else range(window.first - 1, window.last + 1),
-            planning=planning,
-            on_progress=on_progress,
-        )
+        comparison = compare_ways(request, on_progress)
     results, content = comparison.results, comparison.to_json()
     if namespace.out is not None:
         _write(namespace.out, comparison, content, window)
@@ -183,7 +119,7 @@ def run(namespace: argparse.Namespace) -> int:
         print_json(content)
         return 0
     warn_of_unknown_overheads(costs.profile, pool.strategies)
-    print_batch(sizes, comparison.counts, namespace.seq_length)
+    request.print_batch()
     console = results_console()
     for table in comparison.tables():
         console.print(table)

@@ -4,21 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 from rich.table import Table
 
+from megatron.hydraulis.command_line import Flag
 from megatron.hydraulis.cost_model.job_costs import JobCosts
 from megatron.hydraulis.cost_model.limits import Limits
-from megatron.hydraulis.data.index import LongSequences
-from megatron.hydraulis.data.sampler import BatchSizes
 from megatron.hydraulis.errors import ConfigurationError
-from megatron.hydraulis.lengths.command import check_seed
-from megatron.hydraulis.lengths.counts import LengthCounts
+from megatron.hydraulis.lengths.batches import BatchesRequest, sample_batches
 from megatron.hydraulis.model_shape import ModelShape
 from megatron.hydraulis.observability.pictures import figure_svg
-from megatron.hydraulis.ranges import check_range
-from megatron.hydraulis.simulator.batches import BatchPlanning, sample_batches
+from megatron.hydraulis.simulator.batches import BatchPlanning
 from megatron.hydraulis.simulator.output import result_table, results_figure, strategy_use_table
 from megatron.hydraulis.simulator.results import SimulationSettings, WayResult, simulate_way
 from megatron.hydraulis.simulator.ways import MEGATRON_CP, PACKING, POOL, WAYS, Ways
@@ -41,8 +38,6 @@ class Comparison:
     """Why a way is skipped, by its name."""
     ways: Ways
     """With the batches."""
-    counts: LengthCounts
-    """Lengths of the sequences of which batches are drawn: those of the corpus, cut."""
 
     @property
     def reference(self) -> WayResult:
@@ -111,101 +106,134 @@ class Comparison:
         }
 
 
+@dataclass(frozen=True, kw_only=True)
+class SimulationRequest(BatchesRequest):
+    """Asks what ways to train take for the same batches of a corpus.
+
+    Raises ConfigurationError, besides for numbers, for an unknown way.
+    """
+
+    pool: Pool
+    """Strategies of the way ``pool``."""
+    costs: JobCosts
+    """Of the pool's job."""
+    shape: ModelShape | None = None
+    """Of the model, if costs do not know it."""
+    seq_length: Annotated[
+        int | None,
+        Flag(
+            "most tokens of a sequence (default: the most tokens that a micro-batch of the pool "
+            "may have)"
+        ),
+    ] = None
+    iterations: Annotated[int, Flag("iterations to simulate")] = 100
+    ways: Annotated[
+        Collection[str],
+        Flag(
+            f"what to simulate, of {', '.join(map(repr, WAYS))} (default: all); explained in "
+            "docs/metrics.md",
+            metavar="WAY",
+            choices=WAYS,
+        ),
+    ] = WAYS
+    plan_ahead: Annotated[
+        int, Flag("iterations planned ahead; 0 plans between iterations", metavar="K")
+    ] = 2
+    plan_time_s: Annotated[
+        float | None,
+        Flag(
+            "time of a plan in s (default: the CPU time that it takes here)",
+            name="--plan-time",
+            metavar="S",
+        ),
+    ] = None
+    num_processes: Annotated[
+        int,
+        Flag(
+            "number of planning processes if there are many iterations; it does not change the "
+            "plans (default: the cores, here %(default)s)",
+            name="--processes",
+        ),
+    ] = 1
+    kept: range = range(0)
+    """Numbers of the iterations whose tasks are kept."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        unknown = [name for name in self.ways if name not in WAYS]
+        if unknown:
+            raise ConfigurationError(
+                f"--ways: {unknown[0]!r} is none of the {len(WAYS)} ways; choose from "
+                f"{', '.join(map(repr, WAYS))}"
+            )
+
+    @property
+    def most_tokens(self) -> int:
+        """Tokens of the longest possible sequence."""
+        if self.seq_length is not None:
+            return self.seq_length
+        limits = Limits(self.costs.profile)
+        return max(
+            limits.max_tokens(strategy, scheme)
+            for strategy in self.pool.strategies
+            for scheme in strategy.schemes
+        )
+
+
 def compare_ways(
-    counts: LengthCounts,
-    sizes: BatchSizes,
-    pool: Pool,
-    costs: JobCosts,
-    *,
-    names: Collection[str] = WAYS,
-    num_iterations: int = 100,
-    seq_length: int | None = None,
-    long_sequences: LongSequences = "split",
-    seed: int = 0,
-    plan_ahead: int = 2,
-    plan_time_s: float | None = None,
-    row_quantum: int = 1,
-    shape: ModelShape | None = None,
-    kept: range = range(0),
-    planning: BatchPlanning | None = None,
-    on_progress: OnProgress = lambda what, done, total: None,
+    request: SimulationRequest, on_progress: OnProgress = lambda what, done, total: None
 ) -> Comparison:
     """Samples batches and simulates ways to train them.
 
-    Args:
-        counts: lengths of the corpus.
-        sizes: of a global batch.
-        pool: strategies of the way ``pool``.
-        costs: of the pool's job.
-        names: of the ways, see `WAYS`.
-        num_iterations: to simulate.
-        seq_length: most tokens of a sequence; None for the most that a micro-batch of the pool may
-            have.
-        long_sequences: what to do with longer ones.
-        seed: of the batches.
-        plan_ahead: iterations that are planned ahead.
-        plan_time_s: of a plan; None for the CPU time that it takes here.
-        row_quantum: to which planned rows are rounded up, in tokens.
-        shape: of the model, if costs do not know it.
-        kept: numbers of the iterations whose tasks are kept.
-        planning: processes that plan; None for this one.
-        on_progress: with phases of each way, by its number and name.
+    on_progress: with phases of each way, by its number and name.
 
-    Raises ConfigurationError for values out of range and if no way can be simulated, StrategyError
-    for a scheme without costs, PlanError if no strategy holds a batch, DataError as
-    `LengthCounts.cut`.
+    Raises ConfigurationError if no way can be simulated, StrategyError for a scheme without costs,
+    PlanError if no strategy holds a batch, DataError as `LengthCounts.cut`.
     """
-    check_range("--iterations", num_iterations)
-    unknown = [name for name in names if name not in WAYS]
-    if unknown:
-        raise ConfigurationError(
-            f"--ways: {unknown[0]!r} is none of the {len(WAYS)} ways; choose from "
-            f"{', '.join(map(repr, WAYS))}"
-        )
-    check_seed(seed)
-    if plan_time_s is not None:
-        check_range("--plan-time", plan_time_s)
+    costs = request.costs
     settings = SimulationSettings(
-        shape=shape if costs.model is None else costs.model.shape,
+        shape=request.shape if costs.model is None else costs.model.shape,
         regroup=costs.profile.regroup,
-        plan_ahead=plan_ahead,
-        kept=kept,
+        plan_ahead=request.plan_ahead,
+        kept=request.kept,
     )
-    longest = _longest_held(pool, Limits(costs.profile)) if seq_length is None else seq_length
-    counts = counts.cut(longest, long_sequences)
-    known = [way for way in WAYS if way in names]
+    known = [way for way in WAYS if way in request.ways]
 
     def on_phase(what: str, done: int, total: int) -> None:
         number = next(i for i, way in enumerate(known, start=1) if what.startswith(way))
         on_progress(f"{number}/{len(known)} {what}", done, total)
 
-    ways = Ways(
-        batches=sample_batches(
-            counts.sequences, num_batches=num_iterations, seed=seed, sizes=sizes
-        ),
-        pool=pool,
-        costs=costs,
-        seq_length=seq_length,
-        shape=settings.shape,
-        plan_time_s=plan_time_s,
-        row_quantum=row_quantum,
-        planning=planning or BatchPlanning(),
-        on_progress=on_phase,
-    )
     results: list[WayResult] = []
     skipped: dict[str, str] = {}
-    for name in known:
-        result = _simulated(name, ways, settings)
-        if isinstance(result, WayResult):
-            results.append(result)
-        else:
-            skipped[name] = result
+    with BatchPlanning(request.num_processes) as planning:
+        ways = Ways(
+            batches=sample_batches(
+                request.counts.sequences,
+                num_batches=request.iterations,
+                seed=request.seed,
+                sizes=request.sizes,
+            ),
+            pool=request.pool,
+            costs=costs,
+            seq_length=request.seq_length,
+            shape=settings.shape,
+            plan_time_s=request.plan_time_s,
+            row_quantum=request.row_quantum_tokens,
+            planning=planning,
+            on_progress=on_phase,
+        )
+        for name in known:
+            result = _simulated(name, ways, settings)
+            if isinstance(result, WayResult):
+                results.append(result)
+            else:
+                skipped[name] = result
     if not results:
         raise ConfigurationError(
             f"--ways: no strategy for {', '.join(skipped)} can be simulated with "
             f"sequences of {ways.limit} tokens; simulate {POOL!r} too"
         )
-    return Comparison(results=tuple(results), skipped=skipped, ways=ways, counts=counts)
+    return Comparison(results=tuple(results), skipped=skipped, ways=ways)
 
 
 def _simulated(name: str, ways: Ways, settings: SimulationSettings) -> WayResult | str:
@@ -216,12 +244,3 @@ def _simulated(name: str, ways: Ways, settings: SimulationSettings) -> WayResult
     if name == MEGATRON_CP and not ways.costs.knows_exchange:
         return "the cost of cp is unknown; give --device and the model, or measure schemes with cp"
     return f"none of its strategies holds a sequence of {ways.limit} tokens"
-
-
-def _longest_held(pool: Pool, limits: Limits) -> int:
-    """Most tokens of a sequence that a strategy of the pool can hold."""
-    return max(
-        limits.max_tokens(strategy, scheme)
-        for strategy in pool.strategies
-        for scheme in strategy.schemes
-    )

@@ -25,8 +25,8 @@ from benchmarks.paired_statistics import ratio_of_totals
 from megatron.hydraulis.cost_model import Coefficients
 from megatron.hydraulis.cost_model.profile import ProfileCostModel
 from megatron.hydraulis.data.sampler import BatchSizes
+from megatron.hydraulis.lengths.batches import sample_batches
 from megatron.hydraulis.lengths.counts import LengthCounts, read_length_counts
-from megatron.hydraulis.simulator.batches import sample_batches
 from megatron.hydraulis.simulator.schedulers import equal_rows, first_fit_decreasing
 from megatron.hydraulis.strategy import Pool, Strategy
 from tests.support.planning import TableCostModel

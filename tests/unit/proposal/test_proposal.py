@@ -3,6 +3,7 @@
 import itertools
 import json
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,18 +13,25 @@ import pytest
 from benchmarks.inputs import llama_shape
 from megatron.hydraulis.__main__ import main
 from megatron.hydraulis.cluster import Cluster, Link
+from megatron.hydraulis.command_line import CommandParser
 from megatron.hydraulis.cost_model import ProfileCostModel
 from megatron.hydraulis.cost_model.regrouping import RegroupCosts
 from megatron.hydraulis.data.sampler import BatchSizes
 from megatron.hydraulis.errors import ConfigurationError, PlanError
+from megatron.hydraulis.lengths.batches import draw_batches
 from megatron.hydraulis.lengths.counts import LengthCounts
 from megatron.hydraulis.planner.planners import CertifiedPlanner
-from megatron.hydraulis.proposal.batches import draw_batches, regimes_of
 from megatron.hydraulis.proposal.candidates import Candidates, Mix, neighbours
-from megatron.hydraulis.proposal.estimate import Estimator
-from megatron.hydraulis.proposal.evaluator import Evaluator
-from megatron.hydraulis.proposal.explore import pool_times, range_mixes, select, single_scheme_mixes
-from megatron.hydraulis.proposal.propose import Proposal, propose
+from megatron.hydraulis.proposal.command import add_arguments
+from megatron.hydraulis.proposal.evaluator import Estimator, Evaluator
+from megatron.hydraulis.proposal.explore import (
+    pool_times,
+    range_mixes,
+    regimes_of,
+    select,
+    single_scheme_mixes,
+)
+from megatron.hydraulis.proposal.propose import ProposalRequest, propose
 from megatron.hydraulis.strategy import Pool, Scheme, Strategy
 
 EXAMPLES = Path(__file__).parents[3] / "examples"
@@ -66,10 +74,13 @@ MODEL = ProfileCostModel.from_json(profile(), what="profile")
 COARSE = ProfileCostModel.from_json(profile(_SCHEMES[1:]), what="profile")
 
 
-def proposal(
-    candidates: Candidates, batches: Any, *, size: int = 2, model: Any = MODEL
-) -> Proposal:
-    return propose(candidates, model, batches, max_strategies=size, longest=5500)
+def request(batches: Any = None, **given: Any) -> ProposalRequest:
+    """batches: in the place of those that are drawn."""
+    job: dict[str, Any] = {"corpus": COUNTS, "sizes": SIZE, "num_ranks": 8, "ranks_per_node": 8}
+    made = ProposalRequest(**(job | {"num_batches": 3, "max_strategies": 2} | given))
+    if batches is not None:
+        vars(made)["batches"] = batches
+    return made
 
 
 def all_mixes(candidates: Candidates) -> Iterator[Mix]:
@@ -80,8 +91,8 @@ def all_mixes(candidates: Candidates) -> Iterator[Mix]:
 
 @pytest.mark.parametrize("seed", [0, 1])
 def test_no_pool_of_a_small_job_is_much_better(seed: int) -> None:
-    candidates = Candidates.of(COARSE, 8, 8)
-    batches = draw_batches(COUNTS, SIZE, 3, seed)
+    asked = request(seed=seed)
+    candidates, batches = asked.candidates(COARSE), asked.batches
     evaluator = Evaluator(candidates, COARSE, batches)
     mixes = list(all_mixes(candidates))
     times_ms = np.array(
@@ -96,7 +107,7 @@ def test_no_pool_of_a_small_job_is_much_better(seed: int) -> None:
             for pool in itertools.combinations(range(len(mixes)), size)
             if max(candidates.limit(mixes[place]) for place in pool) >= 5500
         )
-        found = proposal(candidates, batches, size=size, model=COARSE)
+        found = propose(replace(asked, max_strategies=size), COARSE)
         assert found.mean_s * 1e3 <= best_ms * 1.02
         # The predicted time is the planner's with the pool.
         planner = CertifiedPlanner(found.pool, COARSE)
@@ -105,21 +116,19 @@ def test_no_pool_of_a_small_job_is_much_better(seed: int) -> None:
 
 
 def test_more_strategies_are_no_worse_and_the_first_ones_count_most() -> None:
-    candidates = Candidates.of(MODEL, 4, 4)
-    batches = draw_batches(COUNTS, SIZE, 6, 3)
-    means_s = [proposal(candidates, batches, size=size).mean_s for size in (1, 2, 4)]
+    asked = request(num_ranks=4, num_batches=6, seed=4)
+    found = [propose(replace(asked, max_strategies=size), MODEL) for size in (1, 2, 4)]
+    means_s = [each.mean_s for each in found]
     assert means_s == sorted(means_s, reverse=True)
-    sizes = proposal(candidates, batches, size=4).sizes
-    of_sizes_s = [size.mean_s for size in sizes]
+    of_sizes_s = [size.mean_s for size in found[-1].sizes]
     assert of_sizes_s == sorted(of_sizes_s, reverse=True)
     assert of_sizes_s[-1] == means_s[-1]
 
 
 def test_same_seed_same_pool() -> None:
-    candidates = Candidates.of(MODEL, 8, 4)
     results = []
     for _ in range(2):
-        content = proposal(candidates, draw_batches(COUNTS, SIZE, 4, 5)).to_json()
+        content = propose(request(ranks_per_node=4, num_batches=4, seed=5), MODEL).to_json()
         del content["seconds"]
         results.append(content)
     assert results[0] == results[1]
@@ -127,17 +136,16 @@ def test_same_seed_same_pool() -> None:
 
 
 def test_a_pool_holds_sequences_that_were_not_drawn() -> None:
-    candidates = Candidates.of(MODEL, 8, 8)
     batches = [[100, 200, 300] * 6, [400, 500, 900] * 4]
-    found = propose(candidates, MODEL, batches, max_strategies=2, longest=11000)
+    found = propose(request(batches, corpus=LengthCounts.of([11000])), MODEL)
     assert max(member.longest_tokens for member in found.members) == 12000
     assert any(member.gain_s is None for member in found.members)
     for batch in (*batches, [11000]):
         CertifiedPlanner(found.pool, MODEL).plan(batch)
     with pytest.raises(PlanError, match=r"the longest has 12001 tokens .* is 12000"):
-        propose(candidates, MODEL, batches, max_strategies=2, longest=12001)
+        propose(request(batches, corpus=LengthCounts.of([12001])), MODEL)
     with pytest.raises(ConfigurationError, match="--max-strategies must be at least 1 but is 0"):
-        propose(candidates, MODEL, batches, max_strategies=0, longest=10)
+        request(max_strategies=0)
 
 
 def test_admissible_schemes() -> None:
@@ -282,6 +290,21 @@ def _flags(folder: Path) -> list[str]:
     ]
 
 
+def test_flags_and_their_defaults_are_those_of_the_request(tmp_path: Path) -> None:
+    parser = CommandParser()
+    add_arguments(parser)
+    flags = _flags(tmp_path)
+    job = {"num_ranks": 8, "ranks_per_node": 4}
+    for more in ((), ("--seed", "7", "--seq-length", "900", "--schemes", "tp2+pp2")):
+        made = ProposalRequest.of_command(parser.parse_args([*flags, *more]), **job)
+        changed: dict[str, Any] = {"seed": 7, "seq_length": 900}
+        expected = request(corpus=made.corpus, sizes=made.sizes, **job, **(changed if more else {}))
+        schemes = [Scheme(tp=2), Scheme(pp=2)] if more else None
+        assert made == replace(expected, schemes=schemes)
+    with pytest.raises(ConfigurationError, match="--seq-length must be at least 1 but is 0"):
+        request(seq_length=0)
+
+
 def test_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     flags, out = _flags(tmp_path), tmp_path / "pool.json"
     assert main(["propose", *flags, "--out", str(out)]) == 0
@@ -351,8 +374,8 @@ def test_schemes_that_divide_cp_are_proposed_if_they_are_faster() -> None:
     """One long sequence and many short ones: with only cp8 all of them pay for the exchange."""
     model, batches = context_profile((1, 2, 4, 8)), [[5500, *[300] * 40]] * 2
     plain = [scheme for scheme in Candidates.of(model, 8, 8).schemes if not scheme.splits_cp]
-    without = proposal(Candidates.of(model, 8, 8, plain), batches, model=model)
-    with_them = proposal(Candidates.of(model, 8, 8), batches, model=model)
+    without = propose(request(batches, schemes=plain), model)
+    with_them = propose(request(batches), model)
     assert with_them.mean_s < without.mean_s
     assert any("~" in member.replicas for member in with_them.members)
 
@@ -375,11 +398,10 @@ def with_links(bytes_per_s: float) -> ProfileCostModel:
 
 def test_slow_links_change_what_is_proposed() -> None:
     """A rank of tp2 holds twice as much as one of tp4."""
-    batches = draw_batches(COUNTS, SIZE, 4, seed=0)
 
     def members(bytes_per_s: float) -> set[str]:
         model = with_links(bytes_per_s)
-        found = proposal(Candidates.of(model, 8, 4), batches, model=model)
+        found = propose(request(ranks_per_node=4, num_batches=4), model)
         for member in found.members:
             strategy = found.pool.strategy(member.name)
             assert member.overhead_s * 1e3 == pytest.approx(model.overhead_ms(strategy))
@@ -395,8 +417,8 @@ def test_a_pool_is_no_slower_than_a_static_strategy_however_regrouping_counts(
     bytes_per_s: float, members: set[str]
 ) -> None:
     """By the rule tp4+2*tp2 helps, too, but if nothing is hidden that pool is up to 2 % slower."""
-    model, batches = with_links(bytes_per_s), draw_batches(COUNTS, SIZE, 6, 3)
-    found = proposal(Candidates.of(model, 8, 4, batches=batches), batches, size=4, model=model)
+    model = with_links(bytes_per_s)
+    found = propose(request(ranks_per_node=4, num_batches=6, seed=3, max_strategies=4), model)
     assert {member.replicas for member in found.members} == members
     assert found.static is not None
     static = Strategy.parse(found.static, 8, ranks_per_node=4)

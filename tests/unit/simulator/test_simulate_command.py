@@ -12,7 +12,7 @@ from matplotlib.figure import Figure
 
 from megatron.hydraulis.__main__ import main
 from megatron.hydraulis.errors import ConfigurationError
-from megatron.hydraulis.lengths.command import add_batch_arguments, batch_sizes
+from megatron.hydraulis.lengths.batches import add_batch_arguments, batch_sizes
 from megatron.hydraulis.observability.trace import rank_shares, read_trace
 from megatron.hydraulis.simulator.ways import WAYS
 

@@ -19,7 +19,7 @@ from megatron.hydraulis.data.sampler import BatchSizes
 from megatron.hydraulis.errors import ConfigurationError
 from megatron.hydraulis.lengths.counts import LengthCounts
 from megatron.hydraulis.simulator.batches import BatchPlanning, TimedPlan
-from megatron.hydraulis.simulator.comparison import compare_ways
+from megatron.hydraulis.simulator.comparison import SimulationRequest, compare_ways
 from megatron.hydraulis.simulator.results import SimulationSettings, WayResult, simulate_way
 from megatron.hydraulis.simulator.ways import (
     BALANCED,
@@ -151,16 +151,16 @@ def test_progress_counts_the_plans_that_exist() -> None:
 
 def test_every_phase_has_the_number_of_its_way() -> None:
     phases: dict[str, None] = {}
-    compare_ways(
-        LengthCounts.of([50, 40, 10, 5]),
-        BatchSizes.constant(num_sequences=4),
-        pool(),
-        JobCosts(profile=profile()),
-        names=(PACKING, BALANCED, POOL),
-        num_iterations=2,
+    request = SimulationRequest(
+        corpus=LengthCounts.of([50, 40, 10, 5]),
+        sizes=BatchSizes.constant(num_sequences=4),
+        pool=pool(),
+        costs=JobCosts(profile=profile()),
+        ways=(PACKING, BALANCED, POOL),
+        iterations=2,
         plan_time_s=0.0,
-        on_progress=lambda what, done, total: phases.setdefault(what),
     )
+    compare_ways(request, lambda what, done, total: phases.setdefault(what))
     assert list(phases) == [
         f"1/3 {PACKING}",
         f"2/3 {BALANCED}, greedy plans",
