@@ -3,18 +3,20 @@
 import argparse
 import multiprocessing
 import os
-import queue
 import signal
 import threading
 import warnings
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
+from contextlib import closing
+from contextvars import ContextVar
 from dataclasses import dataclass
 from functools import partial
 from itertools import chain, islice
-from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any, NamedTuple, Self
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -41,7 +43,6 @@ _CHUNK_BYTES = 1 << 18
 _CHUNK_DOCUMENTS = 512
 _CHUNKS_PER_WORKER = 2
 """Inputs sent to a worker ahead: one that it works on and one that waits."""
-_JOIN_TIMEOUT_S = 5.0
 _MODEL_SUFFIXES = (".bin", ".idx")
 _SHOWN_CONVERSATIONS = 10
 _SHOWN_TOKENS = 1000
@@ -317,7 +318,7 @@ def preprocess(
     # Workers are forked before the first result, at which the caller's progress display starts its
     # thread.
     with (
-        OrderedWorkers(encode, num_workers) as workers,
+        closing(map_in_order(encode, _chunks(files, json_key), num_workers)) as results,
         DatasetWriter(
             output_prefix,
             documents.token_type,
@@ -325,7 +326,7 @@ def preprocess(
             has_weights=counts is not None,
         ) as writer,
     ):
-        for encoded in workers.map(_chunks(files, json_key)):
+        for encoded in results:
             writer.add_documents(encoded.tokens, encoded.lengths, encoded.weights)
             num_documents += len(encoded.lengths)
             num_empty += encoded.num_empty
@@ -386,124 +387,67 @@ def _encode_conversations(encoder: ConversationEncoder, chunk: list[RawDocument]
     )
 
 
-class OrderedWorkers[Input, Output]:
-    """Forked processes that apply one function; input i goes to worker i modulo their number.
+def map_in_order[Input, Output](
+    function: Callable[[Input], Output], inputs: Iterable[Input], num_workers: int
+) -> Generator[Output, None, None]:
+    """Results of one function in the order of ``inputs``, which are taken a few at a time.
 
-    They are forked because the function may hold an object that takes seconds to build (a
-    tokenizer), each with its first input and all before the first result: start no thread before
-    that. One worker means this process itself.
+    One worker means this process itself. More are forked with the first input and before the first
+    result, because the function may hold an object that takes seconds to build (a tokenizer): start
+    no thread before that.
 
     Args:
         function: applied to every input; its result must pickle.
+
+    Raises:
+        DataError: a worker died. Whatever ``function`` raises is raised here.
     """
-
-    def __init__(self, function: Callable[[Input], Output], num_workers: int) -> None:
-        self._function = function
-        self._num_workers = num_workers
-        self._processes: list[multiprocessing.process.BaseProcess] = []
-        self._connections: list[Connection[Any, Any]] = []
-
-    def __enter__(self) -> Self:
-        return self
-
-    def _start_worker(self) -> None:
-        context = multiprocessing.get_context("fork")
-        ours, theirs = context.Pipe()
-        process = context.Process(
-            target=_work, args=(self._function, theirs, [*self._connections, ours])
-        )
-        with warnings.catch_warnings():
-            # Python warns about forking a process with threads. Those here are idle threads of
-            # numeric libraries, which a child neither needs nor waits for.
-            warnings.simplefilter("ignore", DeprecationWarning)
-            process.start()
-        theirs.close()
-        self._processes.append(process)
-        self._connections.append(ours)
-
-    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        for connection in self._connections:
-            connection.close()
-        for process in self._processes:
-            if kind is not None:
-                process.terminate()
-            process.join(_JOIN_TIMEOUT_S)
-            if process.is_alive():
-                process.kill()
-                process.join()
-
-    def map(self, inputs: Iterable[Input]) -> Iterator[Output]:
-        """Results in the order of ``inputs``, which are taken a few at a time.
-
-        Raises:
-            DataError: a worker died. Whatever ``function`` raises is raised here.
-        """
-        if self._num_workers == 1:
-            yield from map(self._function, inputs)
-            return
-        in_flight: deque[int] = deque()
-        for number, item in enumerate(inputs):
-            worker = number % self._num_workers
-            if len(in_flight) == _CHUNKS_PER_WORKER * self._num_workers:
-                yield self._receive(in_flight.popleft())
-            if worker == len(self._processes):
-                self._start_worker()
-            try:
-                self._connections[worker].send(item)
-            except OSError:
-                self._raise_dead(worker)
-            in_flight.append(worker)
-        while in_flight:
-            yield self._receive(in_flight.popleft())
-
-    def _receive(self, worker: int) -> Output:
-        try:
-            succeeded, result = self._connections[worker].recv()
-        except (EOFError, OSError):
-            self._raise_dead(worker)
-        if not succeeded:
-            raise result
-        output: Output = result
-        return output
-
-    def _raise_dead(self, worker: int) -> None:
-        self._processes[worker].join(_JOIN_TIMEOUT_S)
-        raise DataError(
-            f"worker {worker} of {self._num_workers} ended with exit code "
-            f"{self._processes[worker].exitcode} before its work was done (a negative code is the "
-            f"signal that killed it; 9 is often the lack of memory); use fewer --workers"
-        ) from None
-
-
-def _work(
-    function: Callable[[Any], Any],
-    connection: "Connection[Any, Any]",
-    inherited: Sequence["Connection[Any, Any]"],
-) -> None:
-    """In a worker: apply ``function`` to what arrives until the other end is closed."""
-    # The parent ends us by closing its end, also when it is interrupted from the keyboard.
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    for other in inherited:
-        # A copy of the parent's end, ours or a sibling's, would keep that pipe open for ever.
-        other.close()
-    inbox: queue.SimpleQueue[Any] = queue.SimpleQueue()
-    # Inputs are received while a result is being sent: else both ends could wait to send.
-    threading.Thread(target=_fill, args=(connection, inbox), daemon=True).start()
-    while (item := inbox.get()) is not None:
-        try:
-            reply = (True, function(item))
-        except Exception as error:
-            reply = (False, error)
-        try:
-            connection.send(reply)
-        except OSError:
-            return
-
-
-def _fill(connection: "Connection[Any, Any]", inbox: "queue.SimpleQueue[Any]") -> None:
-    """Pass on what arrives; None at the end."""
+    inputs = iter(inputs)
+    first = list(islice(inputs, num_workers))
+    if num_workers == 1 or not first:
+        yield from map(function, chain(first, inputs))
+        return
+    with warnings.catch_warnings():
+        # Python warns about forking a process with threads. Those here are idle threads of
+        # numeric libraries, which a child neither needs nor waits for.
+        warnings.simplefilter("ignore", DeprecationWarning)
+        # Forked, not pickled: a fork's initializer gets the function itself.
+        fork = multiprocessing.get_context("fork")
+        workers = ProcessPoolExecutor(len(first), fork, _begin_work, (function,))
+        results = deque(workers.submit(_apply, item) for item in first)
     try:
-        while True:
-            inbox.put(connection.recv())
-    except (EOFError, OSError):
-        inbox.put(None)
+        for item in inputs:
+            if len(results) == _CHUNKS_PER_WORKER * len(first):
+                yield results.popleft().result()
+            results.append(workers.submit(_apply, item))
+        while results:
+            yield results.popleft().result()
+    except BrokenProcessPool as error:
+        raise DataError(
+            f"one of {len(first)} workers ended before its work was done, often for lack of "
+            "memory; use fewer --workers"
+        ) from error
+    finally:
+        workers.shutdown(cancel_futures=True)
+
+
+_FUNCTION: ContextVar[Callable[[Any], Any]] = ContextVar("_FUNCTION")
+"""What a worker applies; set there alone."""
+
+
+def _begin_work(function: Callable[[Any], Any]) -> None:
+    _FUNCTION.set(function)
+    # The parent ends us, also when it is interrupted from the keyboard, or is killed.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    threading.Thread(target=_end_with_parent, daemon=True).start()
+
+
+def _end_with_parent() -> None:
+    parent = multiprocessing.parent_process()
+    assert parent is not None
+    parent.join()
+    os._exit(1)
+
+
+def _apply(item: Any) -> Any:
+    return _FUNCTION.get()(item)

@@ -1,10 +1,12 @@
 import errno
 import gzip
 import json
+import multiprocessing
 import os
 import signal
 import time
 from collections.abc import Iterator
+from contextlib import closing
 from pathlib import Path
 
 import numpy as np
@@ -18,8 +20,8 @@ from megatron.hydraulis.data import preprocess as preprocess_module
 from megatron.hydraulis.data.dataset_writer import DatasetWriter
 from megatron.hydraulis.data.documents import find_files
 from megatron.hydraulis.data.preprocess import (
-    OrderedWorkers,
     PreprocessReport,
+    map_in_order,
     preprocess,
 )
 from megatron.hydraulis.data.tokenizer import (
@@ -221,15 +223,17 @@ def test_results_come_in_the_order_of_the_inputs(num_workers: int, num_inputs: i
         time.sleep(0.05 if number == 0 else 0.0)
         return square(number)
 
-    with OrderedWorkers(slow_first, num_workers) as workers:
-        assert list(workers.map(range(num_inputs))) == [n * n for n in range(num_inputs)]
+    results = list(map_in_order(slow_first, range(num_inputs), num_workers))
+    assert results == [n * n for n in range(num_inputs)]
 
 
-def test_work_is_done_in_other_processes() -> None:
-    with OrderedWorkers[int, int](lambda _: os.getpid(), 2) as workers:
-        pids = set(workers.map(range(8)))
-    assert len(pids) == 2
-    assert os.getpid() not in pids
+def test_work_is_done_in_other_processes_no_more_than_inputs_and_none_is_left() -> None:
+    for num_inputs, num_workers, expected in ((8, 2, 2), (1, 50, 1), (3, 50, 3)):
+        with closing(map_in_order(lambda _: os.getpid(), range(num_inputs), num_workers)) as pids:
+            assert next(pids) != os.getpid()
+            assert len(multiprocessing.active_children()) == expected
+            assert os.getpid() not in pids
+        assert multiprocessing.active_children() == []
 
 
 def test_inputs_are_not_taken_far_ahead() -> None:
@@ -240,24 +244,15 @@ def test_inputs_are_not_taken_far_ahead() -> None:
             taken.append(number)
             yield number
 
-    with OrderedWorkers(square, 2) as workers:
-        results = workers.map(inputs())
+    with closing(map_in_order(square, inputs(), 2)) as results:
         assert next(results) == 0
         assert len(taken) <= 5
 
 
 def test_large_inputs_and_results_do_not_block_each_other() -> None:
     size = 4_000_000
-    with OrderedWorkers[bytes, bytes](lambda content: content + b"!", 2) as workers:
-        sizes = [len(result) for result in workers.map(bytes(size) for _ in range(8))]
-    assert sizes == [size + 1] * 8
-
-
-@pytest.mark.parametrize("num_inputs", [1, 3])
-def test_no_more_workers_are_started_than_there_are_inputs(num_inputs: int) -> None:
-    with OrderedWorkers(square, 50) as workers:
-        assert len(list(workers.map(range(num_inputs)))) == num_inputs
-        assert len(workers._processes) == num_inputs
+    results = map_in_order(lambda content: content + b"!", (bytes(size) for _ in range(8)), 2)
+    assert [len(result) for result in results] == [size + 1] * 8
 
 
 @pytest.mark.parametrize("num_workers", [1, 2])
@@ -268,12 +263,10 @@ def test_first_error_in_order_is_raised(num_workers: int) -> None:
         return number
 
     results: list[int] = []
-    with (
-        OrderedWorkers(refuse_from_three, num_workers) as workers,
-        pytest.raises(DataError, match="refused 3"),
-    ):
-        results.extend(workers.map(range(20)))
+    with pytest.raises(DataError, match="refused 3"):
+        results.extend(map_in_order(refuse_from_three, range(20), num_workers))
     assert results == [0, 1, 2]
+    assert multiprocessing.active_children() == []
 
 
 def test_death_of_a_worker_is_an_error_not_a_hang() -> None:
@@ -282,15 +275,28 @@ def test_death_of_a_worker_is_an_error_not_a_hang() -> None:
             os.kill(os.getpid(), signal.SIGKILL)
         return number
 
-    with (
-        OrderedWorkers(die_at_five, 2) as workers,
-        pytest.raises(DataError, match="worker 1 of 2 ended with exit code -9"),
-    ):
-        list(workers.map(range(1000)))
+    with pytest.raises(DataError, match=r"one of 2 workers ended .*; use fewer --workers"):
+        list(map_in_order(die_at_five, range(1000), 2))
 
 
-def test_no_process_is_left() -> None:
-    with OrderedWorkers(square, 3) as workers:
-        list(workers.map(range(9)))
-        processes = list(workers._processes)
-    assert [process.exitcode for process in processes] == [0, 0, 0]
+def test_workers_end_with_a_killed_parent(tmp_path: Path) -> None:
+    def note_pid(_: int) -> None:
+        (tmp_path / str(os.getpid())).touch()
+
+    parent = os.fork()
+    if parent == 0:
+        with closing(map_in_order(note_pid, range(100), 2)) as results:
+            next(results)
+            os.kill(os.getpid(), signal.SIGKILL)
+    os.waitpid(parent, 0)
+    deadline_s = time.monotonic() + 10
+    while any(is_running(pid) for pid in written(tmp_path)):
+        assert time.monotonic() < deadline_s
+        time.sleep(0.05)
+
+
+def is_running(pid: str) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(") ")[2][0] != "Z"
+    except FileNotFoundError:
+        return False
