@@ -31,7 +31,7 @@ import torch
 from megatron.hydraulis.checkpoint.folder import CheckpointFolder
 from megatron.hydraulis.checkpoint.loading import find_checkpoints, load_first_whole
 from megatron.hydraulis.cost_model.profile import ProfileCostModel
-from megatron.hydraulis.data.index import read_index
+from megatron.hydraulis.data.dataset import read_index
 from megatron.hydraulis.errors import HydraulisError
 from megatron.hydraulis.planner.planners import GreedyPlanner, RecordedPlans, plan_path, write_plan
 from megatron.hydraulis.strategy import Pool, Strategy

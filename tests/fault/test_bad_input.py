@@ -182,7 +182,7 @@ NUM_TOKENS = sum(length + 1 for length in document_lengths())
 _DATA = [
     pytest.param(
         lambda path: _damaged(write_corpus(path), _cut_short),
-        ["bytes", "cut short", "copy it again"],
+        ["bytes", "cut short", "copy the dataset again"],
         id="an .idx cut short",
     ),
     pytest.param(

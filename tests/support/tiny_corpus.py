@@ -10,7 +10,7 @@ import numpy.typing as npt
 import torch
 from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
 
-from megatron.hydraulis.data.weights import WeightsWriter, weights_path
+from megatron.hydraulis.data.dataset import WeightsWriter, weights_path
 
 VOCAB_SIZE = 61
 PADDED_VOCAB_SIZE = 64

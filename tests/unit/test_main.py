@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from megatron.hydraulis.__main__ import COMMANDS, main
-from megatron.hydraulis.data.index import read_index
+from megatron.hydraulis.data.dataset import read_index
 
 NULL_TOKENIZER = ["--tokenizer-type", "NullTokenizer", "--vocab-size", "100"]
 

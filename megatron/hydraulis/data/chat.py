@@ -18,9 +18,9 @@ from typing import TYPE_CHECKING, Any, Literal, NoReturn, get_args
 import numpy as np
 import numpy.typing as npt
 
+from megatron.hydraulis.data.dataset import Weights
 from megatron.hydraulis.data.documents import RawDocument
 from megatron.hydraulis.data.tokenizer import DocumentEncoder
-from megatron.hydraulis.data.weights import Weights
 from megatron.hydraulis.errors import ConfigurationError, DataError
 
 if TYPE_CHECKING:

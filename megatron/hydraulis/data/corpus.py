@@ -11,16 +11,19 @@ from typing import Any, NoReturn
 import numpy as np
 import numpy.typing as npt
 
-from megatron.hydraulis.data.index import LONG_SEQUENCES, DatasetIndex, LongSequences, bin_path
-from megatron.hydraulis.data.sampler import SequenceGroup
-from megatron.hydraulis.data.weights import (
+from megatron.hydraulis.data.dataset import (
+    LONG_SEQUENCES,
     LOSS_NORMALIZATIONS,
+    DatasetIndex,
+    LongSequences,
     LossNormalization,
     Weights,
+    bin_path,
     checked_weights,
     read_weights,
     weights_path,
 )
+from megatron.hydraulis.data.sampler import SequenceGroup
 from megatron.hydraulis.errors import ConfigurationError, DataError
 
 

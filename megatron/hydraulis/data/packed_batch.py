@@ -16,7 +16,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from megatron.hydraulis.data.weights import Weights
+from megatron.hydraulis.data.dataset import Weights
 from megatron.hydraulis.errors import DataError
 
 if TYPE_CHECKING:

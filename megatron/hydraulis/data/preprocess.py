@@ -24,9 +24,8 @@ from rich.console import Console
 
 from megatron.hydraulis.data import chat
 from megatron.hydraulis.data.chat import ChatCounts, ConversationEncoder, WeightedTokens
-from megatron.hydraulis.data.dataset_writer import DatasetWriter
+from megatron.hydraulis.data.dataset import DatasetWriter, Weights, idx_path
 from megatron.hydraulis.data.documents import RawDocument, find_files, read_documents
-from megatron.hydraulis.data.index import idx_path
 from megatron.hydraulis.data.tokenizer import (
     TEXT_TOKENIZER_TYPES,
     DocumentEncoder,
@@ -34,7 +33,6 @@ from megatron.hydraulis.data.tokenizer import (
     build_tokenizer,
     tokenizer_path,
 )
-from megatron.hydraulis.data.weights import Weights
 from megatron.hydraulis.errors import ConfigurationError, DataError
 from megatron.hydraulis.terminal import ByteProgress, print_next
 

@@ -7,8 +7,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from megatron.hydraulis.data.corpus import Corpus, DocumentRange
-from megatron.hydraulis.data.index import DatasetIndex, LongSequences, read_index
-from megatron.hydraulis.data.weights import LossNormalization
+from megatron.hydraulis.data.dataset import (
+    DatasetIndex,
+    LongSequences,
+    LossNormalization,
+    read_index,
+)
 from megatron.hydraulis.errors import ConfigurationError, DataError
 
 DEFAULT_SPLIT = "969,30,1"

@@ -12,8 +12,7 @@ from types import MappingProxyType
 from typing import Any, Literal
 
 from megatron.hydraulis.cost_model.trained_model import CoreAttentionName
-from megatron.hydraulis.data.index import LongSequences
-from megatron.hydraulis.data.weights import LossNormalization
+from megatron.hydraulis.data.dataset import LongSequences, LossNormalization
 from megatron.hydraulis.errors import ConfigurationError, Problems
 from megatron.hydraulis.observability.trace import TraceWindow
 from megatron.hydraulis.ranges import RANGES

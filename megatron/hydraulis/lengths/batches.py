@@ -15,7 +15,7 @@ import numpy.typing as npt
 
 from megatron.hydraulis.command_line import Flag, check_flags, given_flags
 from megatron.hydraulis.cost_model.limits import CUDA_ROW_QUANTUM
-from megatron.hydraulis.data.index import LONG_SEQUENCES, LongSequences
+from megatron.hydraulis.data.dataset import LONG_SEQUENCES, LongSequences
 from megatron.hydraulis.data.sampler import BatchSizes, LengthSampler, SequenceGroup
 from megatron.hydraulis.errors import ConfigurationError
 from megatron.hydraulis.lengths.counts import LengthCounts, read_length_counts

@@ -11,7 +11,7 @@ import numpy.typing as npt
 from rich.table import Table
 
 from megatron.hydraulis.command_line import add_flags, add_lengths_argument
-from megatron.hydraulis.data.index import LongSequences
+from megatron.hydraulis.data.dataset import LongSequences
 from megatron.hydraulis.errors import ConfigurationError
 from megatron.hydraulis.lengths.batches import BatchesRequest
 from megatron.hydraulis.lengths.counts import LengthCounts, read_length_counts

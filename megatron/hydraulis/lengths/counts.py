@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from megatron.hydraulis.data.index import LongSequences, read_index
+from megatron.hydraulis.data.dataset import LongSequences, read_index
 from megatron.hydraulis.errors import DataError
 from megatron.hydraulis.json_object import parse_json, read_text
 from megatron.hydraulis.ranges import MAX_SHUFFLED_SEQUENCES

@@ -31,7 +31,7 @@ from megatron.hydraulis.cost_model.shape_arguments import (
     warn_of_unknown_overheads,
 )
 from megatron.hydraulis.cost_model.staging import PoolFootprint
-from megatron.hydraulis.data.index import LongSequences
+from megatron.hydraulis.data.dataset import LongSequences
 from megatron.hydraulis.data.sampler import BatchSizes
 from megatron.hydraulis.errors import ConfigurationError, DataError, StrategyError
 from megatron.hydraulis.json_object import read_json

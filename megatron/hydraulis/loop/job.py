@@ -23,9 +23,9 @@ from megatron.hydraulis.cost_model.device import described_device
 from megatron.hydraulis.cost_model.layer_arguments import training_precision
 from megatron.hydraulis.cost_model.profile import ProfiledModel
 from megatron.hydraulis.data.corpus import Corpus, DatasetFingerprint
+from megatron.hydraulis.data.dataset import weights_path
 from megatron.hydraulis.data.sampler import BatchSizes, EvaluationSampler, LengthSampler
 from megatron.hydraulis.data.sources import Corpora, load_corpora_from_arguments
-from megatron.hydraulis.data.weights import weights_path
 from megatron.hydraulis.errors import (
     FULL_DISK,
     ConfigurationError,

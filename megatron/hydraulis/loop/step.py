@@ -24,7 +24,7 @@ from megatron.training.global_vars import get_args, get_tensorboard_writer, get_
 
 from megatron.hydraulis.data.corpus import Corpus
 from megatron.hydraulis.data.sampler import GlobalBatch
-from megatron.hydraulis.data.weights import weights_path
+from megatron.hydraulis.data.dataset import weights_path
 from megatron.hydraulis.errors import HydraulisError, NonFiniteLossError, listed
 from megatron.hydraulis.flags.arguments import Resolved
 from megatron.hydraulis.flags.samples import counts_iterations, num_iterations, sample_tokens

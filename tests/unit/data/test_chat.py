@@ -13,14 +13,13 @@ import pytest
 from megatron.hydraulis.__main__ import main
 from megatron.hydraulis.data import preprocess
 from megatron.hydraulis.data.chat import ChatCounts, ConversationEncoder
+from megatron.hydraulis.data.dataset import read_index, read_weights
 from megatron.hydraulis.data.documents import RawDocument
-from megatron.hydraulis.data.index import read_index
 from megatron.hydraulis.data.tokenizer import (
     DocumentEncoder,
     TokenizerSettings,
     build_tokenizer,
 )
-from megatron.hydraulis.data.weights import read_weights
 from megatron.hydraulis.errors import ConfigurationError, DataError
 from tests.support.chat_tokenizer import END, PROMPT, START, TEMPLATE, TURN, make_chat_tokenizer
 

@@ -9,7 +9,7 @@ from megatron.core.datasets.indexed_dataset import IndexedDataset
 
 from megatron.hydraulis.data import corpus as corpus_module
 from megatron.hydraulis.data.corpus import Corpus, DocumentRange, spread_stretches
-from megatron.hydraulis.data.index import LONG_SEQUENCES, LongSequences, read_index
+from megatron.hydraulis.data.dataset import LONG_SEQUENCES, LongSequences, read_index
 from megatron.hydraulis.data.sampler import SequenceGroup
 from megatron.hydraulis.errors import ConfigurationError, DataError
 from tests.unit.data.datasets import numbered_documents, write_dataset

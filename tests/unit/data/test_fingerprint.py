@@ -8,7 +8,7 @@ import pytest
 
 from megatron.hydraulis.data import corpus as corpus_module
 from megatron.hydraulis.data.corpus import Corpus, DocumentRange, data_differences, keeps_place
-from megatron.hydraulis.data.index import read_index
+from megatron.hydraulis.data.dataset import read_index
 from tests.unit.data.datasets import numbered_documents, write_dataset
 
 LENGTHS = [5, 9, 2, 4]

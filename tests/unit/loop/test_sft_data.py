@@ -14,7 +14,7 @@ from megatron.core.datasets.utils import Split
 from megatron.training.datasets.sft_dataset import SFTDataset
 
 from megatron.hydraulis.data.corpus import Corpus, DocumentRange
-from megatron.hydraulis.data.index import read_index
+from megatron.hydraulis.data.dataset import read_index
 from megatron.hydraulis.data.tokenizer import build_tokenizer
 from megatron.hydraulis.errors import DataError
 from megatron.hydraulis.loop.sft_data import convert_data, write_dataset

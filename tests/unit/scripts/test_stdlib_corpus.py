@@ -4,7 +4,7 @@ from pathlib import Path
 import pytest
 
 from megatron.hydraulis.data.corpus import Corpus, DocumentRange
-from megatron.hydraulis.data.index import read_index
+from megatron.hydraulis.data.dataset import read_index
 from megatron.hydraulis.data.tokenizer import TokenizerSettings, build_tokenizer
 from megatron.hydraulis.errors import DataError
 from scripts import stdlib_corpus

@@ -5,8 +5,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from megatron.hydraulis.data import index as index_module
-from megatron.hydraulis.data.index import read_index
+from megatron.hydraulis.data import dataset as dataset_module
+from megatron.hydraulis.data.dataset import read_index
 from megatron.hydraulis.errors import DataError
 from tests.unit.data.datasets import numbered_documents, write_dataset
 
@@ -65,32 +65,24 @@ def test_as_many_sequences_as_documents_are_one_each(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("suffix", [".bin", ".idx"])
 def test_missing_file(prefix: str, suffix: str) -> None:
-    os.unlink(prefix + suffix)
-    with pytest.raises(DataError, match=rf"corpus\{suffix} does not exist; give the prefix"):
-        read_index(prefix)
-
-
-def test_prefix_with_suffix_is_explained(prefix: str) -> None:
     with pytest.raises(DataError, match=r"without \.bin or \.idx"):
-        read_index(prefix + ".bin")
-
-
-def test_other_magic(prefix: str) -> None:
-    overwrite(prefix + ".idx", 0, b"TNTIDX")
-    with pytest.raises(DataError, match="not an index of Megatron's"):
+        read_index(prefix + suffix)
+    os.unlink(prefix + suffix)
+    with pytest.raises(DataError, match=rf"corpus\{suffix} does not exist"):
         read_index(prefix)
 
 
-def test_other_version(prefix: str) -> None:
-    overwrite(prefix + ".idx", 9, struct.pack("<Q", 2))
-    with pytest.raises(DataError, match="version 1 can be read but this one is of version 2"):
-        read_index(prefix)
-
-
-@pytest.mark.parametrize("code", [0, 6, 7, 9])
-def test_token_types_that_hold_no_token_ids(prefix: str, code: int) -> None:
-    overwrite(prefix + ".idx", 17, bytes([code]))
-    with pytest.raises(DataError, match=f"names type {code}"):
+@pytest.mark.parametrize(
+    ("position", "content", "message"),
+    [
+        (0, b"TNTIDX", "begins with .*MMIDIDX.* this one with .*TNTIDX"),
+        (9, struct.pack("<Q", 2), r"\.idx version 1 .* version 2"),
+        *((17, bytes([code]), f"names type {code}") for code in (0, 6, 7, 9)),
+    ],
+)
+def test_other_headers(prefix: str, position: int, content: bytes, message: str) -> None:
+    overwrite(prefix + ".idx", position, content)
+    with pytest.raises(DataError, match=message):
         read_index(prefix)
 
 
@@ -104,26 +96,19 @@ def test_every_cut_of_the_index_is_detected(prefix: str) -> None:
     assert read_index(prefix).num_tokens == 15
 
 
-def test_index_too_long(prefix: str) -> None:
+@pytest.mark.parametrize(("excess", "cause"), [(3, "multimodal"), (7, "too long")])
+def test_index_too_long(prefix: str, excess: int, cause: str) -> None:
     with open(prefix + ".idx", "ab") as file:
-        file.write(b"\0" * 7)
-    with pytest.raises(DataError, match="too long"):
-        read_index(prefix)
-
-
-def test_multimodal_dataset_is_named(prefix: str) -> None:
-    with open(prefix + ".idx", "ab") as file:
-        file.write(b"\0" * 3)
-    with pytest.raises(DataError, match="multimodal"):
+        file.write(bytes(excess))
+    with pytest.raises(DataError, match=cause):
         read_index(prefix)
 
 
 @pytest.mark.parametrize(("excess", "cause"), [(-1, "cut short"), (4, "of another .idx")])
 def test_bin_of_another_size(prefix: str, excess: int, cause: str) -> None:
     os.truncate(prefix + ".bin", 60 + excess)
-    with pytest.raises(DataError, match=rf"take a \.bin of 60 bytes but it has {60 + excess}") as e:
+    with pytest.raises(DataError, match=rf"\.bin file of 60 bytes .* {60 + excess} .*{cause}"):
         read_index(prefix)
-    assert cause in str(e.value)
 
 
 @pytest.mark.parametrize("documents", [[], [[]], [[[]], [[]]]])
@@ -154,7 +139,7 @@ def test_arrays_that_contradict_each_other(
     block: int,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(index_module, "_BLOCK", block)
+    monkeypatch.setattr(dataset_module, "_BLOCK", block)
     assert read_index(prefix).num_tokens == 15
     overwrite(prefix + ".idx", position, content)
     with pytest.raises(DataError, match=message):
