@@ -18,8 +18,9 @@ import torch.distributed as dist
 from megatron.core.datasets.utils import get_blend_from_list
 
 from megatron.hydraulis.data.chat import WeightedTokens
-from megatron.hydraulis.data.dataset import DatasetWriter, idx_path
+from megatron.hydraulis.data.dataset import idx_path
 from megatron.hydraulis.data.documents import RawDocument, read_documents
+from megatron.hydraulis.data.preprocess import DatasetWriter
 from megatron.hydraulis.data.tokenizer import DocumentEncoder, build_tokenizer
 from megatron.hydraulis.errors import DataError
 from megatron.hydraulis.flags.checks import DATA_PATHS

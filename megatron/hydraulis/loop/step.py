@@ -23,8 +23,8 @@ from megatron.core.transformer.moe.moe_logging import (
 from megatron.training.global_vars import get_args, get_tensorboard_writer, get_timers
 
 from megatron.hydraulis.data.corpus import Corpus
-from megatron.hydraulis.data.sampler import GlobalBatch
 from megatron.hydraulis.data.dataset import weights_path
+from megatron.hydraulis.data.sampler import GlobalBatch
 from megatron.hydraulis.errors import HydraulisError, NonFiniteLossError, listed
 from megatron.hydraulis.flags.arguments import Resolved
 from megatron.hydraulis.flags.samples import counts_iterations, num_iterations, sample_tokens

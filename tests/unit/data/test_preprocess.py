@@ -15,11 +15,10 @@ import pyarrow.parquet
 import pytest
 from megatron.core.datasets.indexed_dataset import IndexedDataset
 
-from megatron.hydraulis.data import dataset as dataset_module
 from megatron.hydraulis.data import preprocess as preprocess_module
-from megatron.hydraulis.data.dataset import DatasetWriter
 from megatron.hydraulis.data.documents import find_files
 from megatron.hydraulis.data.preprocess import (
+    DatasetWriter,
     PreprocessReport,
     map_in_order,
     preprocess,
@@ -194,7 +193,7 @@ def test_index_that_does_not_fit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     def full(path: str) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    monkeypatch.setattr(dataset_module, "_flush_to_disk", full)
+    monkeypatch.setattr(preprocess_module, "_flush_to_disk", full)
     with pytest.raises(DataError, match="No space left on device; free space"):
         write_one_document(tmp_path / "out" / "x", 3)
     assert written(tmp_path / "out") == []
@@ -206,7 +205,7 @@ def test_interruption_leaves_nothing_behind(
     def interrupt(path: str) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(dataset_module, "_flush_to_disk", interrupt)
+    monkeypatch.setattr(preprocess_module, "_flush_to_disk", interrupt)
     with pytest.raises(KeyboardInterrupt):
         write_one_document(tmp_path / "out" / "x", 3)
     assert written(tmp_path / "out") == []

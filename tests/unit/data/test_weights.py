@@ -10,8 +10,9 @@ import pytest
 
 from megatron.hydraulis.data import corpus as corpus_module
 from megatron.hydraulis.data.corpus import Corpus, DocumentRange, data_differences
-from megatron.hydraulis.data.dataset import DatasetWriter, LongSequences, read_index, read_weights
+from megatron.hydraulis.data.dataset import LongSequences, read_index, read_weights
 from megatron.hydraulis.data.packed_batch import pack
+from megatron.hydraulis.data.preprocess import DatasetWriter
 from megatron.hydraulis.errors import ConfigurationError, DataError
 from megatron.hydraulis.loop.job import check_trained
 from tests.unit.data.datasets import numbered_documents, write_dataset
