@@ -3,6 +3,7 @@
 import functools
 import itertools
 import math
+from collections import Counter
 from collections.abc import Iterator, Sequence
 
 import numpy as np
@@ -17,7 +18,7 @@ from megatron.hydraulis.planner.plan import IterationPlan, Packing
 from megatron.hydraulis.planner.planners import CertifiedPlanner, GreedyPlanner
 from megatron.hydraulis.planner.solver import Deadline, Solver
 from megatron.hydraulis.planner.wave_bounds import simple_bound_ms, wave_bound_ms
-from megatron.hydraulis.planner.wave_packing import pack_waves
+from megatron.hydraulis.planner.wave_packing import LengthTable, fill_wave, pack_waves
 from megatron.hydraulis.strategy import Pool, Scheme, Strategy
 from tests.support.planning import TableCostModel
 
@@ -112,6 +113,35 @@ def test_waves_hold_every_sequence_once_and_are_not_below_their_bound(
     most_ms = packing.time_ms * (1.0 + ROUNDING)
     assert simple_ms <= most_ms
     assert min(simple_ms, packing.time_ms) * (1.0 - ROUNDING) <= bound_ms <= most_ms
+
+
+class CountedReads(list[list[float]]):
+    """A list that counts how often one of its items is read."""
+
+    num_reads = 0
+
+    def __getitem__(self, place: int) -> list[float]:  # type: ignore[override]
+        self.num_reads += 1
+        return super().__getitem__(place)
+
+
+def test_a_wave_looks_at_few_lengths_that_it_does_not_take() -> None:
+    groups = (GroupCost(size, Coefficients(0.0, 1.0 / size, 1.0), 100 * size) for size in (1, 2, 4))
+    lengths = [*range(1, 401), *range(2, 11)]
+    table = LengthTable(WaveCosts(tuple(groups)), lengths)
+    table.works_ms = CountedReads(table.works_ms)
+    left = table.counts(lengths)
+    taken: list[int] = []
+    while left.places:
+        wave = fill_wave(table, left, 101.0)
+        assert wave is not None
+        held = table.held(wave)
+        left = left.without(held)
+        taken += (table.lengths[place] for place in wave.counts for _ in range(wave.counts[place]))
+        assert left.totals == table.counts([*(Counter(lengths) - Counter(taken)).elements()]).totals
+    assert sorted(taken) == sorted(lengths)
+    # All lengths for each of some 200 waves would be 80,000.
+    assert table.works_ms.num_reads < 3 * len(lengths)
 
 
 def partitions(things: tuple[int, ...]) -> Iterator[list[tuple[int, ...]]]:

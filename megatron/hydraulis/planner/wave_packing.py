@@ -11,10 +11,15 @@ beginnings with the least estimates are continued. For a pipeline the order is s
 exact 1F1B decides.
 """
 
+from __future__ import annotations
+
 import itertools
 import math
+import operator
+import random
 from bisect import bisect_left
-from collections.abc import Iterator, Sequence
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -28,9 +33,6 @@ from megatron.hydraulis.planner.replica_plan import ContextGroup
 from megatron.hydraulis.planner.solver import Solver
 from megatron.hydraulis.planner.wave_bounds import wave_bound_ms
 
-Counts = list[int]
-"""Number of sequences of each length of a LengthTable."""
-
 # Budget for packing one share without a solver.
 _GREEDY_EFFORT = 2e7
 # Bisections between a wave's bound and its time, down to this share.
@@ -43,7 +45,7 @@ _MOST_OVER_MEAN = 1.1
 # About how much longer columns are busy than they need to be.
 _BUSY_OVER_LEAST = 1.05
 _LEAST_IMPROVEMENT = 1e-7
-# Cost of filling one wave, in the unit of Effort: per length and group considered.
+# Cost of filling one wave, in the unit of Effort: per length of the table and group considered.
 _FILL_EFFORT = 15.0
 # Maximum number of waves for which all swaps of two in a pipeline's order are tried.
 _MAX_SWAPPED = 24
@@ -71,13 +73,48 @@ class Wave:
     groups: list[OpenGroup]
     time_ms: float
 
-    def counts(self, num_lengths: int) -> Counts:
-        """Number of sequences of all groups, by length."""
-        found = [0] * num_lengths
+    @property
+    def counts(self) -> Mapping[int, int]:
+        """Number of sequences of all groups, by index of their length in the table."""
+        found: dict[int, int] = {}
         for group in self.groups:
             for place, num in group.counts.items():
-                found[place] += num
+                found[place] = found.get(place, 0) + num
         return found
+
+
+class Totals(NamedTuple):
+    """Sums over sequences. They are whole numbers, so that subtracting a wave is exact."""
+
+    num_tokens: int
+    column_units: int
+    """The least column time that the sequences take, in the unit of the table."""
+    key: int
+    """A sum of random numbers, one for each length: other sequences have another one, except with
+    a probability of about 2^-64."""
+
+    def without(self, other: Totals) -> Totals:
+        """The sums over what is left."""
+        return Totals(*map(operator.sub, self, other))
+
+
+class Counts(NamedTuple):
+    """Sequences by length. Lengths that do not occur are left out: with very many of them each
+    wave would take time for all."""
+
+    places: list[int]
+    """Indices of the lengths in a LengthTable, rising."""
+    nums: list[int]
+    """Number of sequences of each, at least 1."""
+    totals: Totals
+
+    def without(self, other: Counts) -> Counts:
+        """What is left of the sequences without some of them."""
+        nums = self.nums.copy()
+        for place, num in zip(other.places, other.nums, strict=True):
+            nums[bisect_left(self.places, place)] -= num
+        places = itertools.compress(self.places, nums)
+        return Counts(list(places), list(filter(None, nums)), self.totals.without(other.totals))
 
 
 class LengthTable:
@@ -119,14 +156,20 @@ class LengthTable:
             for place, least in enumerate(self.least_size)
         ]
         """Of each length, the least time of a wave with it."""
-        self.column_ms = [
+        # Of each length, the least column time that a sequence takes; 0 if no size holds it.
+        column_ms = [
             min(
                 (works[index] * (1 << index) for index in range(least, self.num_sizes)),
                 default=0.0,
             )
             for works, least in zip(self.works_ms, self.least_size, strict=True)
         ]
-        """Of each length, the least column time that a sequence takes; 0 if no size holds it."""
+        ratios = [each_ms.as_integer_ratio() for each_ms in column_ms]
+        self.units_per_ms = max(denominator for _, denominator in ratios)
+        column_units = [num * (self.units_per_ms // each) for num, each in ratios]
+        generator = random.Random(0)
+        keys = [generator.getrandbits(64) for _ in self.lengths]
+        self._totals = (self.lengths, column_units, keys)
         # By size, rising, for bisection.
         self._negative_works_ms: list[list[float]] = [(-of_size).tolist() for of_size in works_ms]
         self._negative_tokens: list[list[int]] = [(-of_size).tolist() for of_size in tokens]
@@ -140,42 +183,57 @@ class LengthTable:
 
     def counts(self, lengths: Sequence[int]) -> Counts:
         """Number of sequences of each length."""
-        found = [0] * len(self.lengths)
-        for length in lengths:
-            found[self.place[length]] += 1
-        return found
+        return self._counted(Counter(map(self.place.__getitem__, lengths)))
+
+    def held(self, wave: Wave) -> Counts:
+        """What a wave holds."""
+        return self._counted(wave.counts)
+
+    def _counted(self, num_by_place: Mapping[int, int]) -> Counts:
+        places = sorted(num_by_place)
+        nums = [num_by_place[place] for place in places]
+        totals = (
+            sum(num * each[place] for num, place in zip(nums, places, strict=True))
+            for each in self._totals
+        )
+        return Counts(places, nums, Totals(*totals))
 
 
 def fill_wave(
-    table: LengthTable, counts: Sequence[int], time_ms: float, *, takes_all: bool = False
-) -> tuple[Wave, Counts] | None:
-    """A wave of at most time_ms with some of the counted sequences, and the rest of the counts.
+    table: LengthTable, counts: Counts, time_ms: float, *, takes_all: bool = False
+) -> Wave | None:
+    """A wave of at most time_ms with some of the counted sequences.
 
     None if no sequence fits; with takes_all, as soon as one does not fit.
     """
     most_ms = time_ms * (1.0 + _ROUNDING)
-    num_sizes, rooms = table.num_sizes, table.rooms
-    work_rooms_ms = [most_ms - c_ms for c_ms in table.constants_ms]
+    rooms = table.rooms
     groups: list[OpenGroup] = []
     # The first place of the table that each group has room for: it has for all after it.
     firsts: list[int] = []
-    left = [0] * len(counts)
+    # Likewise for a new group of each size, and for one that free columns of each bit length allow.
+    firsts_of_new = [
+        table.first_within(index, most_ms - c_ms, room)
+        for index, (c_ms, room) in enumerate(zip(table.constants_ms, rooms, strict=True))
+    ]
+    firsts_on_free = list(itertools.accumulate([len(table.lengths), *firsts_of_new], min))
     free = table.costs.width
-    place, end = 0, len(counts)
-    while place < end:
-        if not free and (first := min(firsts)) > place:
-            left[place:first] = counts[place:first]
-            if takes_all and any(left[place:first]):
+    first = firsts_on_free[free.bit_length()]
+    places, nums = counts.places, counts.nums
+    index, end = 0, len(places)
+    while index < end:
+        place, num = places[index], nums[index]
+        if place < first:
+            # Nothing has room for it.
+            if takes_all:
                 return None
-            place = first
+            index = bisect_left(places, first, index)
             continue
-        num = counts[place]
-        if num:
-            works, tokens = table.works_ms[place], table.tokens[place]
-            # The least size that runs it within the time.
-            size_index = table.least_size[place]
-            while size_index < num_sizes and works[size_index] > work_rooms_ms[size_index]:
-                size_index += 1
+        works, tokens = table.works_ms[place], table.tokens[place]
+        # The least size that runs it within the time.
+        size_of_new = table.least_size[place]
+        while size_of_new < table.num_sizes and firsts_of_new[size_of_new] > place:
+            size_of_new += 1
         while num:
             best = -1
             best_room_ms = most_ms
@@ -185,30 +243,32 @@ def fill_wave(
                     if room_ms < best_room_ms:
                         best, best_room_ms = member, room_ms
             if best < 0:
-                if size_index >= num_sizes or free < 1 << size_index:
+                if size_of_new >= table.num_sizes or free < 1 << size_of_new:
                     break
-                free -= 1 << size_index
+                size = size_of_new
+                free -= 1 << size
                 best = len(groups)
-                groups.append(OpenGroup(size_index, table.constants_ms[size_index], 0))
+                groups.append(OpenGroup(size, table.constants_ms[size], 0))
                 firsts.append(place)
             group = groups[best]
-            index = group.size_index
+            size = group.size_index
             fitting = 1
             if num > 1:
-                fitting = min(num, (rooms[index] - group.num_tokens) // tokens[index])
-                if works[index] > 0.0:
-                    fitting = max(1, min(fitting, int((most_ms - group.time_ms) / works[index])))
-            group.time_ms += fitting * works[index]
-            group.num_tokens += fitting * tokens[index]
+                fitting = min(num, (rooms[size] - group.num_tokens) // tokens[size])
+                if works[size] > 0.0:
+                    fitting = max(1, min(fitting, int((most_ms - group.time_ms) / works[size])))
+            group.time_ms += fitting * works[size]
+            group.num_tokens += fitting * tokens[size]
             group.counts[place] = group.counts.get(place, 0) + fitting
             num -= fitting
             firsts[best] = table.first_within(
-                index, most_ms - group.time_ms, rooms[index] - group.num_tokens
+                size, most_ms - group.time_ms, rooms[size] - group.num_tokens
             )
         if num and takes_all:
             return None
-        left[place] = num
-        place += 1
+        if num or not free:
+            first = min(firsts_on_free[free.bit_length()], *firsts)
+        index += 1
     if not groups:
         return None
     busy_ms = max(group.time_ms for group in groups)
@@ -220,7 +280,7 @@ def fill_wave(
         index = quick[-1] if quick else min(able, key=table.constants_ms.__getitem__)
         free -= 1 << index
         groups.append(OpenGroup(index, table.constants_ms[index], 0))
-    return Wave(groups, max(group.time_ms for group in groups)), left
+    return Wave(groups, max(group.time_ms for group in groups))
 
 
 class Beam(NamedTuple):
@@ -247,6 +307,21 @@ class _Beginning(NamedTuple):
     taken_ms: float
     """Sum of their times."""
     waves: tuple[Wave, ...]
+
+
+class _Continuation(NamedTuple):
+    """A beginning with one more wave."""
+
+    beginning: _Beginning
+    wave: Wave
+    held: Counts
+    """What the wave holds."""
+    left: Totals
+
+    @property
+    def taken_ms(self) -> float:
+        """Sum of the times of all waves."""
+        return self.beginning.taken_ms + self.wave.time_ms
 
 
 class WaveSearch:
@@ -277,7 +352,9 @@ class WaveSearch:
     def _undivided(self, counts: Counts) -> list[Wave]:
         """Waves of a single group each, by best fit; none if a sequence does not fit."""
         table, index = self.table, self.table.num_sizes - 1
-        places = [place for place, num in enumerate(counts) for _ in range(num)]
+        places = [
+            place for place, num in zip(counts.places, counts.nums, strict=True) for _ in range(num)
+        ]
         if any(table.tokens[place][index] > table.rooms[index] for place in places):
             return []
         tokens = [of_length[index] for of_length in table.tokens]
@@ -297,25 +374,24 @@ class WaveSearch:
         found: list[list[Wave]] = []
         least_ms = math.inf
         while beginnings:
-            continued: dict[tuple[int, ...], _Beginning] = {}
+            continued: dict[int, _Continuation] = {}
             for beginning in beginnings:
                 growth = _SPENT_GROWTH if effort.is_spent else beam.growth
                 for time_ms in self._times_ms(beginning.left, growth):
-                    filled = self._filled(beginning.left, time_ms, effort)
-                    if filled is None:
+                    wave = self._filled(beginning.left, time_ms, effort)
+                    if wave is None:
                         continue
-                    wave, left = filled
-                    taken_ms = beginning.taken_ms + wave.time_ms
-                    known = continued.get(tuple(left))
-                    if known is None or taken_ms < known.taken_ms:
-                        continued[tuple(left)] = _Beginning(
-                            left, taken_ms, (*beginning.waves, wave)
-                        )
+                    held = self.table.held(wave)
+                    left = beginning.left.totals.without(held.totals)
+                    found_now = _Continuation(beginning, wave, held, left)
+                    known = continued.get(left.key)
+                    if known is None or found_now.taken_ms < known.taken_ms:
+                        continued[left.key] = found_now
             best = sorted(continued.values(), key=self._estimate_ms)
             beginnings = []
-            for beginning in best[: 1 if effort.is_spent else beam.num_beginnings]:
-                shorter = self._with_shortest(beginning, effort)
-                if any(shorter.left):
+            for continuation in best[: 1 if effort.is_spent else beam.num_beginnings]:
+                shorter = self._with_shortest(continuation, effort)
+                if shorter.left.places:
                     beginnings.append(shorter)
                 else:
                     found.append(list(shorter.waves))
@@ -331,34 +407,34 @@ class WaveSearch:
         for others that run as long, and even ones up to the mean of all columns.
         """
         table = self.table
-        longest = next(itertools.compress(range(len(counts)), counts))
+        longest = counts.places[0]
         least_ms, constant_ms = table.least_ms[longest], table.least_constant_ms
         of_sizes = zip(table.works_ms[longest], table.constants_ms, strict=True)
         times_ms = {max(least_ms, work_ms + c_ms) for work_ms, c_ms in of_sizes} - {math.inf}
-        most_ms = _MOST_OVER_MEAN * self._column_ms(counts) / self._width + constant_ms
+        most_ms = _MOST_OVER_MEAN * self._column_ms(counts.totals) / self._width + constant_ms
         time_ms = max(least_ms, constant_ms)
         while time_ms < most_ms * growth:
             times_ms.add(time_ms)
             time_ms *= growth
         return sorted(times_ms)
 
-    def _estimate_ms(self, beginning: _Beginning) -> float:
-        """Time of all waves: those of a beginning, about what the rest takes, and in a pipeline the
+    def _estimate_ms(self, continuation: _Continuation) -> float:
+        """Time of all waves: those that are known, about what the rest takes, and in a pipeline the
         longest once more for each further stage, as it fills and drains."""
-        left, table = beginning.left, self.table
-        num_waves = -(-math.sumprod(left, table.lengths) // table.most_tokens)
+        left, table = continuation.left, self.table
+        num_waves = -(-left.num_tokens // table.most_tokens)
         column_ms = _BUSY_OVER_LEAST * self._column_ms(left) / self._width
-        filling_ms = max(wave.time_ms for wave in beginning.waves)
-        filling_ms *= self._pipeline.num_stages - 1
-        return beginning.taken_ms + column_ms + num_waves * table.least_constant_ms + filling_ms
+        known = (*continuation.beginning.waves, continuation.wave)
+        filling_ms = max(wave.time_ms for wave in known) * (self._pipeline.num_stages - 1)
+        return continuation.taken_ms + column_ms + num_waves * table.least_constant_ms + filling_ms
 
-    def _with_shortest(self, beginning: _Beginning, effort: Effort) -> _Beginning:
-        """The beginning with its last wave as short as its sequences allow."""
-        *waves, last = beginning.waves
-        shortest = self.shortest(last.counts(len(beginning.left)), effort, within=last)
+    def _with_shortest(self, continuation: _Continuation, effort: Effort) -> _Beginning:
+        """The waves with the last one as short as its sequences allow."""
+        beginning, last, held, _ = continuation
+        shortest = self.shortest(held, effort, within=last)
         assert shortest is not None  # there is one to start from
-        taken_ms = beginning.taken_ms - last.time_ms + shortest.time_ms
-        return _Beginning(beginning.left, taken_ms, (*waves, shortest))
+        taken_ms = continuation.taken_ms - last.time_ms + shortest.time_ms
+        return _Beginning(beginning.left.without(held), taken_ms, (*beginning.waves, shortest))
 
     def time_ms(self, waves: Sequence[Wave]) -> float:
         """Time of the replica, in the best of the simple orders."""
@@ -379,7 +455,7 @@ class WaveSearch:
         best = within
         time_ms = low_ms * (1.0 + 10 * _TIGHT)
         while best is None:
-            best = self._whole(counts, time_ms, effort)
+            best = self._filled(counts, time_ms, effort, takes_all=True)
             if best is None and time_ms > low_ms * _MOST_OVER_BOUND:
                 return None
             time_ms *= 1.1
@@ -387,33 +463,29 @@ class WaveSearch:
             if best.time_ms <= low_ms * (1.0 + _TIGHT):
                 break
             middle_ms = (low_ms + best.time_ms) / 2.0
-            found = self._whole(counts, middle_ms, effort)
+            found = self._filled(counts, middle_ms, effort, takes_all=True)
             if found is not None and found.time_ms < best.time_ms:
                 best = found
             else:
                 low_ms = middle_ms
         return best
 
-    def _column_ms(self, counts: Counts) -> float:
-        return math.sumprod(counts, self.table.column_ms)
+    def _column_ms(self, totals: Totals) -> float:
+        return totals.column_units / self.table.units_per_ms
 
     def _least_ms(self, counts: Counts) -> float:
         """Lower limit for one wave of sequences, of which there are some."""
         table = self.table
-        longest = next(itertools.compress(table.least_ms, counts))
-        return max(longest, self._column_ms(counts) / self._width + table.least_constant_ms)
-
-    def _whole(self, counts: Counts, time_ms: float, effort: Effort) -> Wave | None:
-        filled = self._filled(counts, time_ms, effort, takes_all=True)
-        return None if filled is None else filled[0]
+        mean_ms = self._column_ms(counts.totals) / self._width
+        return max(table.least_ms[counts.places[0]], mean_ms + table.least_constant_ms)
 
     def _filled(
         self, counts: Counts, time_ms: float, effort: Effort, *, takes_all: bool = False
-    ) -> tuple[Wave, Counts] | None:
-        filled = fill_wave(self.table, counts, time_ms, takes_all=takes_all)
-        num_groups = 1 if filled is None else len(filled[0].groups)
-        effort.spend(_FILL_EFFORT * len(counts) * (1 + num_groups / 4))
-        return filled
+    ) -> Wave | None:
+        wave = fill_wave(self.table, counts, time_ms, takes_all=takes_all)
+        num_groups = 1 if wave is None else len(wave.groups)
+        effort.spend(_FILL_EFFORT * len(self.table.lengths) * (1 + num_groups / 4))
+        return wave
 
 
 def wave_order(times_ms: Sequence[float], pipeline: Pipeline) -> list[int]:
@@ -504,7 +576,7 @@ class WavePacker(ReplicaPacker):
         members = _members(self._table, waves, sequences, self.lengths)
         return _finished(self._waves, members, self.lengths, keeps_order=False)
 
-    def _counts(self, sequences: Sequence[int]) -> list[int] | None:
+    def _counts(self, sequences: Sequence[int]) -> Counts | None:
         """By length; None if a sequence fits no group."""
         lengths = [self.lengths[sequence] for sequence in sequences]
         if max(lengths) > self._waves.longest:
