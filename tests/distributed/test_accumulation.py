@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -11,7 +10,6 @@ import numpy as np
 import pytest
 import torch
 
-from megatron.hydraulis.errors import ConfigurationError
 from megatron.hydraulis.runtime.engine import RuntimeEngine
 from megatron.hydraulis.runtime.executor import make_forward_step
 from tests.support.comparison import assert_same
@@ -75,35 +73,6 @@ def test_two_calls_and_an_update_are_those_of_both_batches(
         norm = math.sqrt(sum(float(np.square(each).sum()) for each in gradients.values()))
         assert runs[0].norms[i] == pytest.approx(norm, rel=1e-10)
         assert runs[0].losses[i] == pytest.approx(expected.losses[i], rel=1e-12)
-
-
-def errors_of_divisors(job: Job) -> list[str]:
-    """On every rank: what updates whose divisor is unclear raise."""
-    engine = build_engine(job)
-
-    def error_of(update: Callable[[], Any], *calls: bool) -> str:
-        for is_divided in calls:
-            call(engine, job.strategies[0], job.batches[0], is_divided=is_divided)
-        with pytest.raises(ConfigurationError) as error:
-            update()
-        if calls:
-            engine.discard_gradients()
-        return str(error.value)
-
-    return [
-        error_of(engine.optim_step),
-        error_of(engine.optim_step, True, False),
-        error_of(lambda: engine.optim_step(divisor=8.0), True),
-        error_of(lambda: engine.optim_step(divisor=0.0), False),
-    ]
-
-
-def test_an_unclear_divisor_is_refused() -> None:
-    (errors,) = pool_of(1).run(errors_of_divisors, law_job(1, "tp1"))
-    assert "at least 1 call of forward_backward but there were 0" in errors[0]
-    assert "1 of 2 have one; give it to all of them, or to optim_step alone" in errors[1]
-    assert "optim_step has divisor 8 and 1 calls" in errors[2]
-    assert "must be positive and finite but is 0" in errors[3]
 
 
 def update_beyond_the_range(job: Job) -> tuple[bool, bool]:

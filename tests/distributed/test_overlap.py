@@ -12,7 +12,7 @@ from megatron.hydraulis.runtime.spans import RecordedSpan
 from megatron.hydraulis.runtime.track import ThreadTrack
 from megatron.hydraulis.strategy import Strategy
 from megatron.hydraulis.transfer.collective import Collective
-from tests.support.gloo_pool import WorkerFailure, pool_of
+from tests.support.gloo_pool import pool_of
 from tests.support.law import LENGTHS, MAIN_MODEL, SHORT_MODEL, assert_law, check_law, law_job
 from tests.support.models import Job, RankRun, build_engine, run_job, spread
 from tests.support.overlap_probes import (
@@ -357,14 +357,3 @@ class TestFaults:
             elif phase != "optimizer":  # the others notice in their next gather
                 assert failure.kind in ("RuntimeError", "ended"), failure
                 assert f"rank {rank}" in failure.text
-
-
-def test_a_strategy_outside_the_pool_is_refused() -> None:
-    job = law_job(2, "tp2")
-    with pytest.raises(WorkerFailure, match=r"'pp2': not among the pool's 1 strategies; use one"):
-        pool_of(2).run(run_unknown_strategy, job)
-
-
-def run_unknown_strategy(job: Job) -> None:
-    """On every rank."""
-    build_engine(job).gather("pp2")

@@ -10,12 +10,14 @@ import itertools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 from hypothesis import strategies as st
 
 from megatron.hydraulis.strategy import Replica, Scheme, Strategy
+from megatron.hydraulis.transfer import role as transfer_role
 from megatron.hydraulis.transfer.canonical import (
     Bucket,
     CanonicalLayout,
@@ -24,9 +26,21 @@ from megatron.hydraulis.transfer.canonical import (
     Unit,
 )
 from megatron.hydraulis.transfer.plan import TransferPlan
-from megatron.hydraulis.transfer.role import Role, roles_of
+from megatron.hydraulis.transfer.role import Role
 
 Ids = npt.NDArray[np.int64]
+
+
+def roles_of(
+    text: str,
+    num_ranks: int = 4,
+    *,
+    num_layers: int = 1,
+    tied: bool = False,
+    num_experts: int = 0,
+) -> list[Any]:
+    """The role of every rank in a strategy."""
+    return transfer_role.roles_of(Strategy.parse(text, num_ranks), num_layers, tied, num_experts)
 
 
 @dataclass(frozen=True)
@@ -42,7 +56,9 @@ class Case:
     @property
     def roles(self) -> list[Role | None]:
         """Of every rank."""
-        return roles_of(self.strategy, self.num_layers, self.tied_embeddings, self.num_experts)
+        return transfer_role.roles_of(
+            self.strategy, self.num_layers, self.tied_embeddings, self.num_experts
+        )
 
     def first_id(self, parameter: int) -> int:
         """Number of the parameter's element (0, 0)."""

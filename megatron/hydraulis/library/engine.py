@@ -403,7 +403,7 @@ class Engine:
         """
         self.runtime.require_onloaded()
         args = self._source.resolved.args
-        path = _agreed_path(folder)
+        path = _agreed(lambda: checked_path(folder), "path")
         num_steps = int(self.runtime.optimizer.num_steps.item())
         saver = CheckpointSaver(CheckpointFolder(path), self.runtime, log=lambda message: None)
         saver.save(
@@ -428,7 +428,8 @@ class Engine:
         """
         self.runtime.require_no_gradients("a load")
         self.runtime.require_onloaded()
-        paths = find_checkpoints(CheckpointFolder(_agreed_path(folder)))
+        path = _agreed(lambda: checked_path(folder), "path")
+        paths = find_checkpoints(CheckpointFolder(path))
         if not paths:
             raise CheckpointError(f"{folder}: there is no checkpoint; correct the path")
         load_checkpoint(
@@ -520,10 +521,6 @@ def _agreed[Value](checked: Callable[[], Value], what: str) -> Value:
     value = on_all_ranks(checked, f"{what} cannot be read")
     check_same(of_all_ranks(value), what, "give the same to all")
     return value
-
-
-def _agreed_path(folder: str | Path) -> Path:
-    return _agreed(lambda: checked_path(folder), "path")
 
 
 def _checked_list(sequences: Sequence[Any]) -> list[Any]:

@@ -207,19 +207,25 @@ class SegmentAttention(PackedAttention):
         if self._needs_masks:
             blocks = self._blocks(whole_segments(lengths), query)
             return self._attend_with_masks(query, key, value, lengths, blocks)
-        segments = []
         parts = (each.split(list(lengths)) for each in (query, key, value))
-        for q, k, v in zip(*parts, strict=True):
-            attended = F.scaled_dot_product_attention(
-                q.transpose(0, 1).unsqueeze(0),
-                k.transpose(0, 1).unsqueeze(0),
-                v.transpose(0, 1).unsqueeze(0),
-                is_causal=True,
-                scale=self.softmax_scale,
-                enable_gqa=q.size(1) != k.size(1),
-            )
-            segments.append(attended.squeeze(0).transpose(0, 1))
+        segments = [self._attend_once(*part) for part in zip(*parts, strict=True)]
         return torch.cat(segments) if len(segments) > 1 else segments[0]
+
+    def _attend_once(
+        self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None = None
+    ) -> Tensor:
+        """(queries, heads, head size) of one kernel, which is causal without a mask."""
+        q, k, v = (each.transpose(0, 1).unsqueeze(0) for each in (query, key, value))
+        attended = F.scaled_dot_product_attention(
+            q,
+            k,
+            v,
+            attn_mask=mask,
+            is_causal=mask is None,
+            scale=self.softmax_scale,
+            enable_gqa=query.size(1) != key.size(1),
+        )
+        return attended.squeeze(0).transpose(0, 1)
 
     @property
     def _has_offset(self) -> bool:
@@ -289,17 +295,8 @@ class SegmentAttention(PackedAttention):
             parts = (query.split(blocks.lengths), blocks.keys_of(laid_out, lengths))
             for block, q, keys in zip(blocks.blocks, *parts, strict=True):
                 k, v = keys.split(num_groups, dim=1)
-                mask = blocks.mask_of(block)
-                context = F.scaled_dot_product_attention(
-                    q.transpose(0, 1).unsqueeze(0),
-                    k.transpose(0, 1).unsqueeze(0),
-                    v.transpose(0, 1).unsqueeze(0),
-                    attn_mask=mask,
-                    is_causal=mask is None,
-                    scale=self.softmax_scale,
-                    enable_gqa=q.size(1) != num_groups,
-                )
-                attended.append(context.squeeze(0).transpose(0, 1)[..., :head_size])
+                context = self._attend_once(q, k, v, blocks.mask_of(block))
+                attended.append(context[..., :head_size])
             return torch.cat(attended)
 
         return attend_and_forget(
@@ -328,18 +325,14 @@ class ContextAttention(SegmentAttention):
             return super()._attend_packed(query, key, value, packed_seq_params)
         row = shared_row(packed_seq_params, query)
         way = choose_way(self.cp_comm_type, query.size(1), key.size(1), row.size)
-        context: Tensor
-        if way == "a2a":
-            context = self._attend_to_share_of_heads(query, key, value, row)
-        else:
-            context = self._attend_to_gathered(query, key, value, row)
+        attend = self._attend_to_share_of_heads if way == "a2a" else self._attend_to_gathered
+        context: Tensor = attend(query, key, value, row)
         return context
 
     def _attend_to_gathered(self, query: Tensor, key: Tensor, value: Tensor, row: SharedRow) -> Any:
         part = torch.cat([key, value], dim=1)
         key_of_blocks = ("blocks of part", self.window, query.dtype)
         blocks = once_a_row(row, key_of_blocks, lambda: self._blocks(row.stretches, query))
-
         again = functools.partial(gathered_again, part.detach(), row)
         return self._attend_by_blocks(query, gather_row(part, row), again, row.lengths, blocks)
 

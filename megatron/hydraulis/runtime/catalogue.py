@@ -318,12 +318,11 @@ class _Extent:
 
 @dataclass(frozen=True)
 class _Write:
-    """One operation that wrote to a storage; without a step, ``obstacle`` says why."""
+    """One operation that wrote to a storage: a step, or why it cannot be one."""
 
     name: str
     extent: _Extent
-    step: InitialisationStep | None
-    obstacle: str = ""
+    step: InitialisationStep | str
 
 
 class InitialiserRecorder(TorchDispatchMode):
@@ -353,18 +352,16 @@ class InitialiserRecorder(TorchDispatchMode):
             return result
         name = func.overloadpacket.__name__
         is_plain = len(written) == 1 and bool(args) and written[0] is args[0]
-        step, obstacle = None, "is not an element-wise operation on one tensor"
-        if is_plain and name in ELEMENT_WISE:
-            others = (*args[1:], *(v for k, v in kwargs.items() if k != "generator"))
-            if any(isinstance(argument, Tensor) for argument in others):
-                obstacle = "takes values from another tensor"
+        step: InitialisationStep | str = "is not an element-wise operation on one tensor"
+        if is_plain and (name in ELEMENT_WISE or name == "copy_"):
+            named = {key: value for key, value in kwargs.items() if key != "generator"}
+            if any(isinstance(argument, Tensor) for argument in (*args[1:], *named.values())):
+                step = "takes values from another tensor"
             else:
-                keywords = tuple((k, v) for k, v in kwargs.items() if k != "generator")
-                step = InitialisationStep(getattr(Tensor, name), tuple(args[1:]), keywords)
-        elif is_plain and name == "copy_":
-            obstacle = "takes values from another tensor"
+                operation = getattr(Tensor, name)
+                step = InitialisationStep(operation, tuple(args[1:]), tuple(named.items()))
         for target in written:
-            self._note(target, _Write(name, _Extent.of(target), step, obstacle))
+            self._note(target, _Write(name, _Extent.of(target), step))
         if is_plain and written[0].is_meta:
             return written[0]  # there is no memory to write to
         return func(*args, **kwargs)
@@ -380,7 +377,7 @@ class InitialiserRecorder(TorchDispatchMode):
     def note_left_out(self, tensor: Tensor, name: str) -> None:
         """Record an initialiser that did nothing because ``tensor`` is on `meta`."""
         obstacle = "does nothing on meta, where the model is built first"
-        self._note(tensor, _Write(name, _Extent.of(tensor), None, obstacle))
+        self._note(tensor, _Write(name, _Extent.of(tensor), obstacle))
 
     def recipe(self, name: str, parameter: Tensor) -> tuple[InitialisationStep, ...]:
         """The operations from the last complete overwrite on; earlier ones have no effect.
@@ -403,29 +400,29 @@ class InitialiserRecorder(TorchDispatchMode):
         overwrites = [
             i
             for i, write in enumerate(writes)
-            if write.step is not None and write.name in OVERWRITING and write.extent.covers(whole)
+            if not isinstance(write.step, str)
+            and write.name in OVERWRITING
+            and write.extent.covers(whole)
         ]
         kept = writes[overwrites[-1] :] if overwrites else writes
         steps = []
         for write in kept:
-            obstacle = write.obstacle if write.step is None else ""
-            if not obstacle and not write.extent.covers(whole):
-                num_elements = min(write.extent.stop, whole.stop) - max(
-                    write.extent.start, whole.start
-                )
-                obstacle = (
+            step = write.step
+            if not isinstance(step, str) and not write.extent.covers(whole):
+                extent = write.extent
+                num_elements = min(extent.stop, whole.stop) - max(extent.start, whole.start)
+                step = (
                     f"writes to a part of it, within {num_elements} of {whole.stop - whole.start} "
                     "elements"
                 )
-            if obstacle:
+            if isinstance(step, str):
                 raise ConfigurationError(
-                    f"parameter '{name}' is initialised by '{write.name}', which {obstacle}; "
+                    f"parameter '{name}' is initialised by '{write.name}', which {step}; "
                     "initial weights are made row by row on the ranks that own them: initialise "
                     "all of the parameter by operations such as normal_, uniform_, fill_, mul_ "
                     "with numbers (nn.Embedding: without padding_idx)"
                 )
-            assert write.step is not None
-            steps.append(write.step)
+            steps.append(step)
         if not overwrites:
             raise ConfigurationError(
                 f"parameter '{name}' is not initialised by its module when built on meta; "

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron.hydraulis.data.packed_batch import PackedBatch, pack
-from megatron.hydraulis.errors import ConfigurationError, HydraulisError
+from megatron.hydraulis.errors import ConfigurationError, HydraulisError, StrategyError
 from megatron.hydraulis.optimizer.sharded_adamw import AdamWSettings
 from megatron.hydraulis.runtime.engine import RuntimeEngine
 from megatron.hydraulis.runtime.executor import loss_func, make_forward_step
@@ -160,6 +160,11 @@ def test_parameters_alone_run_forward_only(world: None, engine: RuntimeEngine) -
     with pytest.raises(ConfigurationError, match="made with optimizer=None"):
         alone.forward_backward("tp1", batches(1.0), STEP)
     alone.close()
+
+
+def test_a_strategy_outside_the_pool_is_refused(engine: RuntimeEngine) -> None:
+    with pytest.raises(StrategyError, match=r"'pp2': not among the pool's 1 strategies; use one"):
+        engine.gather("pp2")
 
 
 def test_atoms_are_a_multiple_of_those_of_the_pool(world: None) -> None:

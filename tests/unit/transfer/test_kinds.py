@@ -5,9 +5,7 @@ from typing import Any
 import pytest
 
 from megatron.hydraulis.errors import PlanError
-from megatron.hydraulis.strategy import Strategy
 from megatron.hydraulis.transfer import collective as collective_module
-from megatron.hydraulis.transfer import role
 from megatron.hydraulis.transfer.amounts import LayoutAmounts, RankAmounts, StrategyAmounts
 from megatron.hydraulis.transfer.canonical import (
     Bucket,
@@ -35,16 +33,12 @@ from megatron.hydraulis.transfer.plan import (
 )
 from megatron.hydraulis.transfer.ranges import Range, buckets_with_equal_plans
 from megatron.hydraulis.transfer.role import Role
+from tests.support.layouts import roles_of
 
 WEIGHT = ParameterSpec("weight", (16, 1), Unit.layer(0), Contribution.SHARDED, tp_dim=0)
 NORM = ParameterSpec("norm", (1,), Unit.layer(0), Contribution.REPLICATED, decays=False)
 LAYOUT = CanonicalLayout.build([WEIGHT], num_atoms=4, num_ranks=4)
 BUCKET = LAYOUT.buckets[0]
-
-
-def roles_of(text: str, num_ranks: int = 4, *, num_layers: int = 1) -> list[Role | None]:
-    strategy = Strategy.parse(text, num_ranks)
-    return role.roles_of(strategy, num_layers, False)
 
 
 def kind_of(

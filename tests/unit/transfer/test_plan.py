@@ -5,8 +5,6 @@ from dataclasses import replace
 import pytest
 
 from megatron.hydraulis.errors import PlanError
-from megatron.hydraulis.strategy import Strategy
-from megatron.hydraulis.transfer import role
 from megatron.hydraulis.transfer.canonical import (
     CanonicalLayout,
     Contribution,
@@ -21,18 +19,12 @@ from megatron.hydraulis.transfer.plan import (
 )
 from megatron.hydraulis.transfer.ranges import Range, contributed_ranges, held_ranges
 from megatron.hydraulis.transfer.role import Role
+from tests.support.layouts import roles_of
 
 WEIGHT = ParameterSpec("weight", (8, 1), Unit.layer(0), Contribution.SHARDED, tp_dim=0)
 NORM = ParameterSpec("norm", (4,), Unit.layer(0), Contribution.REPLICATED, decays=False)
 LAYOUT = CanonicalLayout.build([WEIGHT, NORM], num_atoms=4, num_ranks=3)
 BUCKET = LAYOUT.buckets[0]
-
-
-def roles_of(
-    text: str, num_ranks: int, *, num_layers: int = 1, tied: bool = False, num_experts: int = 0
-) -> list:
-    strategy = Strategy.parse(text, num_ranks)
-    return role.roles_of(strategy, num_layers, tied, num_experts)
 
 
 def test_gather_of_tp2_and_tp1() -> None:

@@ -27,15 +27,11 @@ from megatron.hydraulis.transfer.plan import (
 )
 from megatron.hydraulis.transfer.ranges import best_owner_orders
 from megatron.hydraulis.transfer.role import Role
+from tests.support.layouts import roles_of
 
 WEIGHT = ParameterSpec("weight", (16, 1), Unit.layer(0), Contribution.SHARDED, tp_dim=0)
 LAYOUT = CanonicalLayout.build([WEIGHT], num_atoms=4, num_ranks=4)
 BUCKET = LAYOUT.buckets[0]
-
-
-def roles_of(text: str, num_ranks: int = 4, *, num_layers: int = 1) -> list[Role | None]:
-    strategy = Strategy.parse(text, num_ranks)
-    return role.roles_of(strategy, num_layers, False)
 
 
 class TestBytes:
