@@ -65,7 +65,7 @@ from megatron.hydraulis.planner.planners import CertifiedPlanner
 from megatron.hydraulis.planner.replica_plan import MicroBatch, ReplicaPlan
 from megatron.hydraulis.runtime.engine import RuntimeEngine
 from megatron.hydraulis.runtime.executor import make_forward_step
-from megatron.hydraulis.simulator.schedulers import fixed_length_shares
+from megatron.hydraulis.simulator.work import fixed_length_shares
 from megatron.hydraulis.strategy import Pool, Strategy
 from megatron.hydraulis.terminal import figures_table, results_console
 

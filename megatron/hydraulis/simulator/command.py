@@ -1,7 +1,9 @@
 """``hydraulis simulate``: iteration times without a GPU."""
 
 import argparse
-from collections.abc import Iterable, Sequence
+import itertools
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -33,12 +35,10 @@ from megatron.hydraulis.observability.trace import (
 from megatron.hydraulis.observability.trace_picture import trace_figure
 from megatron.hydraulis.planner.planned import stage_names
 from megatron.hydraulis.planner.solver import native_prints_to_stderr
-from megatron.hydraulis.simulator.batches import default_num_processes
 from megatron.hydraulis.simulator.comparison import Comparison, SimulationRequest, compare_ways
-from megatron.hydraulis.simulator.output import iteration_spans
 from megatron.hydraulis.simulator.results import WayResult
-from megatron.hydraulis.simulator.simulation import IterationTasks
-from megatron.hydraulis.simulator.ways import BALANCED, POOL
+from megatron.hydraulis.simulator.simulation import IterationTasks, OperationTasks
+from megatron.hydraulis.simulator.ways import BALANCED, POOL, default_num_processes
 from megatron.hydraulis.strategy import Pool, Strategy
 from megatron.hydraulis.terminal import (
     launch_command,
@@ -50,6 +50,8 @@ from megatron.hydraulis.terminal import (
 
 RESULTS_FILE_NAME, PICTURE_FILE_NAME = "simulation.json", "simulation.png"
 ITERATION_PICTURE_FILE_NAME = "iteration.png"
+
+_US_PER_MS = 1e3
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -210,3 +212,83 @@ def _shown_spans(iteration: IterationTasks, spans: Sequence[Span]) -> list[Span]
     return [
         span for span in spans if span.rank in (first_only if span.track == "regroup" else leaders)
     ]
+
+
+def iteration_spans(iteration: IterationTasks, *, started_ms: float) -> list[Span]:
+    """What every rank does in an iteration, by start.
+
+    The spans have the names of measured ones and are not planned ones: the simulation takes the
+    place of a run, so that tables, pictures and viewers of traces show it in the same way.
+
+    started_ms: end of the previous iteration.
+    """
+    common = list(_common_spans(iteration, started_ms))
+    ranks = range(iteration.work.strategy.num_ranks)
+    spans = [replace(span, rank=rank) for rank in ranks for span in common]
+    for replica in iteration.replicas:
+        scheme = replica.replica.scheme
+        for stage, operations in enumerate(replica.by_stage):
+            own = list(_stage_spans(iteration, operations))
+            for cp, tp in itertools.product(range(scheme.cp), range(scheme.tp)):
+                rank = replica.replica.rank_at(stage, cp, tp)
+                spans += [replace(span, rank=rank) for span in own]
+    return sorted(spans, key=lambda span: (span.start_us, -span.end_us))
+
+
+def _span(track: str, name: str, start_ms: float, end_ms: float, **detail: int | str) -> Span:
+    """A span of rank 0, to be copied to all ranks that have it."""
+    return Span(
+        rank=0,
+        track=track,
+        name=name,
+        start_us=start_ms * _US_PER_MS,
+        end_us=end_ms * _US_PER_MS,
+        detail=detail,
+    )
+
+
+def _stage_spans(iteration: IterationTasks, operations: list[OperationTasks]) -> Iterator[Span]:
+    number = iteration.number
+    free_ms = iteration.begin_ms
+    for operation in operations:
+        stage = operation.stage
+        if operation.start_ms > free_ms:
+            detail = {"iteration": number, "stage": stage}
+            yield _span("compute", "pipeline wait", free_ms, operation.start_ms, **detail)
+        yield _span(
+            "compute",
+            "forward" if operation.is_forward else "backward",
+            operation.start_ms,
+            operation.end_ms,
+            iteration=number,
+            micro_batch=operation.micro_batch,
+            stage=stage,
+            num_tokens=operation.num_tokens,
+        )
+        for earlier, later in zip(operation.tasks, operation.tasks[1:], strict=False):
+            if later.start_ms > earlier.end_ms:
+                yield _span("host", "gather wait", earlier.end_ms, later.start_ms, iteration=number)
+        free_ms = operation.end_ms
+
+
+def _common_spans(iteration: IterationTasks, started_ms: float) -> Iterator[Span]:
+    """What all ranks do at the same time."""
+    number, strategy = iteration.number, iteration.work.strategy.name
+    begin_ms, end_ms = iteration.begin_ms, iteration.end_ms
+    if begin_ms > started_ms:
+        yield _span("host", "planning wait", started_ms, begin_ms, iteration=number)
+    yield _span("iteration", "iteration", begin_ms, end_ms, iteration=number, strategy=strategy)
+    collectives = [
+        *(("gather", bucket.index, bucket.gather) for bucket in iteration.buckets),
+        *(("scatter", bucket.index, bucket.scatter) for bucket in iteration.buckets),
+    ]
+    for name, index, task in collectives:
+        yield _span("regroup", name, task.start_ms, task.end_ms, iteration=number, bucket=index)
+    if iteration.buckets:
+        updates = [bucket.update for bucket in iteration.buckets]
+        first_ms = min(task.start_ms for task in updates)
+        last_ms = max(task.end_ms for task in updates)
+        yield _span("compute", "optimizer", first_ms, last_ms, iteration=number)
+    if iteration.overhead is not None:
+        task = iteration.overhead
+        yield _span("regroup", "overhead", task.start_ms, task.end_ms, iteration=number)

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Any
 
+from rich import box
 from rich.table import Table
 
 from megatron.hydraulis.command_line import Flag
@@ -14,18 +15,41 @@ from megatron.hydraulis.cost_model.limits import Limits
 from megatron.hydraulis.errors import ConfigurationError
 from megatron.hydraulis.lengths.batches import BatchesRequest, sample_batches
 from megatron.hydraulis.model_shape import ModelShape
-from megatron.hydraulis.observability.pictures import figure_svg
-from megatron.hydraulis.simulator.batches import BatchPlanning
-from megatron.hydraulis.simulator.output import result_table, results_figure, strategy_use_table
-from megatron.hydraulis.simulator.results import SimulationSettings, WayResult, simulate_way
-from megatron.hydraulis.simulator.ways import MEGATRON_CP, PACKING, POOL, WAYS, Ways
+from megatron.hydraulis.observability.pictures import CATEGORY_COLORS, figure_svg, style_rows
+from megatron.hydraulis.simulator.results import PARTS, SimulationSettings, WayResult, simulate_way
+from megatron.hydraulis.simulator.ways import MEGATRON_CP, PACKING, POOL, WAYS, BatchPlanning, Ways
 from megatron.hydraulis.strategy import Pool
 from megatron.hydraulis.terminal import OnProgress, notebook_html, table_text
 
 if TYPE_CHECKING:
+    from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
 _WIDTH = 100
+
+_PERCENT = 100.0
+_MAX_STRATEGIES = 4
+_HEADS = {
+    "work": "work\n%",
+    "fill": "fill\n%",
+    "imbalance": "imb.\n%",
+    "regroup": "regr.\n%",
+    "planning": "plan.\n%",
+}
+_COLORS = {
+    "work": CATEGORY_COLORS[0],
+    "padding": CATEGORY_COLORS[3],
+    "fill": CATEGORY_COLORS[5],
+    "imbalance": "#d0d0d0",
+    "regroup": CATEGORY_COLORS[1],
+    "planning": CATEGORY_COLORS[2],
+}
+_WIDTH_INCHES = 9.0
+_MARGIN_INCHES = 1.7
+_ROW_INCHES = 0.42
+_MAX_OVER_NEXT = 2.5
+"""The bar of a way that is more times slower than the next one is cut off, so that the others stay
+readable."""
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)
@@ -223,11 +247,16 @@ def compare_ways(
             on_progress=on_phase,
         )
         for name in known:
-            result = _simulated(name, ways, settings)
-            if isinstance(result, WayResult):
+            result = simulate_way(name, ways.candidates(name), settings)
+            if result is not None:
                 results.append(result)
+            elif name == MEGATRON_CP and not costs.knows_exchange:
+                skipped[name] = (
+                    "the cost of cp is unknown; give --device and the model, or measure schemes "
+                    "with cp"
+                )
             else:
-                skipped[name] = result
+                skipped[name] = f"none of its strategies holds a sequence of {ways.limit} tokens"
     if not results:
         raise ConfigurationError(
             f"--ways: no strategy for {', '.join(skipped)} can be simulated with "
@@ -236,11 +265,134 @@ def compare_ways(
     return Comparison(results=tuple(results), skipped=skipped, ways=ways)
 
 
-def _simulated(name: str, ways: Ways, settings: SimulationSettings) -> WayResult | str:
-    """The result of a way, or why it is skipped."""
-    result = simulate_way(name, ways.candidates(name), settings)
-    if result is not None:
-        return result
-    if name == MEGATRON_CP and not ways.costs.knows_exchange:
-        return "the cost of cp is unknown; give --device and the model, or measure schemes with cp"
-    return f"none of its strategies holds a sequence of {ways.limit} tokens"
+def result_table(results: Sequence[WayResult], reference: WayResult, title: str) -> Table:
+    """A row per way: throughput, speed-up over the reference, parts of the ranks' time."""
+    table = _table(title)
+    table.add_column("way", no_wrap=True)
+    for name in (
+        "tokens\n/s",
+        "speed\nup",
+        "iter.\ns",
+        "±\ns",
+        *(_HEADS[part] for part in PARTS),
+        "pad.\n%",
+        "slow.\n/mean",
+    ):
+        table.add_column(name, justify="right", no_wrap=True)
+    for result in results:
+        shares = result.shares
+        table.add_row(
+            result.name,
+            f"{result.tokens_per_s:,.0f}",
+            f"{reference.time_s / result.time_s:.2f}",
+            f"{result.time_s / len(result.accounts):.3f}",
+            "–" if result.error_s is None else f"{result.error_s:.3f}",
+            *(f"{_PERCENT * shares[part]:.1f}" for part in PARTS),
+            f"{_PERCENT * result.padding_fraction:.1f}",
+            f"{result.imbalance:.3f}",
+            style="bold" if result is results[-1] else None,
+        )
+    table.caption = (
+        f"Speed-up over {reference.name!r}. ±: standard error of an iteration's mean time, which "
+        "other batches would change. Shares of all ranks' time. work: forward and backward, "
+        "also of padding; fill: waiting in the pipeline or for parameters; imb.: waiting for the "
+        "slowest replica; regr.: scatter and update that are not hidden; plan.: waiting for the "
+        "plan. pad.: share of padding in the computed tokens. slow./mean: time of the slowest "
+        "replica over the mean of all."
+    )
+    return table
+
+
+def strategy_use_table(results: Sequence[WayResult]) -> Table:
+    """The strategies that each way used."""
+    table = _table("Strategies")
+    table.add_column("way", no_wrap=True)
+    table.add_column("iterations with it: strategy", overflow="fold")
+    table.add_column("a rank receives\nGB/iteration", justify="right")
+    for result in results:
+        uses = result.num_uses.most_common()
+        # No line break between the number and the strategy.
+        shown = [f"{num}x\u00a0{result.strategies[name]}" for name, num in uses[:_MAX_STRATEGIES]]
+        if len(uses) > _MAX_STRATEGIES:
+            shown.append(f"{len(uses) - _MAX_STRATEGIES} more")
+        received = f"{result.received_bytes / 1e9:.2f}" if result.received_bytes else "–"
+        table.add_row(result.name, ", ".join(shown), received)
+    return table
+
+
+def _table(title: str) -> Table:
+    return Table(
+        title=title,
+        title_justify="left",
+        caption_justify="left",
+        box=box.SIMPLE_HEAD,
+        padding=0,
+        show_edge=False,
+    )
+
+
+def results_figure(results: Sequence[WayResult], reference: WayResult, title: str) -> Figure:
+    """A bar per way: the mean time of an iteration, divided into its parts.
+
+    Work is divided into trained tokens and padding.
+    """
+    # Simulating needs no matplotlib, which takes long to import.
+    from matplotlib.figure import Figure
+
+    height = _MARGIN_INCHES + _ROW_INCHES * len(results)
+    figure = Figure(figsize=(_WIDTH_INCHES, height), layout="constrained")
+    axes = figure.subplots()
+    longest_s = _longest_drawn_s([result.time_s / len(result.accounts) for result in results])
+    for place, result in enumerate(results):
+        _draw_way(axes, place, result, reference, longest_s)
+    axes.set_yticks(range(len(results)), [result.name for result in results], fontsize=9)
+    axes.set_ylim(len(results) - 0.4, -0.6)
+    axes.set_xlim(0.0, 1.22 * longest_s)
+    style_rows(axes, "s per iteration, divided by what the ranks do in it", title)
+    handles, labels = axes.get_legend_handles_labels()
+    first = dict(zip(labels, handles, strict=True))
+    figure.legend(
+        first.values(),
+        first.keys(),
+        loc="outside lower center",
+        ncols=len(_COLORS),
+        fontsize=8,
+        frameon=False,
+    )
+    return figure
+
+
+def _longest_drawn_s(times_s: Sequence[float]) -> float:
+    rising = sorted(times_s)
+    for shorter_s, longer_s in zip(reversed(rising[:-1]), reversed(rising), strict=False):
+        if longer_s <= _MAX_OVER_NEXT * shorter_s:
+            return longer_s
+    return rising[0]
+
+
+def _draw_way(
+    axes: Axes, place: int, result: WayResult, reference: WayResult, longest_s: float
+) -> None:
+    iteration_s = result.time_s / len(result.accounts)
+    shares = result.shares
+    padding = shares["work"] * result.padding_fraction
+    parts = {"work": shares["work"] - padding, "padding": padding}
+    parts |= {part: shares[part] for part in PARTS if part != "work"}
+    is_cut = iteration_s > longest_s * (1.0 + 1e-9)
+    drawn_s = longest_s if is_cut else iteration_s
+    left_s = 0.0
+    for part, share in parts.items():
+        axes.barh(place, share * drawn_s, left=left_s, height=0.66, color=_COLORS[part], label=part)
+        left_s += share * drawn_s
+    text = f"{result.tokens_per_s:,.0f} tokens/s, {reference.time_s / result.time_s:.2f}x"
+    if is_cut:
+        text = f"… {iteration_s:,.1f} s: " + text
+    axes.text(
+        left_s - 0.01 * longest_s if is_cut else left_s + 0.01 * longest_s,
+        place,
+        text,
+        va="center",
+        ha="right" if is_cut else "left",
+        fontsize=8,
+        color="white" if is_cut else "black",
+    )

@@ -18,35 +18,44 @@ from __future__ import annotations
 
 import itertools
 import math
+import os
+import signal
+import time
 from bisect import insort
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field, fields, replace
+from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
-from typing import TypeVar
+from multiprocessing import get_context
+from typing import Self, TypeVar
 
 import numpy as np
 import numpy.typing as npt
 
+from megatron.hydraulis.cost_model.estimate_command import powers_of_two
 from megatron.hydraulis.cost_model.interface import CostModel
 from megatron.hydraulis.cost_model.job_costs import JobCosts
 from megatron.hydraulis.cost_model.limits import Limits
 from megatron.hydraulis.cost_model.pipeline import StageCosts
 from megatron.hydraulis.cost_model.profile import ProfileCostModel
-from megatron.hydraulis.errors import ConfigurationError, StrategyError
+from megatron.hydraulis.errors import ConfigurationError, PlanError, StrategyError
 from megatron.hydraulis.model_shape import ModelShape
 from megatron.hydraulis.planner.bounds import dispatch_bound_ms
 from megatron.hydraulis.planner.costs import PoolCosts, SchemeCost, scheme_cost
 from megatron.hydraulis.planner.greedy import best_fit
-from megatron.hydraulis.planner.plan import MS_PER_S
-from megatron.hydraulis.planner.planners import GreedyPlanner
-from megatron.hydraulis.simulator.batches import BatchPlanning
-from megatron.hydraulis.simulator.schedulers import (
+from megatron.hydraulis.planner.plan import MS_PER_S, IterationPlan
+from megatron.hydraulis.planner.planners import CertifiedPlanner, GreedyPlanner
+from megatron.hydraulis.simulator.work import (
+    CeilingCosts,
+    IterationWork,
+    MicroBatchWork,
     Wave,
     context_waves,
     first_fit_decreasing,
     fixed_length_shares,
 )
-from megatron.hydraulis.simulator.work import CeilingCosts, IterationWork, MicroBatchWork
 from megatron.hydraulis.strategy import Pool, Scheme, Strategy
 from megatron.hydraulis.terminal import OnProgress
 
@@ -68,6 +77,13 @@ Batches = Sequence[Sequence[int]]
 Works = list[IterationWork]
 Shares = tuple[tuple[MicroBatchWork, ...], ...]
 """Micro-batches of each replica."""
+
+MAX_DEFAULT_PROCESSES = 8
+"""A login node has other users too."""
+FEWEST_BATCHES_PER_PROCESS = 10
+"""A process starts in about a second, which fewer batches would not justify."""
+CHUNKS_PER_PROCESS = 4
+"""Several, so that no process waits long for the last one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,22 +123,6 @@ class LaneLayout:
 
 
 @dataclass(frozen=True, slots=True)
-class _Amounts:
-    """What lanes compute in rows of fixed length: shape (num_batches, num_lanes) each, zeros for a
-    lane without rows."""
-
-    tokens: FloatArray
-    squares: FloatArray
-    """Σs² of the sequences, in tokens²."""
-    num_rows: FloatArray
-    num_micro_batches: FloatArray
-    least_tokens: FloatArray
-    """Of a micro-batch."""
-    least_squares: FloatArray
-    """Of a micro-batch."""
-
-
-@dataclass(frozen=True, slots=True)
 class Variant:
     """What a way could do."""
 
@@ -131,6 +131,102 @@ class Variant:
     """Makes the work of every batch."""
     least_ms: float = 0.0
     """All batches take at least this; 0.0 if unknown."""
+
+
+def default_num_processes() -> int:
+    """Number of cores that this process may use, up to `MAX_DEFAULT_PROCESSES`."""
+    return min(len(os.sched_getaffinity(0)), MAX_DEFAULT_PROCESSES)
+
+
+@dataclass(frozen=True, slots=True)
+class TimedPlan:
+    """A plan and its CPU time."""
+
+    plan: IterationPlan
+    cpu_s: float
+
+
+class BatchPlanning:
+    """Plans batches, in several processes if there are many; a context manager that ends them.
+
+    Plans depend on their batch alone, not on the number of processes.
+    ConfigurationError for less than one process.
+    """
+
+    def __init__(self, num_processes: int = 1) -> None:
+        if num_processes < 1:
+            raise ConfigurationError(
+                f"simulation: planning needs at least 1 process but has {num_processes}; raise it"
+            )
+        self._num_processes = num_processes
+        self._executor: ProcessPoolExecutor | None = None
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: object, error: object, traceback: object) -> None:
+        if self._executor is not None:
+            self._executor.shutdown(wait=error is None, cancel_futures=True)
+            self._executor = None
+
+    def plans(
+        self, pool: Pool, limits: Limits, batches: Sequence[Sequence[int]]
+    ) -> Iterator[TimedPlan]:
+        """Yields plans in the order of the batches, which are iterations 0, 1, …
+
+        limits: of micro-batches, by the cost model to plan with.
+
+        Raises PlanError as the planner does, and if a process is killed.
+        """
+        num_processes = min(self._num_processes, len(batches) // FEWEST_BATCHES_PER_PROCESS)
+        if num_processes < 2:
+            yield from _plans(pool, limits, batches, 0)
+            return
+        if self._executor is None:
+            # A fork of a process with threads, for example of a progress bar, may hang.
+            self._executor = ProcessPoolExecutor(
+                self._num_processes, mp_context=get_context("spawn")
+            )
+        size = math.ceil(len(batches) / (num_processes * CHUNKS_PER_PROCESS))
+        with _interrupts_blocked():
+            parts = [
+                self._executor.submit(_planned, pool, limits, batches[first : first + size], first)
+                for first in range(0, len(batches), size)
+            ]
+        try:
+            for part in parts:
+                yield from part.result()
+        except BrokenProcessPool as error:
+            raise PlanError(
+                f"one of {self._num_processes} planning processes was killed, possibly for lack of "
+                "memory; plan with fewer"
+            ) from error
+
+
+@contextmanager
+def _interrupts_blocked() -> Iterator[None]:
+    """Processes that start meanwhile never get any: their parent does, and ends them."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+def _planned(
+    pool: Pool, limits: Limits, batches: Sequence[Sequence[int]], first: int
+) -> list[TimedPlan]:
+    return list(_plans(pool, limits, batches, first))
+
+
+def _plans(
+    pool: Pool, limits: Limits, batches: Sequence[Sequence[int]], first: int
+) -> Iterator[TimedPlan]:
+    planner = CertifiedPlanner(pool, limits.cost_model, limits)
+    for iteration, batch in enumerate(batches, start=first):
+        start_s = time.process_time()
+        plan = planner.plan(batch, iteration=iteration)
+        yield TimedPlan(plan, time.process_time() - start_s)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -159,10 +255,6 @@ class Ways:
         default_factory=dict, init=False, repr=False, compare=False
     )
     """Known `fixed_length_shares` without empty rows, by number of lanes and batch."""
-    _amounts: dict[tuple[int, int], _Amounts] = field(
-        default_factory=dict, init=False, repr=False, compare=False
-    )
-    """Known `_amounts_of_rows`."""
 
     def __post_init__(self) -> None:
         if not self.batches:
@@ -219,7 +311,7 @@ class Ways:
                 (
                     (self._least_ms(way, layout, num_rows), layout, num_rows)
                     for layout in self.layouts()
-                    for num_rows in _powers_of_two(layout.cost.max_tokens // self.limit)
+                    for num_rows in powers_of_two(layout.cost.max_tokens // self.limit)
                 ),
                 key=lambda each: each[0],
             )
@@ -255,45 +347,31 @@ class Ways:
     def _least_ms(self, way: str, layout: LaneLayout, num_rows: int) -> float:
         """No works with num_rows rows a micro-batch take less.
 
-        A stage runs the lane's micro-batches, after the stages before it have run the forward of
-        one, and before they run the backward of one.
+        A lane has at least its share of the work. A stage runs the lane's micro-batches after the
+        stages before it have run the forward of one, and before they run the backward of one.
         """
-        rows = self._amounts_of_rows(layout.num_lanes, num_rows)
-        num_computed, least_computed = rows.tokens, rows.least_tokens
+        tokens, squares, rows = self._amounts
+        least_tokens = 0
         if way == FIXED_ROWS:
-            num_computed = self.limit * rows.num_rows
-            least_computed = np.where(rows.num_rows > 0, float(self.limit), 0.0)
-        before_ms: FloatArray | float = 0.0
-        least_ms = np.zeros(len(self.batches))
+            tokens, least_tokens = self.limit * rows, self.limit
+        num_micro_batches = np.ceil(rows / num_rows)
+        before_ms, least_ms = 0.0, np.zeros(len(self.batches))
         for stage in self._stages.coefficients(layout.scheme):
             a_ms, b_ms, c_ms = stage.a_ms_per_token2, stage.b_ms_per_token, stage.c_ms
-            own_ms = a_ms * rows.squares + b_ms * num_computed + c_ms * rows.num_micro_batches
-            least_ms = np.maximum(least_ms, (own_ms + before_ms).max(axis=1))
-            before_ms += a_ms * rows.least_squares + b_ms * least_computed
-            before_ms += c_ms * (rows.num_rows > 0)
+            all_ms = a_ms * squares + b_ms * tokens + c_ms * num_micro_batches
+            least_ms = np.maximum(least_ms, all_ms / layout.num_lanes + before_ms)
+            before_ms += b_ms * least_tokens + c_ms
         return float(least_ms.sum())
 
-    def _amounts_of_rows(self, num_lanes: int, num_rows: int) -> _Amounts:
-        """Of micro-batches of num_rows rows."""
-        key = num_lanes, num_rows
-        if key not in self._amounts:
-            squared = self.profile.schemes[0].coefficients.squared
-            found = np.zeros((len(fields(_Amounts)), len(self.batches), num_lanes))
-            for index, batch in enumerate(self.batches):
-                lengths = np.asarray(batch)
-                squares = squared(lengths)
-                for lane, rows in enumerate(self._shares(num_lanes, batch)):
-                    if rows:
-                        starts = np.cumsum([0, *map(len, rows[:-1])])[::num_rows]
-                        order = list(itertools.chain.from_iterable(rows))
-                        tokens = np.add.reduceat(lengths[order], starts)
-                        of_each = np.add.reduceat(squares[order], starts)
-                        found[:, index, lane] = (
-                            *(tokens.sum(), of_each.sum(), len(rows), len(starts)),
-                            *(tokens.min(), of_each.min()),
-                        )
-            self._amounts[key] = _Amounts(*found)
-        return self._amounts[key]
+    @cached_property
+    def _amounts(self) -> FloatArray:
+        """Tokens, Σs² and least rows of fixed length of each batch, shape (3, num_batches)."""
+        squared = self.profile.schemes[0].coefficients.squared
+        of_batches = (
+            (sum(batch), squared(np.asarray(batch)).sum(), len(self._first_fit[tuple(batch)]))
+            for batch in self.batches
+        )
+        return np.array(list(of_batches), np.float64).T
 
     def homogeneous(self) -> list[Strategy]:
         """Strategies of one scheme that fill the job, each once.
@@ -492,8 +570,3 @@ def _wave_works(
         )
         for rows in itertools.zip_longest(*packed):
             yield MicroBatchWork.wave(list(zip(sizes, rows, strict=True)))
-
-
-def _powers_of_two(most: int) -> Iterator[int]:
-    """1, 2, 4, … up to most."""
-    return (1 << power for power in range(most.bit_length()))

@@ -27,7 +27,7 @@ from megatron.hydraulis.cost_model.profile import ProfileCostModel
 from megatron.hydraulis.data.sampler import BatchSizes
 from megatron.hydraulis.lengths.batches import sample_batches
 from megatron.hydraulis.lengths.counts import LengthCounts, read_length_counts
-from megatron.hydraulis.simulator.schedulers import equal_rows, first_fit_decreasing
+from megatron.hydraulis.simulator.work import equal_rows, first_fit_decreasing
 from megatron.hydraulis.strategy import Pool, Strategy
 from tests.support.planning import TableCostModel
 

@@ -14,7 +14,7 @@ from megatron.hydraulis.cost_model.interface import CostModel
 from megatron.hydraulis.cost_model.limits import Limits
 from megatron.hydraulis.cost_model.profile import ProfileCostModel
 from megatron.hydraulis.errors import ConfigurationError, PlanError
-from megatron.hydraulis.simulator.batches import (
+from megatron.hydraulis.simulator.ways import (
     FEWEST_BATCHES_PER_PROCESS,
     BatchPlanning,
     TimedPlan,

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from megatron.core.pipeline_parallel.hybrid_cp_schedule import BalancedCPScheduler
 
-from megatron.hydraulis.simulator.schedulers import Wave, context_waves
+from megatron.hydraulis.simulator.work import Wave, context_waves
 
 SEEDS = range(40)
 

@@ -18,7 +18,6 @@ from megatron.hydraulis.cost_model.profile import ProfileCostModel, ProfiledSche
 from megatron.hydraulis.data.sampler import BatchSizes
 from megatron.hydraulis.errors import ConfigurationError
 from megatron.hydraulis.lengths.counts import LengthCounts
-from megatron.hydraulis.simulator.batches import BatchPlanning, TimedPlan
 from megatron.hydraulis.simulator.comparison import SimulationRequest, compare_ways
 from megatron.hydraulis.simulator.results import SimulationSettings, WayResult, simulate_way
 from megatron.hydraulis.simulator.ways import (
@@ -29,6 +28,8 @@ from megatron.hydraulis.simulator.ways import (
     PACKING,
     POOL,
     WAYS,
+    BatchPlanning,
+    TimedPlan,
     Ways,
 )
 from megatron.hydraulis.strategy import Pool, Scheme, Strategy
