@@ -168,11 +168,11 @@ class MegatronSide:
         return _timed(getattr(self, method))
 
     def save(self) -> None:
-        """By upstream's writer."""
+        """Upstream's writer saves."""
         self._plain.save(self._folder / "checkpoint", 1, "fully_reshardable")
 
     def load(self) -> None:
-        """By upstream's reader."""
+        """Upstream's reader loads."""
         self._plain.load(self._folder / "checkpoint")
 
 

@@ -1,4 +1,4 @@
-"""What the benchmarks' command lines share: parser, console, progress, tables, JSON output."""
+"""The command lines of the benchmarks share parser, console, progress, tables and JSON output."""
 
 from __future__ import annotations
 

@@ -189,12 +189,12 @@ class SideRun:
 
     @property
     def measured_s(self) -> list[float]:
-        """By iteration."""
+        """Measured times by iteration."""
         return [iteration.measured_s for iteration in self.iterations]
 
     @property
     def predicted_s(self) -> list[float]:
-        """By iteration."""
+        """Predicted times by iteration."""
         return [iteration.predicted_s for iteration in self.iterations]
 
     @property
@@ -204,12 +204,12 @@ class SideRun:
 
     @property
     def prediction_errors(self) -> list[float]:
-        """By iteration: relative difference of measurement and prediction."""
+        """Relative differences of measurement and prediction, by iteration."""
         return [abs(i.measured_s / i.predicted_s - 1.0) for i in self.iterations]
 
     @property
     def count(self) -> EmulationCount:
-        """Of all iterations."""
+        """The sum over all iterations."""
         return sum((i.count for i in self.iterations), EmulationCount())
 
     def to_json(self) -> dict[str, Any]:

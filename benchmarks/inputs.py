@@ -125,7 +125,7 @@ def instance_b() -> list[int]:
 
 
 def published_result() -> PublishedResult:
-    """Of the published planner on instance B."""
+    """The result of the published planner on instance B."""
     content = json.loads((DATA / "published_planner_instance_b.json").read_text("utf-8"))
     return PublishedResult(content["plan_ms"], content["chosen"])
 
@@ -195,7 +195,7 @@ def pool_cases(seed: int, profiles: Sequence[str] = POOL_PROFILES) -> Iterator[P
 
 
 def llama_13b_on_a100(num_ranks: int) -> ProfileCostModel:
-    """As `hydraulis estimate` writes it for Llama 2 13B."""
+    """The profile that `hydraulis estimate` writes for Llama 2 13B."""
     device = device_constants("a100-80g")
     cluster = device.cluster(num_ranks, RANKS_PER_NODE)
     schemes = [Scheme(tp=tp, pp=pp) for tp, pp in POOL_DEGREES if tp * pp <= num_ranks]

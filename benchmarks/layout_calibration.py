@@ -70,7 +70,7 @@ WAIT_TOKENS = 2048
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Software(KernelConstants):
-    """Where other software differs, which ran 141 layouts of a 13B on 64 A100 (arXiv 2311.05610).
+    """Differences of other software, which ran 141 layouts of a 13B on 64 A100 (arXiv 2311.05610).
 
     Replicas add up gradients, in bf16, by all-reduce and gather parameters (ZeRO-1) instead of
     regrouping. What it keeps in memory are counts of its operations.
@@ -177,7 +177,7 @@ PARAMETERS = (
 
 @dataclass(frozen=True)
 class Constants:
-    """What is fitted."""
+    """The fitted constants."""
 
     device: DeviceConstants
     software: Mapping[str, KernelConstants] = field(default_factory=lambda: SOFTWARE)
@@ -194,13 +194,13 @@ class Constants:
         return Constants(device, software)
 
     def software_of(self, row: Measured) -> Software:
-        """That a layout ran with."""
+        """The software that a layout ran with."""
         software = self.software[row.kernel]
         assert isinstance(software, Software)
         return software
 
     def value(self, parameter: Parameter) -> float:
-        """Of a parameter."""
+        """The value of a parameter."""
         owner = self.software[parameter.kernels[0]] if parameter.kernels else self.device
         return float(getattr(owner, parameter.field))
 
@@ -215,7 +215,7 @@ class Measured:
     step_time_s: float | None
 
     def belongs(self, group: Group) -> bool:
-        """Whether it has these values."""
+        """True if the layout has these values."""
         return group.items() <= (dataclasses.asdict(self.layout) | {"kernel": self.kernel}).items()
 
 
@@ -322,7 +322,8 @@ def step_time_s(row: Measured, device: DeviceConstants, software: Software) -> f
 def data_parallel_s(
     job: FixedLengthJob, layout: Layout, device: DeviceConstants, software: Software
 ) -> float:
-    """Of the fullest stage; ranks that add up the same gradients share their node's network."""
+    """The time of the fullest stage; ranks that add up the same gradients share their node's
+    network."""
     shape, dp = job.shape, layout.dp(job)
     num_layers = layout.scheme.layers_per_stage(shape.num_layers)[0]
     num_ends = 1 if layout.pp > 1 else 2
@@ -335,7 +336,7 @@ def data_parallel_s(
 
 
 def fits(row: Measured, device: DeviceConstants, software: Software) -> bool:
-    """Whether the fullest rank fits in memory.
+    """True if the fullest rank fits in memory.
 
     It holds its state and, at one moment, what micro-batches keep, a layer at work and the logits.
     Weights, gradients and a share of the optimizer's state (ZeRO-1) are all of its state.
@@ -425,7 +426,7 @@ def fit_times(
 
 @dataclass(frozen=True, slots=True)
 class Errors:
-    """Of times, of predictions whether layouts fit, and of the layouts that would be chosen."""
+    """Errors of times, of predictions whether layouts fit, and of the layouts that are chosen."""
 
     times: tuple[float, ...]
     """Relative."""

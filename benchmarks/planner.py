@@ -349,7 +349,7 @@ def _gap_percent(bound_ms: float, time_ms: float) -> float:
 
 
 def _quartiles(values: Iterable[float], digits: int) -> list[str]:
-    """From the least to the largest."""
+    """The quartiles, from the least to the largest value."""
     found = np.quantile(list(values), (0.0, 0.25, 0.5, 0.75, 1.0))
     return [f"{value:.{digits}f}" for value in found]
 

@@ -198,7 +198,7 @@ class Iteration:
 
 @dataclass(frozen=True)
 class PoolGain:
-    """Of a pool over a static strategy."""
+    """The gain of a pool over a static strategy."""
 
     pool: Pool
     static: str
@@ -249,7 +249,7 @@ def run(folder: Path, model_flags: Sequence[str], arguments: argparse.Namespace)
 
 
 def sequence_lengths() -> list[int]:
-    """Of the corpus, in tokens."""
+    """Lengths of the corpus' sequences, in tokens."""
     rng = np.random.default_rng(DATA_SEED)
     short = rng.lognormal(np.log(MEDIAN_TOKENS), SIGMA, NUM_SEQUENCES)
     short = short.round().clip(2, MOST_SHORT_TOKENS).astype(int)

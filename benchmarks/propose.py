@@ -141,7 +141,7 @@ def large_baseline() -> Pool:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CaseResult:
-    """What `advise` finds for one job."""
+    """The figures that `advise` finds for one job."""
 
     name: str
     gains: dict[str, tuple[float, float]]

@@ -64,7 +64,7 @@ class StrategyTraffic:
 
     @cached_property
     def roles(self) -> list[Role | None]:
-        """By rank."""
+        """The roles by rank."""
         return roles_of(self.strategy, self.num_layers, self.tied_embeddings)
 
     @cached_property
@@ -105,7 +105,7 @@ class StrategyTraffic:
 
     @property
     def amounts(self) -> StrategyAmounts:
-        """What the ranks exchange."""
+        """The amounts that the ranks exchange."""
         per_node = self.strategy.ranks_per_node
         return StrategyAmounts(LayoutAmounts(self.layout, per_node), self.roles)
 
@@ -142,15 +142,15 @@ class PoolTraffic:
         )
 
     def by_number(self, strategy: Strategy) -> StrategyTraffic:
-        """With owners in the order of the ranks."""
+        """The traffic with owners in the order of the ranks."""
         return self._traffic(strategy, self.layout)
 
     def chosen_for_itself(self, strategy: Strategy) -> StrategyTraffic:
-        """With the owners that are best for this strategy."""
+        """The traffic with the owners that are best for this strategy."""
         return self._traffic(strategy, self._chosen(strategy))
 
     def chosen_for_commonest(self, strategy: Strategy) -> StrategyTraffic:
-        """With the owners best for the pool's commonest strategy."""
+        """The traffic with the owners that are best for the pool's commonest strategy."""
         return self._traffic(strategy, self._layout_for_commonest)
 
     @cached_property

@@ -1,4 +1,4 @@
-"""What starting a job costs a rank as the job grows: CPU time, store traffic, process groups.
+"""Measures what starting a job costs a rank as the job grows: CPU time, store traffic, groups.
 
 Ranks are forks of a process that has imported everything and run the training program up to the end
 of its first iteration: all ranks of a job together, by gloo, or a few ranks alone, with a backend

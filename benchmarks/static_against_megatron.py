@@ -59,12 +59,12 @@ class SideSteps:
 
     @property
     def step_times_ms(self) -> list[float]:
-        """By step: the time of the slowest rank."""
+        """The time of the slowest rank, by step."""
         return [MS_PER_S * max(report.step.wall_s for report in step) for step in self.steps]
 
     @property
     def cpu_times_ms(self) -> list[float]:
-        """By step: the CPU time of all ranks together."""
+        """The CPU time of all ranks together, by step."""
         return [MS_PER_S * sum(report.step.cpu_s for report in step) for step in self.steps]
 
     @property

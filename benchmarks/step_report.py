@@ -94,7 +94,7 @@ class StepClock:
             self._inner[-1] += elapsed
 
     def time_method(self, owner: Any, name: str, phase: str) -> None:
-        """From now on add the time of every call of ``owner.name`` to ``phase``."""
+        """Adds the time of every later call of ``owner.name`` to ``phase``."""
         setattr(owner, name, self.timed(phase, getattr(owner, name)))
 
     def timed(self, phase: str, function: Callable[..., Any]) -> Callable[..., Any]:

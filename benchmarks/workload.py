@@ -48,7 +48,7 @@ class Workload:
 
     @property
     def has_latents(self) -> bool:
-        """Whether attention is multi-latent."""
+        """True if attention is multi-latent."""
         return "kv_lora_rank" in self.variant
 
     @property

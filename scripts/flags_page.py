@@ -184,7 +184,8 @@ class Families:
 
     @staticmethod
     def _beginnings(option: str) -> list[str]:
-        """From the shortest to the longest; that of all negated options says nothing."""
+        """All beginnings, the shortest first; that of all negated options says nothing and is left
+        out."""
         words = option.removeprefix("--").split("-")
         found = ["--" + "-".join(words[:num]) + "-" for num in range(1, len(words))]
         return [beginning for beginning in found if beginning != "--no-"]

@@ -1,4 +1,4 @@
-"""What fine-tuning needs, out of what every machine with Python has: its standard library.
+"""Makes conversations and a model for fine-tuning out of Python's standard library.
 
 A conversation is about a function, or a class and its methods: the questions are names, the answers
 their documentation. Nothing is downloaded; the model has random weights. Writes
@@ -161,7 +161,7 @@ def build(folder: Path, root: Path, *, vocab_size: int = VOCABULARY_SIZE) -> boo
 
 
 def answer(folder: Path, question: str) -> str:
-    """What the model in a Hugging Face folder answers, without sampling."""
+    """The answer of the model in a Hugging Face folder, without sampling."""
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     tokenizer: Any = AutoTokenizer.from_pretrained(folder)

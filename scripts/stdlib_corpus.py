@@ -82,7 +82,7 @@ def train_tokenizer(files: Sequence[Path], folder: Path, vocab_size: int) -> Non
 
 
 def provenance(files: Sequence[Path], vocab_size: int) -> dict[str, Any]:
-    """What the corpus depends on; an equal one need not be made again."""
+    """Everything that the corpus depends on; an equal one need not be made again."""
     return {
         "python": platform.python_version(),
         "recipe": RECIPE,
@@ -93,7 +93,7 @@ def provenance(files: Sequence[Path], vocab_size: int) -> dict[str, Any]:
 
 
 def is_complete(folder: Path, made_from: dict[str, Any]) -> bool:
-    """Whether the folder holds a whole corpus made from just this."""
+    """True if the folder holds a whole corpus made from just this."""
     names = ("stdlib.bin", "stdlib.idx", "tokenizer/tokenizer.json")
     if not all((folder / name).is_file() for name in names):
         return False

@@ -1,4 +1,4 @@
-"""What every process of the tests does first."""
+"""Sets up every process of the tests."""
 
 import gc
 import os

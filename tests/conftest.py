@@ -1,4 +1,4 @@
-"""What every test shares: one thread a process, hypothesis profiles, quiet logs, pools closed; what
+"""Settings of every test: one thread a process, hypothesis profiles, quiet logs, pools closed, what
 garbage collection leaves out, and which worker of pytest-xdist runs which files on which cores."""
 
 import logging
@@ -59,7 +59,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
-    """With ``--dist loadfile``: also the files of a folder of `ONE_WORKER_EACH` run on one."""
+    """``--dist loadfile`` also runs the files of a folder of `ONE_WORKER_EACH` on one worker."""
     from xdist.scheduler import LoadFileScheduling
 
     class FolderScheduling(LoadFileScheduling):

@@ -105,7 +105,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _machine() -> dict[str, Any]:
-    """What machine.py finds, in a process that does not stay on the device."""
+    """Runs machine.py in a process that does not stay on the device; returns what it finds."""
     with tempfile.TemporaryDirectory(prefix="gpu_checks_") as folder:
         run = Run(Path(folder), time.monotonic() + MACHINE_LIMIT_S)
         try:

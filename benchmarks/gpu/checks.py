@@ -109,7 +109,7 @@ class _Maker:
         *,
         least_gpus: int = 1,
     ) -> Step:
-        """With the limit of these sizes, and why it cannot run with so few GPUs."""
+        """This step with the limit of these sizes, and why it cannot run with so few GPUs."""
         why_not = ""
         if self._num < least_gpus:
             why_not = f"it needs {least_gpus} GPUs and there {_are(self._num)}"

@@ -1,4 +1,4 @@
-"""What attention kernels compute, and the gradients of the engine with each of them."""
+"""Errors of attention kernels, and of the engine's gradients with each of them."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ WAYS: dict[str, tuple[CoreAttentionName, SmallModel, bool]] = {
 
 
 def run(place: Place) -> None:
-    """On one rank: the error of each kernel, then that of gradients with each."""
+    """The error of each kernel, then that of gradients with each, on one rank."""
     here = current_environment(dtype=torch.bfloat16, head_size=HEAD_SIZE)
     for name in CORE_ATTENTIONS:
         if why_not := here.obstacle(name):
@@ -91,7 +91,7 @@ def run(place: Place) -> None:
 
 @functools.cache
 def _attention_errors(name: CoreAttentionName, lengths: tuple[int, ...]) -> list[float]:
-    """Of outcome and gradients of queries, keys and values in bf16, relative to fp64."""
+    """Errors of outcome and gradients of queries, keys and values in bf16, relative to fp64."""
     generator = torch.Generator("cuda").manual_seed(0)
     num_tokens = sum(lengths)
     shapes: list[tuple[int, ...]] = [

@@ -1,4 +1,4 @@
-"""What the checks run on, as JSON on standard output: devices, links, versions, settings."""
+"""Prints what the checks run on as JSON: devices, links, versions, settings."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def _version(package: str) -> str:
 
 
 def _output(*command: str) -> str:
-    """Of a command; why it has none."""
+    """The output of a command, or why it has none."""
     try:
         result = subprocess.run(
             command, capture_output=True, text=True, timeout=COMMAND_LIMIT_S, check=False

@@ -105,5 +105,5 @@ def _steps(
 
 
 def _times_s(steps: Steps) -> list[float]:
-    """Of every step: its slowest rank."""
+    """The time of every step's slowest rank."""
     return [max(report.step.wall_s for report in step) for step in steps]

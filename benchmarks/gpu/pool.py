@@ -91,7 +91,7 @@ def run(place: Place, pool_file: str, cost_profile: str) -> None:
 
 
 def _engine(resolved: Resolved) -> RuntimeEngine:
-    """As training builds it."""
+    """The engine as training builds it."""
     args = resolved.args
     settings = AdamWSettings(lr=args.lr, clip_grad=args.clip_grad, eps=args.adam_eps)
     core_attention = choose_core_attention(resolved, resolved.pool).name
@@ -114,8 +114,8 @@ def _batches(place: Place) -> list[tuple[int, ...]]:
 def _plans(
     place: Place, planning: Planning, batches: list[tuple[int, ...]]
 ) -> dict[str, list[IterationPlan]]:
-    """Of rank 0, on every rank: the plans of the pool, and of each static strategy that holds the
-    longest sequence."""
+    """The plans of the pool, and of each static strategy that holds the longest sequence; rank 0
+    makes them for every rank."""
     shared: list[Any] = [None]
     if place.rank == 0:
         pools: dict[str, Pool] = {POOL: planning.pool}
@@ -142,7 +142,7 @@ def _times_s(
     ways: dict[str, list[IterationPlan]],
     say: Any,
 ) -> dict[str, list[float]]:
-    """Of every way: the slowest rank's time of each batch. Every way trains the first batch once
+    """The slowest rank's time of each batch, for every way. Every way trains the first batch once
     more, before, to warm up."""
     times_s: dict[str, list[float]] = {name: [] for name in ways}
     order = [(name, 0) for name in ways]

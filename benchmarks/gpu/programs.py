@@ -26,7 +26,7 @@ _TRIAL = re.compile(
 
 
 def profile_flags(sizes: Sizes, path: Path, schemes: Sequence[str]) -> list[str]:
-    """Of the command profile."""
+    """Flags of the command profile."""
     return [
         "--out",
         str(path),
@@ -39,7 +39,7 @@ def profile_flags(sizes: Sizes, path: Path, schemes: Sequence[str]) -> list[str]
 
 
 def training_flags(sizes: Sizes, folder: Path) -> list[str]:
-    """Of pretrain_gpt.py on one GPU, less the cost profile."""
+    """Flags of pretrain_gpt.py on one GPU, less the cost profile."""
     return [
         *(*sizes.model.flags, "--strategy", SINGLE, "--data-path", str(folder / "corpus")),
         *("--split", "100,0,0", "--train-iters", str(sizes.num_iterations)),
@@ -111,7 +111,7 @@ def training(run: Run, sizes: Sizes, profile_path: Path, peak_flops_per_s: float
 
 
 def _memory(run: Run, sizes: Sizes, log: str, allocated_bytes: int) -> None:
-    """What the memory model predicts of the trial's micro-batches, and what they took."""
+    """Predicted and measured memory of the trial's micro-batches."""
     trials = _TRIAL.findall(log)
     if not trials:
         raise StepFailure("the log has no line of the memory trial")

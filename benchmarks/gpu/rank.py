@@ -30,19 +30,19 @@ TIMEOUT = timedelta(minutes=5)
 
 @dataclass(frozen=True)
 class Place:
-    """Where a check runs, and where its figures go."""
+    """The sizes that a check runs with, and the folder of its figures."""
 
     sizes: Sizes
     folder: Path
 
     @property
     def rank(self) -> int:
-        """Of this process."""
+        """The rank of this process."""
         return dist.get_rank()
 
     @property
     def num_ranks(self) -> int:
-        """Of the job."""
+        """The number of ranks of the job."""
         return dist.get_world_size()
 
     def measured(self, key: str, value: float, **details: Any) -> None:

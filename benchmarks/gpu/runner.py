@@ -49,7 +49,7 @@ Verdict = Literal["pass", "FAIL", "measured", "not run", "on the stand-in: no me
 
 @dataclass(frozen=True, kw_only=True)
 class Figure:
-    """What a step measures, and what is expected of it."""
+    """A quantity that a step measures, with what is expected of it."""
 
     key: str
     what: str
@@ -68,7 +68,7 @@ class Figure:
         return " and ".join(f"{word} {number(x)}" for word, x in bounds if x is not None) or "-"
 
     def verdict(self, value: float, *, on_stand_in: bool) -> Verdict:
-        """Of a measured value."""
+        """Judges a measured value."""
         if self.is_of_device and on_stand_in:
             return NO_MEANING
         if self.at_most is None and self.at_least is None:
@@ -107,7 +107,7 @@ class Run:
 
     @property
     def figures_path(self) -> Path:
-        """To which processes append what they measure, see `measured_line`."""
+        """The file to which processes append what they measure, see `measured_line`."""
         return self.folder / "figures.jsonl"
 
     def measured(self, key: str, value: float, **details: Any) -> None:
@@ -226,7 +226,7 @@ def append_line(path: Path, line: Mapping[str, Any]) -> None:
 
 @dataclass
 class Results:
-    """What the file holds; steps are added as they end."""
+    """The content of the file; steps are added as they end."""
 
     about: dict[str, Any]
     steps: list[dict[str, Any]] = field(default_factory=list)
@@ -240,7 +240,7 @@ class Results:
 
     @property
     def has_failed(self) -> bool:
-        """Whether a step or a figure failed."""
+        """True if a step or a figure failed."""
         return any(s["status"] == "failed" for s in self.steps) or any(
             row["verdict"] == "FAIL" for row in self.rows
         )
@@ -397,7 +397,8 @@ def number(value: float) -> str:
 def _start(
     argv: Sequence[str], environment: Mapping[str, str], log: Path
 ) -> subprocess.Popen[bytes]:
-    """In a session of its own, so that Ctrl-C reaches it through us, and its children with it."""
+    """Starts a command in a new session, so that Ctrl-C reaches it through us, and its children
+    with it."""
     folders = [folder for folder in (os.environ.get("PYTHONPATH"), str(ROOT)) if folder]
     settings = {
         "PYTHONFAULTHANDLER": "1",

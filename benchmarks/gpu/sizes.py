@@ -36,7 +36,7 @@ class Model:
 
     @property
     def flags(self) -> tuple[str, ...]:
-        """Of training."""
+        """The flags of training."""
         shape = self.shape
         return (
             *("--num-layers", str(shape.num_layers), "--hidden-size", str(shape.hidden_size)),
@@ -54,7 +54,7 @@ class Model:
 
 @dataclass(frozen=True, kw_only=True)
 class Sizes:
-    """Of models, batches and repetitions."""
+    """Sizes of models and batches, and numbers of repetitions."""
 
     model: Model
     """Trained on one GPU, profiled, and trained with a pool."""

@@ -1,4 +1,4 @@
-"""What the check of training needs besides the program: a corpus, and the predicted memory.
+"""Writes the corpus of the check of training, and predicts its memory.
 
 python -m benchmarks.gpu.training_inputs corpus FOLDER [--small]
 python -m benchmarks.gpu.training_inputs memory FOLDER [--small] --tokens N

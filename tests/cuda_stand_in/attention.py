@@ -17,7 +17,7 @@ Grads = tuple[Tensor, Tensor, Tensor]
 
 
 def _wide(tensor: Tensor) -> Tensor:
-    """At least fp32, in which kernels accumulate."""
+    """The tensor in at least fp32, in which kernels accumulate."""
     return tensor.to(torch.promote_types(tensor.dtype, torch.float32))
 
 

@@ -27,7 +27,7 @@ def run_job(
     settings: Mapping[str, Any] | None = None,
     timeout_s: float = forked_job.DEFAULT_TIMEOUT_S,
 ) -> JobOutcome:
-    """As `forked_job.run_job`, on ``cuda``.
+    """`forked_job.run_job` on ``cuda``.
 
     Args:
         argv: the flags.

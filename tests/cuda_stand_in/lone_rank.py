@@ -65,11 +65,11 @@ class StoreOfAll(dist.Store):
         return self._values[key]
 
     def multi_get(self, keys: list[str]) -> list[bytes]:
-        """As `get`."""
+        """`get` for several keys."""
         return [self.get(key) for key in keys]
 
     def multi_set(self, keys: list[str], values: list[bytes]) -> None:
-        """As `set`."""
+        """`set` for several keys."""
         for key, value in zip(keys, values, strict=True):
             self.set(key, value)
 
@@ -78,7 +78,7 @@ class StoreOfAll(dist.Store):
         return self._num_ranks
 
     def check(self, keys: list[str]) -> bool:
-        """Whether this rank has set them: torch looks for reports of failed ranks."""
+        """True if this rank has set them: torch looks for reports of failed ranks."""
         return all(key in self._values for key in keys)
 
     def wait(self, *args: Any) -> None:
@@ -94,7 +94,7 @@ class StoreOfAll(dist.Store):
         return self._values[key]
 
     def deleteKey(self, key: str) -> bool:  # as torch calls it
-        """Whether it was there."""
+        """Returns whether the key was there."""
         return self._values.pop(key, None) is not None
 
     def getNumKeys(self) -> int:
@@ -169,7 +169,7 @@ def alone(rank: int, num_ranks: int) -> Iterator[None]:
 
 
 def _all_gather_object(gathered: list[Any], own: Any, group: Any = None) -> None:
-    """As if every rank had sent the same. Not logged, as objects are read from a device."""
+    """Acts as if every rank had sent the same. Not logged, as objects are read from a device."""
     gathered[:] = [own] * len(gathered)
 
 

@@ -150,8 +150,8 @@ def _run_one(request: _Request, rank: int, connection: Connection) -> None:
 
 
 def _use_older_backend() -> None:
-    """That of torch 2.15 splits communicators, which requires other ranks. The older one gets each
-    communicator through the store."""
+    """Replaces the backend of torch 2.15, which splits communicators and so requires other ranks,
+    by the older one, which gets each communicator through the store."""
     os.environ["TORCH_DIST_USE_NCCL2"] = "0"
     register = getattr(distributed_c10d, "_register_builtin_nccl_backend", None)
     if register is not None:

@@ -1,4 +1,4 @@
-"""Whether the NCCL calls of all ranks match, and whether one order contains all of them.
+"""Checks that the NCCL calls of all ranks match, and that one order contains all of them.
 
 A rank's device runs its calls one after another, as if all streams shared one hardware queue. A
 call ends when all ranks that it exchanges data with have reached their part of it. The calls of
@@ -42,7 +42,7 @@ class Call:
 
     @property
     def is_message(self) -> bool:
-        """Whether it is a send or a receive; otherwise all ranks of the communicator take part."""
+        """True for a send or a receive; otherwise all ranks of the communicator take part."""
         return self.kind in ("Send", "Recv")
 
 

@@ -40,7 +40,7 @@ class StandInPool:
     def run(
         self, function: Callable[..., Any], *args: Any, timeout_s: float = DEFAULT_TIMEOUT_S
     ) -> list[Any]:
-        """As `RankPool.run`; workers see ``cuda:RANK`` as their device."""
+        """`RankPool.run`; workers see ``cuda:RANK`` as their device."""
         found: list[Any] = in_host(_run_in_pool, self.world_size, function, args, timeout_s)
         return found
 

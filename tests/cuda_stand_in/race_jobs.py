@@ -56,7 +56,7 @@ def _run(case: OrderCase, removed: str) -> None:
 
 
 def races_with_peers(case: OrderCase, folder: Path, removed: str = "") -> list[list[Race]]:
-    """As `races_of`, of four ranks that exchange data: what experts' ranks exchange depends on it,
+    """`races_of` for four ranks that exchange data: what experts' ranks exchange depends on it,
     which a lone rank cannot know."""
     pool_of(4, "cuda").run(run_logged, folder, _run, case, removed, timeout_s=PEERS_TIMEOUT_S)
     return [find_races(log_of(folder, rank)) for rank in range(4)]

@@ -90,7 +90,8 @@ def _arguments(
 
 
 def _tensors(value: Any) -> Iterator[Tensor]:
-    """In an argument or result of an operation; torch's trees take several times as long."""
+    """The tensors in an argument or result of an operation; torch's trees take several times as
+    long."""
     if isinstance(value, Tensor):
         yield value
     elif isinstance(value, list | tuple):
@@ -146,7 +147,7 @@ def _caller() -> str:
 
 @dataclass(frozen=True)
 class Access:
-    """What one operation does to a range of memory."""
+    """One operation's access to a range of memory."""
 
     stream: int
     time: int
@@ -168,7 +169,7 @@ class Race:
 
     @property
     def places(self) -> tuple[str, str, int, int]:
-        """What and on which streams; the same each time the program gets there."""
+        """The operations and their streams; the same each time the program gets there."""
         earlier, later = self.earlier, self.later
         return earlier.what, later.what, earlier.stream, later.stream
 
@@ -272,7 +273,7 @@ def _is_within(span: Span, spans: list[Span]) -> bool:
 
 
 class _Clocks:
-    """What each stream, each event and the host comes after: operations of each stream."""
+    """Vector clocks of each stream, each event and the host: the operations that come before."""
 
     def __init__(self) -> None:
         self._streams: dict[int, dict[int, int]] = defaultdict(dict)
@@ -288,7 +289,7 @@ class _Clocks:
         return clock[stream]
 
     def comes_after(self, stream: int, earlier: Access) -> bool:
-        """Whether the stream's last operation does."""
+        """True if the stream's last operation comes after the access."""
         return self._streams[stream].get(earlier.stream, 0) >= earlier.time
 
     def record(self, event: str, stream: int) -> None:
@@ -301,7 +302,7 @@ class _Clocks:
         _merge(self._streams[stream], self._events.get(event, {}))
 
     def host_waits(self, words: list[str]) -> None:
-        """For an event, a stream or the device."""
+        """The host waits for an event, a stream or the device."""
         host = self._streams[HOST]
         if words[0] == "event":
             _merge(host, self._events.get(words[1], {}))

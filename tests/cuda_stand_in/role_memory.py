@@ -105,32 +105,32 @@ class Role:
 
     @property
     def num_micro_batches(self) -> int:
-        """Of an iteration, in which stages of a pipeline alternate between forwards and
-        backwards."""
+        """The micro-batches of an iteration, in which stages of a pipeline alternate between
+        forwards and backwards."""
         return self.scheme.pp + 2 if self.scheme.pp > 1 else 1
 
     @property
     def fuses_rope(self) -> bool:
-        """Whether Transformer Engine's kernel rotates, which it does not for latents."""
+        """True if Transformer Engine's kernel rotates, which it does not for latents."""
         return self.has_te and not self.shape.kv_lora_rank
 
     @property
     def pool(self) -> Pool:
-        """Of the job: the role's strategy alone."""
+        """The job's pool: the role's strategy alone."""
         return Pool.of(
             Strategy.parse(self.strategy, self.num_ranks, ranks_per_node=self.ranks_per_node)
         )
 
     @property
     def scheme(self) -> Scheme:
-        """Of the rank's replica."""
+        """The scheme of the rank's replica."""
         replica = self.pool.strategies[0].replica_of(self.rank)
         assert replica is not None
         return replica.scheme
 
     @property
     def stage(self) -> int:
-        """Of the rank in its pipeline."""
+        """The rank's stage in its pipeline."""
         replica = self.pool.strategies[0].replica_of(self.rank)
         position = None if replica is None else replica.position_of(self.rank)
         assert position is not None
@@ -152,7 +152,7 @@ class RoleMemory:
 
     @property
     def peak_bytes(self) -> int:
-        """Of all phases."""
+        """The peak of all phases."""
         return max(self.allocated.values())
 
 

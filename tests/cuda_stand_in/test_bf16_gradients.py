@@ -37,7 +37,7 @@ EVERY_RANK_HOLDS_ALL = ("one rank each", "one rank each, relays", "cp", "waves")
 
 
 def calls_of(job: Job, folder: Path) -> list[Call]:
-    """Of all ranks, without the creation of communicators."""
+    """The calls of all ranks, without the creation of communicators."""
     folder.mkdir()
     runs = pool_of(NUM_RANKS, "cuda").run(run_logged, folder, run_job, job)
     if job.gradient_dtype is None:
@@ -56,7 +56,7 @@ def calls_of(job: Job, folder: Path) -> list[Call]:
 
 
 def sent_bytes(calls: list[Call]) -> int:
-    """Of messages, and of the collectives that carry parts of a buffer."""
+    """The bytes of messages, and of the collectives that carry parts of a buffer."""
     shares = {"Send": 1, "AllGather": NUM_RANKS - 1, "ReduceScatter": NUM_RANKS - 1}
     return sum(shares.get(call.kind, 0) * call.count * SIZES[call.dtype] for call in calls)
 

@@ -22,7 +22,7 @@ DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.int
 
 
 def values(rank: int, size: int, dtype: torch.dtype) -> Tensor:
-    """On the CPU; small integers, whose sums every type represents exactly."""
+    """Small integers on the CPU, whose sums every type represents exactly."""
     return ((torch.arange(size) * (rank + 2)) % 11).to(dtype)
 
 
@@ -139,7 +139,7 @@ def hang(first: int) -> None:
 
 
 def send_alone() -> None:
-    """On rank 0: a message that no rank receives is not sent."""
+    """Rank 0 sends a message that no rank receives: it is not sent."""
     os.environ["STAND_IN_TIMEOUT_S"] = "1"
     warm_up = torch.ones(1, device="cuda")
     dist.all_reduce(warm_up)
@@ -163,7 +163,7 @@ def test_a_job_that_would_hang_fails(function: Any, args: Any, message: str) -> 
 
 
 def one_sum() -> None:
-    """On every rank."""
+    """Every rank takes part in one sum."""
     dist.all_reduce(torch.ones(4, device="cuda"))
 
 

@@ -21,8 +21,8 @@ NUM_LAYERS = 32
     ("tp", "cp"), [pytest.param(1, 1, marks=pytest.mark.nightly), (2, 1), (1, 2)]
 )
 def test_the_host_waits_for_no_layer_and_no_micro_batch(tp: int, cp: int, tmp_path: Path) -> None:
-    """Once an iteration, for loss and gradient norm together. Upstream's packed rotation waits
-    four times a layer."""
+    """The host waits once an iteration, for loss and gradient norm together. Upstream's packed
+    rotation waits four times a layer."""
     few = Case("ours", layers=2, tp=tp, cp=cp, lengths=PACKED)
     counted = count(few, tmp_path)
     assert counted.host_waits == 1

@@ -46,7 +46,7 @@ HUGGING_FACE_MODEL = HuggingFaceModel(
 
 @dataclass(frozen=True)
 class Seen:
-    """What a rank has seen."""
+    """The outcomes that a rank has seen."""
 
     log_probs: list[np.ndarray]
     norms: list[float]

@@ -46,7 +46,7 @@ def command(*flags: str) -> list[str]:
 
 
 def results_of(folder: Path, status: int, printed: str) -> dict[str, Any]:
-    """What the one file holds, to which the status and the last line fit."""
+    """The content of the one file, to which the status and the last line fit."""
     files = list(folder.glob("*.json"))
     assert len(files) == 1, printed
     found: dict[str, Any] = json.loads(files[0].read_text())
@@ -56,7 +56,7 @@ def results_of(folder: Path, status: int, printed: str) -> dict[str, Any]:
 
 
 def run_script(results: Path, num_gpus: int) -> tuple[dict[str, Any], str]:
-    """What the file holds, and what the script has printed."""
+    """The content of the file, and what the script has printed."""
     exchange = tempfile.mkdtemp(prefix="exchange_", dir=IN_MEMORY)
     settings = environment(
         devices=num_gpus,
@@ -85,7 +85,7 @@ def main_with_forks(argv: Sequence[str]) -> None:
 
 
 def _fork(argv: Sequence[str], variables: Mapping[str, str], log: Path) -> Any:
-    """As `runner._start`; multiprocessing's object has the methods of `subprocess.Popen`."""
+    """Replaces `runner._start`; multiprocessing's object has the methods of `subprocess.Popen`."""
     process = multiprocessing.get_context("fork").Process(
         target=_be_program, args=(argv, variables, log)
     )

@@ -19,7 +19,8 @@ GIB = 2**30
 
 
 def exchange(num_elements: int) -> tuple[int, int, float]:
-    """On a lone rank: a few collectives; its device, the device's memory, a sum from there."""
+    """A lone rank calls a few collectives; returns its device, the device's memory, a sum from
+    there."""
     group: Any = dist.new_group([0, 2])
     values = torch.ones(num_elements, device="cuda")
     mark("exchange")
@@ -31,7 +32,7 @@ def exchange(num_elements: int) -> tuple[int, int, float]:
 
 
 def fail_on_rank(rank: int) -> None:
-    """On a lone rank: one of them raises."""
+    """One of the lone ranks raises."""
     if dist.get_rank() == rank:
         raise ValueError("on purpose")
 

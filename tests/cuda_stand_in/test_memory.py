@@ -251,9 +251,9 @@ def model_of(role: Role) -> MemoryModel:
 
 
 def left_bytes(role: Role, scheme: Scheme, num_tokens: int) -> float:
-    """What micro-batches leave on a rank until the next ones: the gather buffer of upstream's
-    layers with sequence parallelism and, after the first stage, the last hidden states received,
-    with their gradient."""
+    """The bytes that micro-batches leave on a rank until the next ones: the gather buffer of
+    upstream's layers with sequence parallelism and, after the first stage, the last hidden states
+    received, with their gradient."""
     hidden_bytes = num_tokens / scheme.cp * role.shape.hidden_size * role.precision.num_bytes
     is_spread = role.sequence_parallel and scheme.tp > 1
     buffer_bytes = hidden_bytes if is_spread and not role.has_te else 0.0
@@ -326,7 +326,8 @@ def test_a_trial_confirms_a_planned_limit() -> None:
 
 
 def peaks_of_a_meter() -> tuple[int, int, int]:
-    """By the meter, by torch's tensors, and in use on the device, with a hole between tensors."""
+    """Peaks by the meter, by torch's tensors, and in use on the device, with a hole between
+    tensors."""
     meter = CudaMemory()
     meter.restart()
     first, second = (torch.empty(GIB // 4, dtype=torch.uint8, device="cuda") for _ in range(2))

@@ -38,7 +38,7 @@ def test_one_order_contains_all_calls(case: OrderCase, tmp_path: Path) -> None:
 
 
 def test_while_a_checkpoint_is_being_saved(tmp_path: Path) -> None:
-    """With peers: the ranks vote on whether all have written."""
+    """The ranks have peers, as they vote on whether all have written."""
     pool_of(4, "cuda").run(run_logged, tmp_path, train_and_save, str(tmp_path / "checkpoints"))
     report = check_order([read_log(log_of(tmp_path, rank)) for rank in range(4)])
     assert not report.mismatches, str(report)

@@ -132,7 +132,7 @@ def test_the_bytes_of_views() -> None:
 
 
 def give_back_too_early(records_stream: bool) -> None:
-    """On a lone rank: memory that a stream still reads is allocated again."""
+    """A lone rank allocates memory that a stream still reads."""
     side = torch.cuda.Stream()
     with events_never_ready(), AccessMarks():
         values = torch.ones(1000, device="cuda")

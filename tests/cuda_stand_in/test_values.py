@@ -98,7 +98,7 @@ def _run(name: str, dtype: torch.dtype, device: str) -> list[Tensor]:
 
 
 def errors(dtype_name: str) -> dict[str, float]:
-    """In a worker: the largest error of each operation relative to the largest value."""
+    """A worker returns the largest error of each operation relative to the largest value."""
     found = {}
     for name in OPERATIONS:
         results = [_run(name, DTYPES[dtype_name], device) for device in ("cpu", "cuda")]
@@ -125,7 +125,7 @@ def _segment(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 
 
 def packed_rows(num_groups: int) -> float:
-    """In a worker: torch's kernel for packed rows, against one call per segment in fp32."""
+    """A worker compares torch's kernel for packed rows with one call per segment in fp32."""
     from torch.nn.attention.varlen import varlen_attn
 
     generator = torch.Generator().manual_seed(1)
@@ -163,7 +163,7 @@ def test_attention_of_packed_rows(num_groups: int) -> None:
 
 
 def optimizer_steps() -> list[list[float]]:
-    """In a worker: three updates by each of torch's implementations of AdamW."""
+    """A worker makes three updates by each of torch's implementations of AdamW."""
     found = []
     for device, options in [
         ("cpu", {}),
@@ -187,7 +187,7 @@ def test_optimizers() -> None:
 
 
 def random_numbers() -> dict[str, bool]:
-    """In a worker: numbers follow from the state of the device's generator."""
+    """A worker draws numbers, which follow from the state of the device's generator."""
     generator = torch.Generator("cuda").manual_seed(3)
     state = generator.get_state()
     draws = []
@@ -217,7 +217,7 @@ def test_random_numbers() -> None:
 
 
 def in_another_thread() -> list[float]:
-    """In a worker: a kernel, a copy of another type and a pinned buffer in a thread of Python."""
+    """A worker runs a kernel, a copy of another type and a pinned buffer in a thread of Python."""
     found: list[float] = []
 
     def copy() -> None:
@@ -235,7 +235,7 @@ def test_threads_have_values() -> None:
 
 
 def call(name: str) -> None:
-    """In a worker: something that is not computed."""
+    """A worker calls something that is not computed."""
     if name == "an operation":
         q = torch.randn(1, 2, 4, 8, device="cuda", dtype=torch.bfloat16)
         F.scaled_dot_product_attention(q, q, q, dropout_p=0.5)

@@ -58,7 +58,7 @@ def forgotten(names: str, rank: int) -> Iterator[None]:
 
 
 def run_broken(job: Job, rule: Rule) -> RankRun:
-    """On every rank: the job with a broken rule."""
+    """Every rank runs the job with a broken rule."""
     with rule():
         return run_job(job)
 

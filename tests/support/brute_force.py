@@ -44,7 +44,7 @@ class ReplicaFigures:
 
 
 def figures_of(cost: Any) -> ReplicaFigures:
-    """From the planner's cost of a scheme."""
+    """The figures in the planner's cost of a scheme."""
     each = cost.coefficients
     return ReplicaFigures(
         each.a_ms_per_token2,

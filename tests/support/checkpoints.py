@@ -70,7 +70,7 @@ def differing_keys(
 def make_engine(
     definition: ModelDefinition, strategies: Sequence[str], *, seed: int = 7, **options: Any
 ) -> RuntimeEngine:
-    """On every rank."""
+    """Every rank makes its engine."""
     pool = Pool.of(*(Strategy.parse(text, dist.get_world_size(), name=text) for text in strategies))
     return RuntimeEngine(definition, pool, SETTINGS, seed=seed, groups=worker_groups(), **options)
 
@@ -78,7 +78,7 @@ def make_engine(
 def save_engine(
     engine: RuntimeEngine, root: Path, iteration: int = 3, **options: Any
 ) -> CheckpointSaver:
-    """On every rank: save, and complete it unless ``asynchronous``."""
+    """Every rank saves, and completes it unless ``asynchronous``."""
     saver = CheckpointSaver(CheckpointFolder(root), engine, **options)
     saver.save(saved_state(engine, iteration))
     return saver
@@ -100,7 +100,7 @@ def saved_state(engine: RuntimeEngine, iteration: int) -> SavedState:
 
 
 def fill_moments(engine: RuntimeEngine) -> None:
-    """On every rank: moments, and biases of routers, that differ for every element."""
+    """Every rank sets moments, and biases of routers, that differ for every element."""
     generator = torch.Generator().manual_seed(engine.rank)
     for flat in (engine.optimizer.exp_avg, engine.optimizer.exp_avg_sq):
         flat.copy_(torch.rand(flat.shape, generator=generator))
@@ -111,7 +111,7 @@ def fill_moments(engine: RuntimeEngine) -> None:
 
 
 def save_new(model: SmallModel, strategies: Sequence[str], root: str, **options: Any) -> None:
-    """On every rank: an engine with its initial weights and made-up moments, saved."""
+    """Every rank saves an engine with its initial weights and made-up moments."""
     engine = make_engine(model.definition(), strategies)
     fill_moments(engine)
     save_engine(engine, Path(root), **options).finish()
@@ -120,7 +120,7 @@ def save_new(model: SmallModel, strategies: Sequence[str], root: str, **options:
 def load_and_save(
     model: SmallModel, strategies: Sequence[str], source: str, root: str, **options: Any
 ) -> int:
-    """On every rank: an engine of other weights that loads a checkpoint and saves it again.
+    """Every rank loads a checkpoint into an engine of other weights and saves it again.
 
     Returns:
         Steps of its optimizer.

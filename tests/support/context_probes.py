@@ -108,7 +108,8 @@ def run_attention(
 
 
 def shared_against_whole(case: SharedAttention) -> list[float]:
-    """On every rank: largest difference of outcome and three gradients to those of one rank.
+    """Every rank returns the largest difference of outcome and three gradients to those of one
+    rank.
 
     Relative to the largest value of each. Two layers run the same description of the row.
     """
@@ -150,7 +151,7 @@ def shared_by_unequal_kernels(case: SharedAttention) -> list[float]:
 
 @dataclass(frozen=True)
 class Kept:
-    """What a layer keeps between forward and backward."""
+    """The memory that a layer keeps between forward and backward."""
 
     has_gathered: bool
     """Whether keys or values are in memory that a kernel received."""
@@ -161,7 +162,7 @@ class Kept:
 
 
 def kept_between(case: SharedAttention, num_layers: int) -> Kept:
-    """On every rank, with as many layers as are asked for before the first backward."""
+    """Every rank runs as many layers as are asked for before the first backward."""
     group = group_of(case.groups)
     segments, padded = row_segments(case.lengths, context_size=group.size())
     places = torch.from_numpy(local_places(padded, group.size(), group.rank()))

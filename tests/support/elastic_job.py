@@ -43,7 +43,7 @@ _START_LIMIT_S = 60.0
 
 @dataclass(frozen=True)
 class ElasticOutcome:
-    """How a job ended, restarts included."""
+    """The end of a job, restarts included."""
 
     status: int | None
     """Of the agent; None if it hung."""
@@ -123,7 +123,7 @@ class ElasticJob:
                 time.sleep(0.02)
 
     def outcomes(self, timeout_s: float) -> list[ElasticOutcome]:
-        """How the job ended on each node; what still runs after so long is killed."""
+        """The end of the job on each node; what still runs after so long is killed."""
         deadline_s = time.monotonic() + timeout_s
         for agent in self._agents:
             agent.join(max(0.0, deadline_s - time.monotonic()))
@@ -146,7 +146,8 @@ def _is_open(port: int) -> bool:
 
 
 def losses_of(run_dir: Path, *, rel: float = 0.0) -> dict[int, float]:
-    """By iteration, from all starts of a run; one trained twice must give the same, to ``rel``."""
+    """Losses by iteration, from all starts of a run; one trained twice must give the same, to
+    ``rel``."""
     losses: dict[int, float] = {}
     for folder in (*sorted(run_dir.glob("earlier.*")), run_dir):
         for record in read_metrics(folder):

@@ -23,7 +23,7 @@ class EvaluatedRun:
 
 
 def run_evaluating(job: Job, evaluates: bool, tells_next: bool) -> EvaluatedRun:
-    """On every rank: all iterations, each after an evaluation in every strategy if asked for.
+    """Every rank runs all iterations, each after an evaluation in every strategy if asked for.
 
     tells_next: whether a training iteration knows the strategy of the next one, and so begins to
     gather for it before the evaluation comes.

@@ -60,5 +60,5 @@ def layout(
 
 
 def predict(of: FixedLengthJob, how: Layout) -> LayoutPrediction:
-    """On A100."""
+    """Predicts the step of a layout on A100."""
     return predict_layout(of, how, A100)

@@ -79,7 +79,7 @@ class RankOutcome:
 
 @dataclass(frozen=True)
 class JobOutcome:
-    """How a job ended."""
+    """The end of a job: status and output of every rank."""
 
     ranks: Mapping[int, RankOutcome]
     timed_out: bool
@@ -91,12 +91,12 @@ class JobOutcome:
 
     @property
     def stdout(self) -> str:
-        """Of all ranks, in the order of the ranks."""
+        """The standard output of all ranks, in the order of the ranks."""
         return "".join(outcome.stdout for outcome in self.ranks.values())
 
     @property
     def stderr(self) -> str:
-        """Of all ranks, in the order of the ranks."""
+        """The standard error of all ranks, in the order of the ranks."""
         return "".join(outcome.stderr for outcome in self.ranks.values())
 
     def assert_succeeded(self) -> None:
@@ -217,7 +217,7 @@ def _rank_main(
     folder: Path,
     draws_summary: bool,
 ) -> None:
-    """In the fork: what torchrun and the interpreter do around the program. Never returns."""
+    """Does in the fork what torchrun and the interpreter do around the program. Never returns."""
     enter_rank(argv, folder, f"rank{rank}", draws_summary=draws_summary)
     os.environ.update(
         RANK=str(rank),
@@ -247,7 +247,7 @@ def _rank_main(
 def enter_rank(
     argv: Sequence[str], folder: Path, name: str, *, draws_summary: bool = False
 ) -> None:
-    """In a fork of the test run: act as a fresh process, with files for its output.
+    """Makes a fork of the test run act as a fresh process, with files for its output.
 
     Args:
         argv: the flags.
@@ -276,7 +276,7 @@ def _leave_out_summary(run: Run) -> Path:
 
 @cache
 def _prepare_once() -> None:
-    """What forks inherit: also the modules that the program imports late, and one thread."""
+    """Prepares what forks inherit: also modules that the program imports late, and one thread."""
     for name in _IMPORTED_LATE:
         importlib.import_module(name)
     Image.init()  # imports Pillow's plugins

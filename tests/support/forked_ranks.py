@@ -30,7 +30,7 @@ at fault may fail before it."""
 
 @dataclass
 class Answers:
-    """What ranks answered to one call."""
+    """The ranks' answers to one call."""
 
     results: dict[int, Any] = field(default_factory=dict)
     failures: dict[int, str] = field(default_factory=dict)
@@ -89,7 +89,7 @@ class ForkedRanks:
 
     @property
     def all_live(self) -> bool:
-        """Whether no rank has ended."""
+        """True if no rank has ended."""
         return all(process.is_alive() for process in self._processes)
 
     def answers(self, timeout_s: float) -> Answers:
@@ -129,6 +129,7 @@ def _served(
     join: Callable[[], None],
     connection: Connection,
 ) -> None:
-    """In a rank. The ends of others' pipes are inherited: a killed parent is no end of file."""
+    """Serves calls in a rank. The ends of others' pipes are inherited: a killed parent is no end of
+    file."""
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     serve(join, connection)

@@ -24,7 +24,7 @@ def share_gloo_device() -> None:
 
 
 def _create_group(given: Any, _: object) -> Any:
-    """As torch does, with options."""
+    """Creates a group as torch does, with options."""
     options = _Gloo._Options()
     options._devices = [_device(os.getpid())]
     options._timeout = given.timeout
@@ -35,5 +35,5 @@ def _create_group(given: Any, _: object) -> Any:
 
 @cache
 def _device(process: int) -> Any:
-    """Of this process: the thread of its parent's device does not survive a fork."""
+    """The device of this process: the thread of its parent's device does not survive a fork."""
     return _Gloo.create_default_device()

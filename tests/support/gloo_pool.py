@@ -38,12 +38,12 @@ class WorkerFailure(AssertionError):
 
 
 class Pool(Protocol):
-    """What `pool_of` gives."""
+    """A pool of workers, see `pool_of`."""
 
     def run(
         self, function: Callable[..., Any], *args: Any, timeout_s: float = DEFAULT_TIMEOUT_S
     ) -> list[Any]:
-        """As `RankPool.run`."""
+        """See `RankPool.run`."""
 
     def close(self) -> None:
         """Kill the workers."""
@@ -137,7 +137,7 @@ class RankPool:
 
 @cache
 def prepare_parent() -> None:
-    """What the forks inherit: one thread, the CPU backend, torch's compiler.
+    """Prepares what the forks inherit: one thread, the CPU backend, torch's compiler.
 
     Torch's optimizers and `Embedding` on meta import the compiler, which takes a rank a second.
     """
@@ -149,18 +149,18 @@ def prepare_parent() -> None:
 
 @cache
 def worker_groups() -> GroupRegistry:
-    """In a worker: process groups kept from test to test, by rank tuple."""
+    """Process groups that a worker keeps from test to test, by rank tuple."""
     return GroupRegistry([])
 
 
 @cache
 def _pools() -> dict[tuple[int, Device], Pool]:
-    """By number of ranks and device."""
+    """The pools by number of ranks and device."""
     return {}
 
 
 def pool_of(world_size: int, device: Device = "cpu") -> Pool:
-    """In the parent: the pool of this size, started when first asked for."""
+    """The parent's pool of this size, started when first asked for."""
     key = (world_size, device)
     if key not in _pools():
         if device == "cuda":
@@ -173,7 +173,7 @@ def pool_of(world_size: int, device: Device = "cpu") -> Pool:
 
 
 def close_pools() -> None:
-    """In the parent: end all workers."""
+    """Ends all workers of the parent."""
     while _pools():
         _pools().popitem()[1].close()
 

@@ -133,7 +133,7 @@ def labelled_gradients(
     batch: Sequence[np.ndarray],
     is_trained: Sequence[np.ndarray],
 ) -> LlamaGradients:
-    """As `llama_gradients`, by the model's own loss of labels: -100 where nothing is trained.
+    """`llama_gradients` by the model's own loss of labels: -100 where nothing is trained.
 
     Args:
         weights: by Llama's names.
@@ -250,7 +250,7 @@ def _build(model: SmallModel) -> torch.nn.Module:
 
 
 def mistral(model: SmallModel) -> torch.nn.Module:
-    """With a window in all layers; it counts a token's own key."""
+    """Mistral has a window in all layers; it counts a token's own key."""
     window = model.transformer().window_size
     assert window is not None
     config = transformers.MistralConfig(
@@ -260,14 +260,14 @@ def mistral(model: SmallModel) -> torch.nn.Module:
 
 
 def nemotron(model: SmallModel) -> torch.nn.Module:
-    """With squared ReLU and layer norms around one."""
+    """Nemotron has squared ReLU and layer norms around one."""
     return transformers.NemotronForCausalLM(
         transformers.NemotronConfig(**_sizes(model), norm_eps=_epsilon(model))
     ).float()
 
 
 def smollm3(model: SmallModel) -> torch.nn.Module:
-    """With layers that have no positions."""
+    """SmolLM3 has layers without positions."""
     no_rope = model.transformer().no_rope_freq
     assert isinstance(no_rope, list)
     config = transformers.SmolLM3Config(
@@ -279,7 +279,7 @@ def smollm3(model: SmallModel) -> torch.nn.Module:
 
 
 def qwen3_next(model: SmallModel) -> torch.nn.Module:
-    """With gated attention and norms around one, in full layers without experts."""
+    """Qwen3-Next has gated attention and norms around one; here in full layers without experts."""
     config = transformers.Qwen3NextConfig(
         **_sizes(model),
         rms_norm_eps=_epsilon(model),
@@ -290,7 +290,7 @@ def qwen3_next(model: SmallModel) -> torch.nn.Module:
 
 
 def mixtral(model: SmallModel) -> torch.nn.Module:
-    """With experts in all layers."""
+    """Mixtral has experts in all layers."""
     settings = model.transformer()
     config = transformers.MixtralConfig(
         **_sizes(model) | {"intermediate_size": settings.moe_ffn_hidden_size},
@@ -303,7 +303,7 @@ def mixtral(model: SmallModel) -> torch.nn.Module:
 
 
 def qwen2_moe(model: SmallModel) -> torch.nn.Module:
-    """With a shared expert and its gate, without biases."""
+    """Qwen2-MoE has a shared expert and its gate; here without biases."""
     settings = model.transformer()
     config = transformers.Qwen2MoeConfig(
         **_qwen_experts(model),
@@ -314,7 +314,7 @@ def qwen2_moe(model: SmallModel) -> torch.nn.Module:
 
 
 def qwen3_moe(model: SmallModel) -> torch.nn.Module:
-    """With norms of queries and keys."""
+    """Qwen3-MoE has norms of queries and keys."""
     return transformers.Qwen3MoeForCausalLM(
         transformers.Qwen3MoeConfig(**_qwen_experts(model))
     ).float()
@@ -339,14 +339,14 @@ def _qwen_experts(model: SmallModel) -> dict[str, Any]:
 
 
 def deepseek_v2(model: SmallModel) -> torch.nn.Module:
-    """Without experts."""
+    """DeepSeek-V2, without experts."""
     return transformers.DeepseekV2ForCausalLM(
         transformers.DeepseekV2Config(**_latents(model))
     ).float()
 
 
 def deepseek_v3(model: SmallModel) -> torch.nn.Module:
-    """Without experts, or with some in all layers, whose routers have no biases yet."""
+    """DeepSeek-V3, without experts or with some in all layers, whose routers have no biases yet."""
     settings, config = model.transformer(), _latents(model)
     if settings.num_moe_experts is not None:
         config |= {
@@ -388,7 +388,8 @@ def _latents(model: SmallModel) -> dict[str, Any]:
 
 
 def gpt_oss(model: SmallModel) -> torch.nn.Module:
-    """With windows in every other layer, learnable offsets, and a single expert as the MLP."""
+    """GPT-OSS has windows in every other layer and learnable offsets; here a single expert as the
+    MLP."""
     settings = model.transformer()
     assert settings.window_size is not None
     config = transformers.GptOssConfig(

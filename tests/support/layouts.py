@@ -55,7 +55,7 @@ class Case:
 
     @property
     def roles(self) -> list[Role | None]:
-        """Of every rank."""
+        """The roles of every rank."""
         return transfer_role.roles_of(
             self.strategy, self.num_layers, self.tied_embeddings, self.num_experts
         )

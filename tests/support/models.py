@@ -114,7 +114,7 @@ class SmallModel:
         )
 
     def definition(self) -> ModelDefinition:
-        """What the engine takes."""
+        """The definition that the engine takes."""
         transformer = self.transformer()
         has_te = self.has_te_layers and torch.cuda.is_available()
         return ModelDefinition(
@@ -203,7 +203,7 @@ class Job:
         return self.weights[iteration] if self.weights else None
 
     def weight_sum(self, iteration: int) -> float:
-        """What the gradients of an iteration are divided by."""
+        """The divisor of an iteration's gradients."""
         if not self.weights:
             return sum(len(tokens) - 1 for tokens in self.batches[iteration])
         return sum(float(each[1:].sum(dtype=np.float64)) for each in self.weights[iteration])
@@ -305,7 +305,7 @@ def _without_fp32(function: Any) -> Any:
 
 
 def run_job(job: Job) -> RankRun:
-    """On every rank: all iterations of the job."""
+    """Every rank runs all iterations of the job."""
     use_fp64_loss()
     engine = build_engine(job)
     forward_step = make_forward_step()
@@ -347,7 +347,7 @@ def run_job(job: Job) -> RankRun:
 
 
 def build_engine(job: Job, spans: SpanRecorder = NO_SPANS) -> RuntimeEngine:
-    """On every rank: the engine of a job, its initial weights set."""
+    """Every rank builds the engine of a job and sets its initial weights."""
     world_size = torch.distributed.get_world_size()
     strategies = [
         Strategy.parse(text, world_size, name=text, ranks_per_node=job.ranks_per_node)
@@ -388,7 +388,7 @@ def rank_run(
 
 
 def run_initial_weights(job: Job) -> RankRun:
-    """On every rank: the initial weights, as the only entry of `parameters`."""
+    """Every rank returns the initial weights, as the only entry of `parameters`."""
     engine = build_engine(job)
     return rank_run(engine, [], [engine.shards.parameters.cpu().numpy().copy()], [], [])
 

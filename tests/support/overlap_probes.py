@@ -32,7 +32,7 @@ LATE_S = 0.2
 
 
 def spans_of_job(job: Job, late_rank: int) -> list[list[RecordedSpan]]:
-    """On every rank: the spans of each iteration; one rank begins each of them late."""
+    """Every rank returns the spans of each iteration; one rank begins each of them late."""
     spans = MemoryRecorder()
     engine = build_engine(job, spans)
     taken = []
@@ -61,7 +61,7 @@ class MemoryProbe:
 
 
 def probe_memory(job: Job) -> MemoryProbe:
-    """On every rank: an iteration of each strategy of the job, twice over."""
+    """Every rank runs an iteration of each strategy of the job, twice over."""
     engine = build_engine(job)
     arenas, needed = {}, {}
     for _ in range(2):
@@ -91,7 +91,7 @@ class ChangeProbe:
 
 
 def probe_change(job: Job) -> ChangeProbe:
-    """On every rank: an iteration of each strategy, with the other one announced as the next."""
+    """Every rank runs an iteration of each strategy, with the other one announced as the next."""
     engine = build_engine(job)
     engine.gather(engine.pool.strategies[0].name)
     while_built: list[int] = []
@@ -120,8 +120,8 @@ def probe_change(job: Job) -> ChangeProbe:
 
 
 def order_of_update(job: Job) -> tuple[int, list[str]]:
-    """On every rank: the number of buckets, and the calls of optimizer and track in the
-    update of an iteration that knows the next strategy."""
+    """Every rank returns the number of buckets, and the calls of optimizer and track in the update
+    of an iteration that knows the next strategy."""
     engine = build_engine(job)
     first, second = engine.pool.strategies
     batches = packs_of_rank(first, job.assignments[0], job.batches[0], engine.rank)
@@ -148,7 +148,7 @@ def order_of_update(job: Job) -> tuple[int, list[str]]:
 
 
 def bytes_of_iterations(job: Job) -> list[tuple[str, int, int]]:
-    """On every rank, of each iteration: strategy, bytes that the collectives of regrouping
+    """Every rank returns for each iteration: strategy, bytes that the collectives of regrouping
     exchanged with other ranks, and the engine's figure."""
     engine = build_engine(job)
     group, rank, num_ranks = engine.groups.regroup, engine.rank, dist.get_world_size()
@@ -184,7 +184,7 @@ def bytes_of_iterations(job: Job) -> list[tuple[str, int, int]]:
 
 
 def run_there_and_back(job: Job) -> tuple[list[np.ndarray], list[np.ndarray]]:
-    """On every rank: shards and moments after two iterations of the first strategy, without and
+    """Every rank returns shards and moments after two iterations of the first strategy, without and
     with an iteration of the second one between them that trains nothing."""
     use_fp64_loss()
     found = []
@@ -213,7 +213,7 @@ def run_there_and_back(job: Job) -> tuple[list[np.ndarray], list[np.ndarray]]:
 
 
 def run_with_evaluation(job: Job) -> list[float]:
-    """On every rank: losses of an evaluation in each strategy while gathers are running."""
+    """Every rank returns the losses of an evaluation in each strategy while gathers are running."""
     use_fp64_loss()
     engine = build_engine(job)
     strategies = engine.pool.strategies
@@ -236,7 +236,7 @@ class InjectedFault(RuntimeError):
 
 @contextmanager
 def fault_in(phase: str, *, on_this_rank: bool) -> Iterator[None]:
-    """Within, a gather, forward, scatter or optimizer step of this rank raises."""
+    """Makes a gather, forward, scatter or optimizer step of this rank raise."""
     if not on_this_rank:
         yield
         return
@@ -256,7 +256,7 @@ def fault_in(phase: str, *, on_this_rank: bool) -> Iterator[None]:
 
 @dataclass(frozen=True)
 class Failure:
-    """What a rank's step raised, or its output if the process was ended at once."""
+    """The error of a rank's step, or its output if the process was ended at once."""
 
     kind: str
     text: str
@@ -266,7 +266,7 @@ class Failure:
 def failures_of(
     job: Job, num_ranks: int, phase: str, culprit: int, folder: Path, *, timeout_s: float
 ) -> list[Failure | None]:
-    """In the parent: one step of the job on separate ranks, one of which fails in a phase.
+    """The parent runs one step of the job on separate ranks, one of which fails in a phase.
 
     As a program would, a rank that met an error ends, and with it its connections. None
     means that a rank did not answer within the timeout.

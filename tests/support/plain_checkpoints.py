@@ -60,7 +60,7 @@ class NamedAsTransformerEngine(Workload):
     Engine."""
 
     def layers(self, num_layers: int) -> TransformerBlockSubmodules:
-        """As the workload's, with other names."""
+        """The workload's layers with other names."""
         layers = super().layers(num_layers)
         for layer in layers.layer_specs:
             names = layer.submodules.sharded_state_dict_keys_map
@@ -106,7 +106,7 @@ NAMED_LATENTS_WORKLOAD = NamedAsTransformerEngine(**_LATENTS)
 
 
 def on_plain_ranks(num_ranks: int, function: Callable[..., Any], *args: Any) -> list[Any]:
-    """As `RankPool.run`, in new processes, because plain Megatron changes them permanently."""
+    """`RankPool.run` in new processes, because plain Megatron changes them permanently."""
     pool = RankPool(num_ranks)
     try:
         return pool.run(function, *args)
@@ -144,7 +144,7 @@ class PlainMegatron:
         return [self.side(iteration).loss for iteration in iterations]  # type: ignore[union-attr]
 
     def save(self, folder: Path, iteration: int, sharding_type: str, **metadata: Any) -> None:
-        """As upstream's loop does."""
+        """Saves as upstream's loop does."""
         if dist.get_rank() == 0:
             folder.mkdir(parents=True)
         dist.barrier()
@@ -161,7 +161,7 @@ class PlainMegatron:
         dist_checkpointing.save(state, str(folder), content_metadata=content)
 
     def load(self, folder: Path) -> None:
-        """As upstream's loop does, optimizer state included."""
+        """Loads as upstream's loop does, optimizer state included."""
         metadata = dist_checkpointing.load_content_metadata(str(folder))
         assert metadata is not None
         metadata["dp_cp_group"] = self.side._groups.dp_cp
@@ -239,7 +239,7 @@ def train_and_save(
     workload: Workload = PLAIN_WORKLOAD,
     ep: int = 1,
 ) -> list[float]:
-    """On every rank of plain Megatron: losses, with two iterations after the save."""
+    """Every rank of plain Megatron returns losses, with two iterations after the save."""
     plain = PlainMegatron(tp=tp, pp=pp, ep=ep, workload=workload)
     losses = plain.train(range(num_iterations))
     plain.save(Path(folder), num_iterations, sharding_type)
@@ -255,7 +255,7 @@ def load_and_train(
     workload: Workload = PLAIN_WORKLOAD,
     ep: int = 1,
 ) -> list[float]:
-    """On every rank of plain Megatron: load, save at once, train on."""
+    """Every rank of plain Megatron loads, saves at once, and trains on."""
     plain = PlainMegatron(tp=tp, pp=pp, ep=ep, workload=workload)
     plain.train(range(1))  # so that there is state to replace
     plain.forget()

@@ -44,7 +44,7 @@ ITERATION = 1
 
 @dataclass(frozen=True)
 class PlainRun:
-    """What each iteration of plain training gave."""
+    """The outcome of each iteration of plain training."""
 
     losses: tuple[float, ...]
     """Mean over the tokens of the global batch, before the update."""
@@ -55,7 +55,7 @@ class PlainRun:
 
     @classmethod
     def read(cls, folder: Path) -> PlainRun:
-        """What `train_plainly` wrote."""
+        """The outcome that `train_plainly` wrote."""
         found = json.loads((folder / "plain.json").read_text())
         return cls(**{name: tuple(values) for name, values in found.items()})
 
@@ -127,7 +127,7 @@ def train_plainly(argv: Sequence[str], sequences: Sequence[np.ndarray], folder: 
 
 
 def _arguments(argv: Sequence[str]) -> argparse.Namespace:
-    """As upstream's parse_args and validate_args have them on one process."""
+    """The arguments as upstream's parse_args and validate_args have them on one process."""
     parser = add_megatron_arguments(argparse.ArgumentParser(allow_abbrev=False))
     args, _ = parser.parse_known_args(argv)
     args.rank, args.world_size = 0, 1

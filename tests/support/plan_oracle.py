@@ -61,7 +61,7 @@ def check_plan(plan: Content, lengths: Sequence[int], pool: Content, profile: Co
 def simulated_time_ms(
     times_ms: Sequence[float], num_stages: int, forward_share: float = 1 / 3
 ) -> float:
-    """When 1F1B ends; times_ms: forward + backward of each micro-batch on one stage."""
+    """The end of 1F1B; times_ms: forward + backward of each micro-batch on one stage."""
     figures = ReplicaFigures(0.0, 0.0, 0.0, 0, num_stages, forward_share=forward_share)
     return float(simulated_ms(np.array([times_ms], dtype=np.float64), figures)[0])
 
@@ -113,7 +113,7 @@ def _time_s(
 
 
 def _row_key(scheme: Content, cp: int) -> tuple[Any, ...]:
-    """Of the profile's row for a context group of a scheme."""
+    """The key of the profile's row for a context group of a scheme."""
     return scheme["tp"], cp, scheme["pp"], tuple(scheme.get("layers", ())), scheme.get("ep", 1)
 
 

@@ -58,7 +58,7 @@ def initial_parameters(model: SmallModel, seed: int) -> dict[str, torch.Tensor]:
 
 
 def is_vocabulary(name: str) -> bool:
-    """Whether dim 0 is the vocabulary."""
+    """True if dim 0 is the vocabulary."""
     return name in ("embedding.word_embeddings.weight", "output_layer.weight")
 
 
@@ -124,7 +124,7 @@ def _given_modules(resolver: QKNormConfigResolver) -> dict[str, Any]:
 
 
 def _shift(model: SmallModel, name: str) -> float:
-    """What the reference has more than the engine in a weight."""
+    """The difference of the reference's value of a weight to the engine's."""
     is_centred = model.transformer().layernorm_zero_centered_gamma
     return 1.0 if is_centred and name.endswith("layernorm.weight") else 0.0
 
@@ -158,7 +158,7 @@ def sequence_loss(
 
 
 def run_reference(job: Job, dtype: torch.dtype | None = None) -> ReferenceRun:
-    """On one rank: all iterations of the job, with any strategies.
+    """One rank runs all iterations of the job, with any strategies.
 
     Args:
         job: what to run.

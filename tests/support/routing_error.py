@@ -117,7 +117,7 @@ def _run_exactly(job: Job) -> tuple[ReferenceRun, Choices]:
 
 
 def _run(job: Job, given: Choices | None) -> tuple[RankRun, Choices]:
-    """On every rank; the choices are those of its own tokens."""
+    """Every rank returns its run and the choices of its own tokens."""
     rows = _rows(job, torch.distributed.get_rank())
     made: Choices = {}
     right = SequenceRouter.routing

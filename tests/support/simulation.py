@@ -64,7 +64,7 @@ def regroup_costs(
     across_bytes_per_s: float = 1e8,
     hiding: Hiding = Hiding.THREADS,
 ) -> RegroupCosts:
-    """Of the small shape, without latencies."""
+    """Costs of regrouping the small shape, without latencies."""
     cluster = Cluster(
         num_nodes=num_ranks // ranks_per_node,
         ranks_per_node=ranks_per_node,
@@ -75,7 +75,7 @@ def regroup_costs(
 
 
 def compute_ms(iteration: IterationTasks) -> float:
-    """From the start of an iteration to the end of its slowest replica."""
+    """The time from the start of an iteration to the end of its slowest replica."""
     return max(iteration.replica_ends_ms) - iteration.begin_ms
 
 

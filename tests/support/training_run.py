@@ -64,7 +64,7 @@ class Run:
         ]
 
     def probed(self, rank: int) -> dict[str, Any]:
-        """What `probing` printed on a rank."""
+        """The values that `probing` printed on a rank."""
         found = re.search(r"^PROBE (.*)$", self.outcome.ranks[rank].stdout, re.MULTILINE)
         assert found is not None
         return json.loads(found[1])
@@ -96,7 +96,7 @@ def probing(argv: Sequence[str], hooks: entry.UserHooks | None = None) -> None:
 
 
 def floating_point_operations(plan: IterationPlan) -> float:
-    """Of an iteration of the tiny model: by tokens, and by squares of lengths."""
+    """Operations of an iteration of the tiny model: by tokens, and by squares of lengths."""
     kv_size = NUM_GROUPS * HEAD
     per_token = NUM_LAYERS * (HIDDEN * (HIDDEN + 2 * kv_size) + HIDDEN * HIDDEN + 3 * HIDDEN * FFN)
     per_token += HIDDEN * PADDED_VOCAB_SIZE

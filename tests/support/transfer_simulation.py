@@ -50,7 +50,8 @@ class Network:
     def all_to_all(
         self, plans: Sequence[TransferPlan], send: Sequence[Values], *, gathers: bool
     ) -> list[Values]:
-        """What every rank receives: an uneven `all_to_all_single`, sizes checked on both ends."""
+        """The data that every rank receives in an uneven `all_to_all_single`; sizes are checked on
+        both ends."""
         boxes: dict[tuple[int, int], Values] = {}
         for rank, plan in enumerate(plans):
             at = 0
@@ -116,7 +117,8 @@ class Simulation:
         return [self.plan(bucket, gathers=gathers, rank=rank) for rank in ranks]
 
     def gather(self, bucket: Bucket, values: Values) -> list[Values]:
-        """What every rank holds of the bucket in canonical order, from shards of ``values``."""
+        """The data that every rank holds of the bucket in canonical order, from shards of
+        ``values``."""
         shards = [values[slice(*bucket.shard_range(r))] for r in range(self.layout.num_ranks)]
         plans = self.plans(bucket, gathers=True)
         if isinstance(plans[0], EqualShares):

@@ -1,4 +1,4 @@
-"""What several folders of unit tests share."""
+"""Fixtures that several folders of unit tests share."""
 
 import pytest
 

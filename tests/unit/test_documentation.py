@@ -43,12 +43,12 @@ class DocumentedCommand:
 
     @cached_property
     def words(self) -> tuple[str, ...]:
-        """As split by a shell, with optional parts."""
+        """The words as split by a shell, with optional parts."""
         return tuple(shlex.split(_OPTIONAL.sub(r"\1", self.text), comments=True))
 
     @property
     def program_arguments(self) -> tuple[str, ...] | None:
-        """What follows ``hydraulis`` or ``-m megatron.hydraulis``; None for other commands."""
+        """The words after ``hydraulis`` or ``-m megatron.hydraulis``; None for other commands."""
         for index, word in enumerate(self.words):
             is_program = "=" not in word and (index == 0 or self.words[index - 1] == "--no-python")
             if word == "megatron.hydraulis" or (is_program and word.endswith("hydraulis")):
@@ -57,7 +57,7 @@ class DocumentedCommand:
 
     @property
     def is_whole(self) -> bool:
-        """Whether it is complete, without placeholders."""
+        """True if the command is complete, without placeholders."""
         return not any(
             word in ("…", "--help") or word.isupper() or word.startswith("$") for word in self.words
         ) and not _OPTIONAL.search(self.text)
@@ -302,7 +302,7 @@ def test_defaults_in_the_help_are_correct() -> None:
 
 
 def anchors(path: Path) -> set[str]:
-    """Of the headings of a page, as GitHub makes them."""
+    """Anchors of the headings of a page, as GitHub makes them."""
     found: set[str] = set()
     for heading in re.findall(r"^#+ (.*)$", path.read_text(encoding="utf-8"), re.MULTILINE):
         slug = re.sub(r"[^\w\- ]", "", heading.strip().lower()).replace(" ", "-")

@@ -114,7 +114,7 @@ def test_layers_with_experts_are_those_of_upstream(frequency: Any, expected: lis
 
 @pytest.mark.parametrize("length", [1, 4, 5, 6, 40])
 def test_a_window_leaves_the_pairs_that_it_sees(length: int) -> None:
-    """By counting: s² stands for s(s + 1)/2 pairs, so the same difference is missing twice."""
+    """Pairs are counted: s² stands for s(s + 1)/2 pairs, so a difference is missing twice."""
     window = replace(LLAMA_7B, window_tokens=5, num_windowed_layers=8).window
     assert window is not None
     seen = sum(min(place, 5) for place in range(1, length + 1))

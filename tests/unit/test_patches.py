@@ -70,7 +70,7 @@ def upstream(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
 
 
 def undo_all(applied: list[AppliedPatch]) -> None:
-    """In reverse order, so that names that were replaced twice are restored."""
+    """Undoes in reverse order, so that names that were replaced twice are restored."""
     for patch in reversed(applied):
         patch.undo()
 

@@ -1,4 +1,4 @@
-"""What a run shows: a record per iteration, and everything that is written and drawn from it.
+"""A run's records, and everything that is written and drawn from them.
 
 Nothing here knows how training works; the training loop fills an `IterationRecord`.
 """

@@ -1,4 +1,4 @@
-"""What to do about what a run shows: rules, each with the number that triggered it."""
+"""Advice on a run, by rules; each remark has the number that triggered it."""
 
 from __future__ import annotations
 
@@ -197,7 +197,7 @@ def _on_replicas(run: Run) -> Iterator[Remark]:
 
 
 def _how_to_wait_less(run: Run) -> str:
-    """For parameters and gradients."""
+    """Advice on shorter waits for parameters and gradients."""
     if run.setting("hydraulis", "no_regroup_overlap"):
         return "Remove --no-regroup-overlap."
     fewer = "larger batches or strategies with more tp·pp transfer fewer bytes per token"

@@ -1,4 +1,4 @@
-"""What all pictures share: colours and how they are saved.
+"""Colours of all pictures, and how they are saved.
 
 matplotlib, which takes long to import, is imported by what draws.
 """

@@ -511,7 +511,7 @@ class Numbers:
         return known.replicas if known else ()
 
     def _measured_replicas(self) -> list[Statistics]:
-        """If the trace and the ranks of the replicas are known."""
+        """The rows are none if the trace or the ranks of the replicas are unknown."""
         bounds_us: dict[tuple[int, int], tuple[float, float]] = {}
         for span in self._run.spans.where(is_planned=False).named("forward", "backward"):
             key = (int(span.detail.get("iteration", 0)), span.rank)
@@ -575,7 +575,7 @@ class Numbers:
         ]
 
     def _steady(self, iterations: set[int]) -> set[int]:
-        """Without the first iterations of processes, if there are others."""
+        """The iterations without the first ones of processes, if there are others."""
         return (iterations - self._run.starts) or iterations
 
 
@@ -669,7 +669,7 @@ def _tokens_per_s(records: Sequence[IterationRecord]) -> float | None:
 
 
 def _share_of_time(records: Sequence[IterationRecord], part: str) -> float | None:
-    """Of the iterations' time: the share of a field in s, in the records that have it."""
+    """The share of a field in s in the iterations' time, over the records that have it."""
     known = [record for record in records if getattr(record, part) is not None]
     part_s = math.fsum(getattr(record, part) for record in known)
     return _ratio(part_s, math.fsum(record.iteration_time_s for record in known))

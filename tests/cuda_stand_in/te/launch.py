@@ -38,7 +38,7 @@ def settings() -> dict[str, str]:
 
 
 def environment(**more: object) -> dict[str, str]:
-    """As `launch.environment`, with Transformer Engine."""
+    """`launch.environment` with Transformer Engine."""
     os.environ.update(settings())
     return launch.environment(**more)  # type: ignore[arg-type]
 

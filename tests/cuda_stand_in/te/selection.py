@@ -1,4 +1,4 @@
-"""Which kernel Transformer Engine's rules select for packed rows, as a table:
+"""Prints which kernel Transformer Engine's rules select for packed rows, as a table:
 
     python -m tests.cuda_stand_in.te.selection
 
@@ -39,7 +39,7 @@ attention that ``auto`` takes."""
 
 
 def kernels_here() -> Kernels:
-    """What is selected on this process's device; runs on the stand-in."""
+    """The kernels that are selected on this process's device; runs on the stand-in."""
     import torch
     import transformer_engine.pytorch  # noqa: F401
     from packaging.version import Version

@@ -17,7 +17,7 @@ pytestmark = pytest.mark.timeout(900)
 
 
 def main_with_computed_kernels(argv: Sequence[str]) -> None:
-    """As `main_with_forks`, without cuDNN's kernel, which torch prefers and nobody computes."""
+    """`main_with_forks` without cuDNN's kernel, which torch prefers and nobody computes."""
     torch.backends.cuda.enable_cudnn_sdp(False)
     main_with_forks(argv)
 

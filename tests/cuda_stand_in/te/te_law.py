@@ -130,7 +130,7 @@ def test_every_exchange_in_bf16(text: str, way: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", BF16_MODELS)
 def test_experts_in_bf16(name: str, tmp_path: Path) -> None:
-    """With the experts that exact arithmetic chooses."""
+    """Tokens go to the experts that exact arithmetic chooses."""
     of_cpu = replace(EXPERT_MODELS[name], dtype=torch.bfloat16, hidden_size=64)
     model = replace(of_cpu, core_attention="te", has_te_layers=True)
     alone = rounded_runs(law_job(1, "tp1", of_cpu), NUM_DRAWS, is_free=False)
@@ -168,7 +168,7 @@ def kernels_in(folder: Path) -> set[str]:
 
 
 def run_in_bf16(job: Job, folder: Path) -> set[str]:
-    """As `run`, with the error of gradients checked."""
+    """`run` with the error of gradients checked."""
     runs, kernels = run(job, folder)
     gradients = [assemble(runs, [r.gradients[i] for r in runs]) for i in range(len(job.batches))]
     assert worst_ratio(BF16_ON_THE_CPU, gradients, BF16_ON_THE_CPU) <= MOST_OF_ONE_PROCESS

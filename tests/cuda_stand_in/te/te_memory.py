@@ -25,7 +25,7 @@ def with_te(role: Role) -> Role:
 
 
 def runs_on(role: Role) -> bool:
-    """Whether its core attention takes the role, and the reference computations its norms."""
+    """True if its core attention takes the role, and the reference computations its norms."""
     can_attend = role.precision is Precision.BF16 and role.softmax_type == "vanilla"
     has_window_over_ring = role.shape.num_windowed_layers > 0 and role.scheme.cp > 1
     return can_attend and not has_window_over_ring and not role.has_wide_norms

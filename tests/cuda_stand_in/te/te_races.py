@@ -74,7 +74,7 @@ def marked_kernels(folder: Path, rank: int) -> set[str]:
 
 
 def _is_of_two_halves(race: Race) -> bool:
-    """Of two copies of an all-gather's halves of segments into one tensor: each is marked as
+    """True for two copies of an all-gather's halves of segments into one tensor: each is marked as
     writing all of it, since a rank without peers has no borders that say which tokens it writes."""
     return all(
         access.what.startswith("thd_copy_valid_tokens@") for access in (race.earlier, race.later)

@@ -142,7 +142,8 @@ def make_run(*records: IterationRecord, folder: str | Path = "run") -> Run:
 
 
 def make_records(num: int = 8, **changes: Any) -> list[IterationRecord]:
-    """Of one strategy; iterations that take 2.2 s of a predicted second, the first one 9 s."""
+    """Records of one strategy, whose iterations take 2.2 s of a predicted second, the first one 9
+    s."""
     return [
         make_record(
             number,

@@ -139,7 +139,7 @@ def probe(page: Path, width: int, *flags: str) -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def page(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Of a pool, with a trace of its first strategy's iterations."""
+    """The page of a pool, with a trace of its first strategy's iterations."""
     run_dir = tmp_path_factory.mktemp("run")
     records = [
         dataclasses.replace(

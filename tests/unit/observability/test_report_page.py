@@ -93,7 +93,7 @@ def report(run_dir: Path, *flags: str) -> PageReader:
 
 
 def page_alone(run_dir: Path) -> str:
-    """Without the PNG files, which take half the time."""
+    """The page without the PNG files, which take half the time."""
     run = read_run(run_dir)
     return make_page(run, figures_of(run))
 

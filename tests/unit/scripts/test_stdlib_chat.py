@@ -1,4 +1,4 @@
-"""What ``scripts/finetune.sh`` trains on, and the model that it begins with."""
+"""The data that ``scripts/finetune.sh`` trains on, and the model that it begins with."""
 
 import json
 from pathlib import Path
