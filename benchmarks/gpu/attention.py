@@ -25,7 +25,7 @@ NUM_WARMUP = 3
 
 
 def run(place: Place) -> None:
-    """The median time on one rank of each way on each pack, interleaved, so that drift meets all."""
+    """The median time on one rank of each way on each pack, in turn, so that drift meets all."""
     sizes = place.sizes
     here = current_environment(dtype=torch.bfloat16, head_size=sizes.attention_heads[2])
     usable = {name: here.obstacle(name) for name in CORE_ATTENTIONS}

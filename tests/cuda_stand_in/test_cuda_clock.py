@@ -14,7 +14,7 @@ PAUSE_S = 0.2
 
 
 def take_stamps() -> tuple[float | None, float | None]:
-    """A lone rank measures from one stamp to another, and to one that the stream has not reached."""
+    """A lone rank measures from one stamp to another, and to one not reached."""
     first = CudaStamp()
     time.sleep(PAUSE_S)
     known = first.s_until(CudaStamp())
