@@ -21,21 +21,20 @@ from megatron.hydraulis.command_line import (
 )
 from megatron.hydraulis.cost_model.analytic import AnalyticCostModel
 from megatron.hydraulis.cost_model.estimate_command import estimated_profile, possible_schemes
-from megatron.hydraulis.cost_model.job_costs import JobCosts
-from megatron.hydraulis.cost_model.layer_arguments import job_precision
-from megatron.hydraulis.cost_model.profile import (
-    AS_MEASURED,
-    BY_RULE,
-    NOTHING_HIDDEN,
-    ProfileCostModel,
-)
-from megatron.hydraulis.cost_model.shape_arguments import (
+from megatron.hydraulis.cost_model.job_costs import (
+    JobCosts,
     add_job_arguments,
     add_regroup_arguments,
     job_options,
     job_ranks,
     print_bf16_advice,
-    shape_of,
+)
+from megatron.hydraulis.cost_model.model_arguments import job_precision, shape_of
+from megatron.hydraulis.cost_model.profile import (
+    AS_MEASURED,
+    BY_RULE,
+    NOTHING_HIDDEN,
+    ProfileCostModel,
 )
 from megatron.hydraulis.data.sampler import BatchSizes
 from megatron.hydraulis.errors import ConfigurationError

@@ -10,7 +10,17 @@ from rich.table import Table
 from megatron.hydraulis.command_line import add_pool_argument
 from megatron.hydraulis.cost_model.analytic import AnalyticCostModel
 from megatron.hydraulis.cost_model.device import communicators_text, device_constants
-from megatron.hydraulis.cost_model.layer_arguments import job_precision
+from megatron.hydraulis.cost_model.job_costs import (
+    add_device_argument,
+    add_job_arguments,
+    job_ranks,
+)
+from megatron.hydraulis.cost_model.model_arguments import (
+    add_model_arguments,
+    given_settings,
+    job_precision,
+    shape_of,
+)
 from megatron.hydraulis.cost_model.profile import (
     ProfileCostModel,
     ProfiledModel,
@@ -18,14 +28,6 @@ from megatron.hydraulis.cost_model.profile import (
     experts_setting,
 )
 from megatron.hydraulis.cost_model.regrouping import wire_bytes
-from megatron.hydraulis.cost_model.shape_arguments import (
-    add_device_argument,
-    add_job_arguments,
-    add_model_arguments,
-    given_settings,
-    job_ranks,
-    shape_of,
-)
 from megatron.hydraulis.cost_model.staging import PoolFootprint
 from megatron.hydraulis.errors import ConfigurationError, StrategyError
 from megatron.hydraulis.json_object import write_output

@@ -18,23 +18,40 @@ model: parameters are not split by cp. Without model and device x is 0, and limi
 
 from __future__ import annotations
 
+import argparse
 import math
+import sys
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from megatron.hydraulis.cost_model.analytic import AnalyticCostModel
-from megatron.hydraulis.cost_model.device import DeviceConstants, Precision, described_device
+from megatron.hydraulis.cost_model.device import (
+    DEVICE_NAMES,
+    DeviceConstants,
+    Precision,
+    described_device,
+    device_constants,
+)
 from megatron.hydraulis.cost_model.experts import EXPERT_LOAD
-from megatron.hydraulis.cost_model.interface import Coefficients
+from megatron.hydraulis.cost_model.interface import Coefficients, usual_times_ms
+from megatron.hydraulis.cost_model.model_arguments import (
+    add_model_arguments,
+    given_settings,
+    given_shape,
+    job_precision,
+)
 from megatron.hydraulis.cost_model.profile import ProfileCostModel, ProfiledModel, ProfiledScheme
 from megatron.hydraulis.cost_model.regrouping import FP32_BYTES, wire_bytes
 from megatron.hydraulis.errors import ConfigurationError, StrategyError
 from megatron.hydraulis.model_shape import ModelShape
 from megatron.hydraulis.strategy import Pool, Scheme, Strategy
+from megatron.hydraulis.strategy.strategy import RANKS_PER_NODE, ranks_of_node
 
 _MS_PER_S = 1e3
+_BYTES_PER_GB = 1e9
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -283,3 +300,107 @@ class JobCosts:
             return 0.0
         stages = replace(self.model, cp_comm_type="p2p").terms_by_stage(scheme)
         return _MS_PER_S * max(terms["context_parallel"].per_token_s for terms in stages)
+
+
+def add_job_arguments(
+    parser: argparse._ActionsContainer, note: str = "", *, required: bool = True
+) -> None:
+    """Declare the flags that job_ranks reads, with a note on when they are needed."""
+    parser.add_argument(
+        "--num-ranks", type=int, required=required, metavar="N", help=f"ranks of the job{note}"
+    )
+    parser.add_argument(
+        "--ranks-per-node",
+        type=int,
+        metavar="N",
+        help=f"ranks of a node{note} (default: {RANKS_PER_NODE}, or all of a smaller job)",
+    )
+
+
+def job_ranks(namespace: argparse.Namespace) -> tuple[int, int]:
+    """Ranks of the job and of a node; StrategyError as `ranks_of_node`."""
+    num_ranks, what = namespace.num_ranks, "--num-ranks, --ranks-per-node"
+    return num_ranks, ranks_of_node(num_ranks, namespace.ranks_per_node, what)
+
+
+def add_device_argument(
+    parser: argparse._ActionsContainer, note: str = "", *, required: bool = True
+) -> None:
+    """Declare --device, with a note on what it is used for."""
+    parser.add_argument(
+        "--device", required=required, metavar="NAME", help=f"one of {DEVICE_NAMES}{note}"
+    )
+
+
+def add_regroup_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the flags that job_options reads."""
+    add_model_arguments(parser)
+    links = parser.add_argument_group(
+        "regrouping",
+        "Regrouping and update of strategies that the profile did not measure are computed from "
+        "bytes and links if device and model are known",
+    )
+    add_device_argument(
+        links,
+        "; gives links and memory bandwidth (default: the profile's, if it is one of these)",
+        required=False,
+    )
+    for link, where in (("intra", "inside its node"), ("inter", "across nodes")):
+        links.add_argument(
+            f"--{link}-node-gb-per-s",
+            type=float,
+            metavar="X",
+            help=f"bandwidth of a rank {where}, one direction, in GB/s (default: the device's)",
+        )
+    links.add_argument(
+        "--no-regroup-overlap",
+        action="store_true",
+        help="regroup before and after compute instead of during it",
+    )
+
+
+def job_options(namespace: argparse.Namespace) -> JobOptions:
+    """What the flags of `add_regroup_arguments` say; raises as `shape_of`, and for an unknown
+    device."""
+    return JobOptions(
+        shape=given_shape(namespace),
+        device=None if namespace.device is None else device_constants(namespace.device),
+        link_bytes_per_s={
+            name: gb_per_s * _BYTES_PER_GB
+            for name in ("intra_node", "inter_node")
+            if (gb_per_s := getattr(namespace, f"{name}_gb_per_s")) is not None
+        },
+        grad_reduce_in_bf16=namespace.grad_reduce_in_bf16,
+        overlaps=not namespace.no_regroup_overlap,
+        precision=partial(job_precision, namespace),
+        layers=partial(given_settings, namespace),
+    )
+
+
+def print_bf16_advice(
+    profile: ProfileCostModel, shares: Mapping[Strategy, float], iteration_s: float
+) -> None:
+    """Print what --grad-reduce-in-bf16 would save, if that is worth it; see `bf16_advice`."""
+    if profile.regroup is not None:
+        times = partial(usual_times_ms, profile)
+        advice = profile.regroup.bf16_advice(shares, times, 1e3 * iteration_s)
+        if advice is not None:
+            print(advice)
+
+
+def warn_of_unknown_overheads(
+    profile: ProfileCostModel, strategies: Iterable[Strategy] | None = None
+) -> None:
+    """Say on stderr that strategies have no overhead; without strategies if none is computed."""
+    if profile.regroup is not None:
+        return
+    if strategies is not None and all(
+        profile.measured_overhead_ms(strategy) is not None for strategy in strategies
+    ):
+        return
+    print(
+        "warning: regrouping and optimizer count 0 where the cost profile has no time of a "
+        "strategy, because the model or its device is unknown; give --model and --device",
+        file=sys.stderr,
+        flush=True,
+    )

@@ -23,18 +23,21 @@ from megatron.hydraulis.cluster import Cluster
 from megatron.hydraulis.cost_model.analytic import AnalyticCostModel
 from megatron.hydraulis.cost_model.device import DeviceConstants, Precision, device_constants
 from megatron.hydraulis.cost_model.estimate_command import powers_of_two
-from megatron.hydraulis.cost_model.layer_arguments import given_layers, job_precision
-from megatron.hydraulis.cost_model.pipeline import StageCosts, equal_micro_batches_time_ms
-from megatron.hydraulis.cost_model.recompute import EVERY_LAYER, NO_RECOMPUTE
-from megatron.hydraulis.cost_model.regrouping import RegroupCosts
-from megatron.hydraulis.cost_model.shape_arguments import (
+from megatron.hydraulis.cost_model.job_costs import (
     add_device_argument,
     add_job_arguments,
-    add_model_arguments,
     job_ranks,
+)
+from megatron.hydraulis.cost_model.model_arguments import (
+    add_model_arguments,
+    given_layers,
+    job_precision,
     model_words,
     shape_of,
 )
+from megatron.hydraulis.cost_model.pipeline import StageCosts, equal_micro_batches_time_ms
+from megatron.hydraulis.cost_model.recompute import EVERY_LAYER, NO_RECOMPUTE
+from megatron.hydraulis.cost_model.regrouping import RegroupCosts
 from megatron.hydraulis.errors import ConfigurationError, PlanError, StrategyError
 from megatron.hydraulis.model_shape import ModelShape
 from megatron.hydraulis.strategy import Scheme, Strategy

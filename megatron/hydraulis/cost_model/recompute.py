@@ -138,7 +138,7 @@ def check_recompute(args: argparse.Namespace) -> None:
     """Raise ConfigurationError for recompute flags that contradict each other or lack one.
 
     args: before upstream's checks, in which --recompute-activations silently overrides another
-    granularity; or flags of `add_activation_arguments`.
+    granularity; or flags of `add_model_arguments`.
     """
     granularity = _granularity(args)
     if args.recompute_activations and args.recompute_granularity == "full":

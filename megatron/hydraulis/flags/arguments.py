@@ -25,14 +25,15 @@ from megatron.training.arguments import validate_args
 from megatron.training.global_vars import set_global_variables
 from megatron.training.models import GPTModelConfig
 
-from megatron.hydraulis.cost_model.layer_arguments import OF_TE, TE_LAYERS, core_attention_of
-from megatron.hydraulis.cost_model.recompute import drop_kept_modules
-from megatron.hydraulis.cost_model.shape_arguments import (
+from megatron.hydraulis.cost_model.model_arguments import (
     LATENT_SIZES_TEXT,
     NOT_OF_LATENTS,
-    expert_sizes,
-    head_sizes,
+    OF_TE,
+    TE_LAYERS,
+    core_attention_of,
+    model_shape,
 )
+from megatron.hydraulis.cost_model.recompute import drop_kept_modules
 from megatron.hydraulis.data.sampler import BatchSizes
 from megatron.hydraulis.errors import ConfigurationError, Problems, listed
 from megatron.hydraulis.flags import checks
@@ -49,7 +50,7 @@ from megatron.hydraulis.flags.defaults import (
 )
 from megatron.hydraulis.flags.parser import FlagParser, ParsedFlags
 from megatron.hydraulis.flags.samples import evaluation_sizes, read_for_sizes, training_sizes
-from megatron.hydraulis.model_shape import ModelShape, count_windowed_layers
+from megatron.hydraulis.model_shape import ModelShape
 from megatron.hydraulis.strategy import Pool
 from megatron.hydraulis.strategy.megatron_layout import SIZES
 from megatron.hydraulis.strategy.pool import num_ranks_of
@@ -194,7 +195,7 @@ def parse_arguments(
     args.padded_vocab_size = vocabulary.padded_size
     check_fit(args, pool, problems)
     with problems.collected():
-        checks.check_sequence_parallel(_model_shape(args), hydraulis, pool)
+        checks.check_sequence_parallel(model_shape(args, args.padded_vocab_size), hydraulis, pool)
     problems.raise_any()
     with _upstream_checks(args, "apply_rope_fusion", "moe_permute_fusion", is_here=is_here):
         gpt_model_config(args)
@@ -214,7 +215,7 @@ def parse_arguments(
         sizes=sizes,
         evaluation_sizes=sizes_of_evaluation,
         as_given={name: before[name] for name in COMPLETED},
-        shape=_model_shape(args),
+        shape=model_shape(args, args.padded_vocab_size),
         vocabulary=vocabulary,
     )
 
@@ -223,9 +224,9 @@ def check_fit(args: argparse.Namespace, pool: Pool, problems: Problems) -> None:
     """Collect why strategies do not fit the model; args have all sizes of it."""
     with problems.collected():
         checks.check_vocabulary_parts(pool, args.padded_vocab_size)
-        pool.check_model(_model_shape(args))
+        pool.check_model(model_shape(args, args.padded_vocab_size))
     with problems.collected():
-        checks.check_context(args, pool, _model_shape(args))
+        checks.check_context(args, pool, model_shape(args, args.padded_vocab_size))
 
 
 def _has_cuda(args: argparse.Namespace) -> bool:
@@ -431,26 +432,3 @@ def _upstream_checks(args: argparse.Namespace, *kernels: str, is_here: bool) -> 
         ) from error
     finally:
         vars(args).update(asked)
-
-
-def _model_shape(args: argparse.Namespace) -> ModelShape:
-    num_windowed = 0
-    if args.window_size is not None and args.window_size[0] >= 0:
-        num_windowed = count_windowed_layers(args.num_layers, args.window_attn_skip_freq)
-    return ModelShape(
-        num_layers=args.num_layers,
-        hidden_size=args.hidden_size,
-        ffn_hidden_size=args.ffn_hidden_size,
-        num_attention_heads=args.num_attention_heads,
-        num_query_groups=(
-            args.num_query_groups if args.group_query_attention else args.num_attention_heads
-        ),
-        vocab_size=args.padded_vocab_size,
-        gated_mlp=args.swiglu or args.quick_geglu,
-        tied_embeddings=not args.untie_embeddings_and_output_weights,
-        output_gate=args.attention_output_gate,
-        num_windowed_layers=num_windowed,
-        window_tokens=args.window_size[0] + 1 if num_windowed else 0,
-        **head_sizes(args),
-        **expert_sizes(args, args.ffn_hidden_size),
-    )

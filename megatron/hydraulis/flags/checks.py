@@ -15,8 +15,12 @@ from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 
 from megatron.hydraulis.cost_model.context import all_to_all_refusal, check_cp_comm_type
+from megatron.hydraulis.cost_model.model_arguments import (
+    check_latent_heads,
+    check_layer_patterns,
+    check_pattern,
+)
 from megatron.hydraulis.cost_model.recompute import check_recompute
-from megatron.hydraulis.cost_model.shape_arguments import check_latent_heads
 from megatron.hydraulis.data.documents import JSON_LINES_SUFFIXES
 from megatron.hydraulis.errors import ConfigurationError, Problems, StrategyError
 from megatron.hydraulis.flags.config import HydraulisConfig, option_of
@@ -133,39 +137,12 @@ def check_variants(args: argparse.Namespace) -> None:
             "--rotary-interleaved is given with --multi-latent-attention; remove "
             "--rotary-interleaved"
         )
-    if args.window_size is not None and (
-        len(args.window_size) != 2 or args.window_size[0] < -1 or args.window_size[1] != 0
-    ):
-        typed = ",".join(map(str, args.window_size))
+    check_layer_patterns(args)
+    check_pattern("--no-rope-freq", args.no_rope_freq, args.num_layers)
+    if isinstance(args.no_rope_freq, int) and args.num_layers % args.no_rope_freq:
         raise ConfigurationError(
-            f"--window-size gives the tokens before and after its own that a token attends to, and "
-            f"none after it as the model is causal, but is {typed}; write N,0"
-        )
-    for dest in ("window_attn_skip_freq", "no_rope_freq", "moe_layer_freq"):
-        _check_pattern(option_of(dest), getattr(args, dest), args.num_layers)
-
-
-def _check_pattern(option: str, value: int | list[int] | None, num_layers: int) -> None:
-    """A period of layers, or a list with 0 or 1 for each layer."""
-    if isinstance(value, int) and value < 1:
-        raise ConfigurationError(
-            f"{option} counts layers from 1 but is {value}; give a positive number or a list"
-        )
-    if isinstance(value, list) and (len(value) != num_layers or not set(value) <= {0, 1}):
-        raise ConfigurationError(
-            f"{option} has a 0 or a 1 for each of --num-layers {num_layers} layers but lists "
-            f"{len(value)} values, {', '.join(map(str, sorted(set(value))))} among them; correct "
-            f"the list"
-        )
-    if option == "--moe-layer-freq" and isinstance(value, list) and not any(value):
-        raise ConfigurationError(
-            f"{option} gives experts to at least 1 layer but lists 0 for all {num_layers}; write a "
-            f"1 for a layer, or remove {option} and --num-experts"
-        )
-    if option == "--no-rope-freq" and isinstance(value, int) and num_layers % value:
-        raise ConfigurationError(
-            f"{option} {value} divides the layers but --num-layers is {num_layers}; give a divisor "
-            f"or a list"
+            f"--no-rope-freq {args.no_rope_freq} divides the layers but --num-layers is "
+            f"{args.num_layers}; give a divisor or a list"
         )
 
 
@@ -661,8 +638,9 @@ def check_vocabulary_parts(pool: Pool, padded_size: int) -> None:
 SHAPE = "shape of the model"
 """Stands among the names of settings with a problem for a model that contradicts itself."""
 SHAPE_CHECKS: Mapping[Callable[[argparse.Namespace], None], str] = {
-    check_variants: "num_layers swiglu squared_relu quick_geglu multi_latent_attention "
-    "rotary_interleaved window_size window_attn_skip_freq no_rope_freq moe_layer_freq",
+    check_variants: "num_layers num_experts swiglu squared_relu quick_geglu "
+    "multi_latent_attention rotary_interleaved window_size window_attn_skip_freq no_rope_freq "
+    "moe_layer_freq",
     check_query_groups: "num_attention_heads num_query_groups group_query_attention "
     "multi_latent_attention",
     check_experts: "num_experts moe_router_topk moe_router_score_function moe_router_pre_softmax "

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from megatron.core.datasets.utils import get_blend_from_list
 
-from megatron.hydraulis.cost_model.layer_arguments import (
+from megatron.hydraulis.cost_model.model_arguments import (
     TE_LAYERS,
     asked_layers,
     balances_by_a_loss,

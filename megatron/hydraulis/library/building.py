@@ -14,7 +14,7 @@ from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 from megatron.training.models.gpt import GPTModelConfig, default_layer_spec
 
-from megatron.hydraulis.cost_model.layer_arguments import gradient_bytes
+from megatron.hydraulis.cost_model.model_arguments import gradient_bytes
 from megatron.hydraulis.cost_model.regrouping import BF16_BYTES
 from megatron.hydraulis.flags.arguments import Resolved, gpt_model_config
 from megatron.hydraulis.optimizer.sharded_adamw import AdamWSettings

@@ -11,13 +11,13 @@ from typing import Any
 from megatron.hydraulis.cost_model.analytic import AnalyticCostModel
 from megatron.hydraulis.cost_model.device import DeviceConstants, Precision
 from megatron.hydraulis.cost_model.interface import CostModel, usual_times_ms
-from megatron.hydraulis.cost_model.layer_arguments import (
+from megatron.hydraulis.cost_model.limits import CUDA_ROW_QUANTUM, Limits
+from megatron.hydraulis.cost_model.model_arguments import (
     gradient_bytes,
     groups_experts,
     layer_settings,
     training_precision,
 )
-from megatron.hydraulis.cost_model.limits import CUDA_ROW_QUANTUM, Limits
 from megatron.hydraulis.cost_model.profile import (
     ProfileCostModel,
     ProfiledModel,

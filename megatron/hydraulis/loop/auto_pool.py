@@ -16,7 +16,7 @@ import torch.distributed as dist
 from megatron.hydraulis.cost_model.device import DeviceConstants
 from megatron.hydraulis.cost_model.estimate_command import estimated_profile, possible_schemes
 from megatron.hydraulis.cost_model.job_costs import JobCosts
-from megatron.hydraulis.cost_model.layer_arguments import gradient_bytes
+from megatron.hydraulis.cost_model.model_arguments import gradient_bytes
 from megatron.hydraulis.cost_model.profile import ProfileCostModel
 from megatron.hydraulis.data.sources import load_corpora_from_arguments
 from megatron.hydraulis.errors import ConfigurationError, HydraulisError

@@ -20,7 +20,7 @@ from megatron.hydraulis.checkpoint.collective_errors import on_all_ranks, on_ran
 from megatron.hydraulis.checkpoint.folder import CheckpointFolder
 from megatron.hydraulis.checkpoint.folder_lock import STALE_S, FolderLocks, Writer
 from megatron.hydraulis.cost_model.device import described_device
-from megatron.hydraulis.cost_model.layer_arguments import training_precision
+from megatron.hydraulis.cost_model.model_arguments import training_precision
 from megatron.hydraulis.cost_model.profile import ProfiledModel
 from megatron.hydraulis.data.corpus import Corpus, DatasetFingerprint
 from megatron.hydraulis.data.dataset import weights_path

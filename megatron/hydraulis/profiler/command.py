@@ -25,7 +25,7 @@ from rich.progress import MofNCompleteColumn, TimeElapsedColumn
 
 from hydraulis_patches.cpu_backend import apply_cpu_backend
 from megatron.hydraulis.command_line import add_pool_argument
-from megatron.hydraulis.cost_model.layer_arguments import gradient_bytes
+from megatron.hydraulis.cost_model.model_arguments import gradient_bytes
 from megatron.hydraulis.cost_model.profile import ProfileCostModel
 from megatron.hydraulis.errors import ConfigurationError, HydraulisError, StrategyError
 from megatron.hydraulis.flags.arguments import Resolved, parse_arguments

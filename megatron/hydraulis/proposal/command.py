@@ -7,8 +7,7 @@ from megatron.hydraulis.command_line import (
     add_lengths_argument,
     add_profile_argument,
 )
-from megatron.hydraulis.cost_model.profile import ProfileCostModel
-from megatron.hydraulis.cost_model.shape_arguments import (
+from megatron.hydraulis.cost_model.job_costs import (
     add_job_arguments,
     add_regroup_arguments,
     job_options,
@@ -16,6 +15,7 @@ from megatron.hydraulis.cost_model.shape_arguments import (
     print_bf16_advice,
     warn_of_unknown_overheads,
 )
+from megatron.hydraulis.cost_model.profile import ProfileCostModel
 from megatron.hydraulis.json_object import write_output
 from megatron.hydraulis.lengths.batches import add_batch_arguments
 from megatron.hydraulis.planner.solver import native_prints_to_stderr

@@ -13,14 +13,14 @@ from megatron.hydraulis.command_line import (
     add_pool_argument,
     add_profile_argument,
 )
-from megatron.hydraulis.cost_model.job_costs import JobCosts
-from megatron.hydraulis.cost_model.profile import ProfileCostModel
-from megatron.hydraulis.cost_model.shape_arguments import (
+from megatron.hydraulis.cost_model.job_costs import (
+    JobCosts,
     add_regroup_arguments,
     job_options,
     print_bf16_advice,
     warn_of_unknown_overheads,
 )
+from megatron.hydraulis.cost_model.profile import ProfileCostModel
 from megatron.hydraulis.errors import ConfigurationError
 from megatron.hydraulis.json_object import write_json
 from megatron.hydraulis.lengths.batches import add_batch_arguments

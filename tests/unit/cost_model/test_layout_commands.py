@@ -19,10 +19,10 @@ from megatron.hydraulis.advise import command as advise
 from megatron.hydraulis.cost_model import ProfileCostModel, layouts
 from megatron.hydraulis.cost_model.analytic import AnalyticCostModel
 from megatron.hydraulis.cost_model.device import device_constants
-from megatron.hydraulis.cost_model.layer_arguments import given_layers
-from megatron.hydraulis.cost_model.shape_arguments import (
+from megatron.hydraulis.cost_model.model_arguments import (
     LATENT_SIZES_TEXT,
-    add_shape_arguments,
+    add_model_arguments,
+    given_layers,
     shape_of,
 )
 from megatron.hydraulis.errors import ConfigurationError
@@ -60,7 +60,7 @@ EXPERTS = [
 
 def test_commands_and_training_describe_experts_by_the_same_flags(tmp_path: Path) -> None:
     parser = argparse.ArgumentParser()
-    add_shape_arguments(parser)
+    add_model_arguments(parser)
     shape = shape_of(parser.parse_args([*QWEN3_30B_A3B, *EXPERTS]))
     flags = (*QWEN3_30B_A3B, *EXPERTS, "--disable-bias-linear")
     assert shape == parse(tmp_path, *flags, num_ranks=4).shape
@@ -75,7 +75,7 @@ def test_commands_and_training_describe_latents_by_the_same_flags(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     parser = argparse.ArgumentParser()
-    add_shape_arguments(parser)
+    add_model_arguments(parser)
     sizes = [
         *("--num-layers", "4", "--hidden-size", "64", "--num-attention-heads", "4"),
         *("--padded-vocab-size", "512", "--multi-latent-attention"),
@@ -101,14 +101,14 @@ def test_commands_and_training_describe_latents_by_the_same_flags(
         ),
         (
             ["--num-experts", "4", "--moe-layer-freq", "[0,1]"],
-            r"each of 48 layers, but is \[0, 1\]; correct it",
+            "--num-layers 48 layers but lists 2 values",
         ),
         (["--num-experts", "4", "--moe-router-topk", "5"], "experts_per_token 5"),
     ],
 )
 def test_wrong_flags_of_experts_are_refused(typed: list[str], problem: str) -> None:
     parser = argparse.ArgumentParser()
-    add_shape_arguments(parser)
+    add_model_arguments(parser)
     with pytest.raises(ConfigurationError, match=problem):
         shape_of(parser.parse_args([*QWEN3_30B_A3B, *typed]))
 
@@ -630,14 +630,22 @@ def test_windows_as_in_training(
     assert found == window
 
 
-@pytest.mark.parametrize("frequency", ["[1,0]*2", "[1,2]*20", "0"])
+@pytest.mark.parametrize(
+    ("windows", "message"),
+    [
+        ("7,0 --window-attn-skip-freq [1,0]*2", "--num-layers 40 layers but lists 4 values"),
+        ("7,0 --window-attn-skip-freq [1,2]*20", "lists 40 values, 1, 2 among them"),
+        ("7,0 --window-attn-skip-freq 0", "--window-attn-skip-freq counts layers from 1 but is 0"),
+        ("7,1", "is 7,1; write N,0"),
+        ("(7,0,0)", "is 7,0,0; write N,0"),
+    ],
+)
 def test_windows_of_other_layers_are_refused(
-    frequency: str, capsys: pytest.CaptureFixture[str]
+    windows: str, message: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     job = ["--device", "H100", "--schemes", "tp8", "--num-ranks", "8"]
-    windows = ["--window-size", "7,0", "--window-attn-skip-freq", frequency]
-    assert main(["estimate", *LLAMA_13B, *job, *windows]) != 0
-    assert "a 0 or a 1 for each of 40 layers" in capsys.readouterr().err
+    assert main(["estimate", *LLAMA_13B, *job, "--window-size", *windows.split()]) == 2
+    assert message in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("text", ["[x]", "[1", "x", "[__import__('os')]", "[[1]]*2"])

@@ -14,8 +14,12 @@ from megatron.training.arguments import moe_freq_type, no_rope_freq_type, tuple_
 from megatron.hydraulis.__main__ import COMMANDS, Command, _without_launch_options
 from megatron.hydraulis.command_line import CommandParser
 from megatron.hydraulis.cost_model.device import device_constants
-from megatron.hydraulis.cost_model.layer_arguments import TE_LAYERS, job_precision
-from megatron.hydraulis.cost_model.shape_arguments import given_settings, shape_of
+from megatron.hydraulis.cost_model.model_arguments import (
+    TE_LAYERS,
+    given_settings,
+    job_precision,
+    shape_of,
+)
 from megatron.hydraulis.errors import ConfigurationError
 from megatron.hydraulis.flags.arguments import Resolved, parse_arguments
 from megatron.hydraulis.flags.config import HydraulisConfig

@@ -8,7 +8,7 @@ from typing import Any
 
 from megatron.hydraulis.checkpoint.hugging_face.families import BIASES, FAMILIES, Family
 from megatron.hydraulis.checkpoint.manifest import OFF_BY_DEFAULT, known_settings
-from megatron.hydraulis.cost_model.shape_arguments import NOT_OF_LATENTS
+from megatron.hydraulis.cost_model.model_arguments import NOT_OF_LATENTS
 from megatron.hydraulis.errors import ConfigurationError
 from megatron.hydraulis.json_object import JsonObject
 from megatron.hydraulis.model_shape import ModelShape, layers_with_experts
