@@ -1,6 +1,6 @@
 """Properties of the layout model for any model, job and layout."""
 
-from dataclasses import fields, replace
+from dataclasses import replace
 
 import pytest
 from hypothesis import example, given, settings
@@ -9,7 +9,6 @@ from hypothesis import strategies as st
 from megatron.hydraulis.cost_model.layouts import (
     FixedLengthJob,
     Layout,
-    StepTime,
     cost_model_of,
 )
 from megatron.hydraulis.cost_model.pipeline import StageCosts
@@ -69,9 +68,8 @@ def cases(draw: st.DrawFn, *, may_have_experts: bool = True) -> tuple[FixedLengt
 @given(cases())
 def test_parts_are_not_negative_and_add_up(case: tuple[FixedLengthJob, Layout]) -> None:
     prediction = predict(*case)
-    parts = [getattr(prediction.time, field.name) for field in fields(StepTime)]
-    assert min(parts) >= -1e-12 * prediction.time.total_s
-    assert abs(sum(parts) - prediction.time.total_s) <= 1e-9 * prediction.time.total_s
+    assert min(prediction.time.values()) >= -1e-12 * prediction.step_s
+    assert min(prediction.memory.values()) >= 0.0
     assert 0.0 < prediction.mfu < 1.0
 
 
@@ -82,8 +80,8 @@ def test_sequence_parallelism_needs_no_more_memory_or_time(
 ) -> None:
     of, how = case
     without, with_it = (predict(of, replace(how, sequence_parallel=sp)) for sp in (False, True))
-    assert with_it.memory.total_bytes <= without.memory.total_bytes
-    assert with_it.time.total_s <= without.time.total_s
+    assert with_it.memory_bytes <= without.memory_bytes
+    assert with_it.step_s <= without.step_s
 
 
 @settings(max_examples=60)
@@ -92,8 +90,8 @@ def test_larger_micro_batches_need_no_less_memory(case: tuple[FixedLengthJob, La
     of, how = case
     larger = replace(how, micro_batch_size=2 * how.micro_batch_size)
     # With fewer micro-batches than stages fewer are in flight, but of at least the same tokens.
-    memory, more = predict(of, how).memory, predict(of, larger).memory
-    assert more.total_bytes >= memory.total_bytes * (1 - 1e-12)
+    less, more = predict(of, how), predict(of, larger)
+    assert more.memory_bytes >= less.memory_bytes * (1 - 1e-12)
 
 
 @settings(max_examples=60)
@@ -101,9 +99,9 @@ def test_larger_micro_batches_need_no_less_memory(case: tuple[FixedLengthJob, La
 def test_recomputation_is_slower(case: tuple[FixedLengthJob, Layout]) -> None:
     of, how = case
     without, with_it = (predict(of, replace(how, recomputes_layers=re)) for re in (False, True))
-    assert with_it.time.total_s > without.time.total_s
-    kept, less = without.memory.activations_bytes, with_it.memory.activations_bytes
-    assert less < kept or without.memory.stage != with_it.memory.stage
+    assert with_it.step_s > without.step_s
+    kept, less = (each.memory["activations_bytes"] for each in (without, with_it))
+    assert less < kept or without.stage != with_it.stage
 
 
 @settings(max_examples=60)
@@ -113,7 +111,7 @@ def test_more_sequences_take_longer_and_need_no_more_memory_once_the_pipeline_is
 ) -> None:
     of, how = case
     more = replace(of, num_sequences=2 * of.num_sequences)
-    assert predict(more, how).time.total_s > predict(of, how).time.total_s
+    assert predict(more, how).step_s > predict(of, how).step_s
     if how.num_micro_batches(of) >= how.pp:
         assert predict(more, how).memory == predict(of, how).memory
 
@@ -158,7 +156,7 @@ def test_a_step_takes_as_long_as_an_iteration_of_the_simulator(
     case: tuple[FixedLengthJob, Layout],
 ) -> None:
     of, how = case
-    time, model = predict(of, how).time, cost_model_of(of, how, A100)
+    step, model = predict(of, how), cost_model_of(of, how, A100)
     strategy, lengths = how.strategy(of), (of.sequence_tokens,) * how.micro_batch_size
     num_columns = how.dp(of) // len(strategy.replicas)
     micro_batch = MicroBatchWork.packed(lengths * num_columns)
@@ -169,8 +167,8 @@ def test_a_step_takes_as_long_as_an_iteration_of_the_simulator(
     regroup = RegroupCosts.of(of.shape, A100, model.cluster, num_atoms=how.tp)
     simulator = Simulator(StageCosts(model, of.shape), regroup=regroup)
     before, iteration = simulator.run([work, work])
-    assert (iteration.end_ms - before.end_ms) / 1e3 == pytest.approx(time.total_s)
+    assert (iteration.end_ms - before.end_ms) / 1e3 == pytest.approx(step.step_s)
     compute_ms = max(iteration.replica_ends_ms) - iteration.replicas[0].by_stage[0][0].start_ms
-    assert compute_ms / 1e3 == pytest.approx(time.total_s - time.data_parallel_s)
+    assert compute_ms / 1e3 == pytest.approx(step.step_s - step.time["data_parallel_s"])
     slots = model.memory.max_tokens(how.scheme)
     assert predict(of, how).fits == (slots >= how.micro_batch_size * of.sequence_tokens)

@@ -38,7 +38,7 @@ from megatron.hydraulis.cost_model.model_arguments import (
 from megatron.hydraulis.cost_model.pipeline import StageCosts, equal_micro_batches_time_ms
 from megatron.hydraulis.cost_model.recompute import EVERY_LAYER, NO_RECOMPUTE
 from megatron.hydraulis.cost_model.regrouping import RegroupCosts
-from megatron.hydraulis.errors import ConfigurationError, PlanError, StrategyError
+from megatron.hydraulis.errors import PlanError, StrategyError
 from megatron.hydraulis.model_shape import ModelShape
 from megatron.hydraulis.strategy import Scheme, Strategy
 from megatron.hydraulis.strategy.strategy import RANKS_PER_NODE, replica_scheme
@@ -47,20 +47,9 @@ from megatron.hydraulis.terminal import print_json, print_next, results_console,
 _MS_PER_S = 1e3
 
 
-def _check_sizes(what: str, sizes: dict[str, int]) -> None:
-    for name, value in sizes.items():
-        if value < 1:
-            raise ConfigurationError(
-                f"{what}: every size is at least 1 but {name} is {value}; give a positive one"
-            )
-
-
 @dataclass(frozen=True, kw_only=True, slots=True)
 class FixedLengthJob:
-    """The same number of sequences of one length in every step.
-
-    Raises ConfigurationError for a size that is not positive.
-    """
+    """The same number of sequences of one length in every step; all sizes are at least 1."""
 
     shape: ModelShape
     num_ranks: int
@@ -71,17 +60,6 @@ class FixedLengthJob:
     ranks_per_node: int = RANKS_PER_NODE
     layers: Mapping[str, Any] = field(default_factory=dict, hash=False)
     """Fields of `AnalyticCostModel` about layers and precision."""
-
-    def __post_init__(self) -> None:
-        _check_sizes(
-            "job",
-            {
-                "the number of ranks": self.num_ranks,
-                "the tokens of a sequence": self.sequence_tokens,
-                "the number of sequences a step": self.num_sequences,
-                "the ranks of a node": self.ranks_per_node,
-            },
-        )
 
     @property
     def model_flops(self) -> float:
@@ -103,10 +81,7 @@ class FixedLengthJob:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Layout:
-    """How a step is spread over ranks and micro-batches.
-
-    Raises ConfigurationError for sizes below 1.
-    """
+    """How a step is spread over ranks and micro-batches; all sizes are at least 1."""
 
     micro_batch_size: int
     """Sequences of a micro-batch."""
@@ -119,29 +94,19 @@ class Layout:
     """Ranks of a stage over which whole experts are distributed, of several replicas if it exceeds
     tp; 1: tp cuts every expert."""
 
-    def __post_init__(self) -> None:
-        sizes = {"the micro-batch size": self.micro_batch_size, "tp": self.tp, "pp": self.pp}
-        _check_sizes("layout", sizes | {"ep": self.ep})
-
     @property
     def scheme(self) -> Scheme:
         """The shape of one replica, or of a column of replicas that share experts."""
         return Scheme(tp=self.tp, pp=self.pp, ep=self.ep)
 
     def strategy(self, job: FixedLengthJob) -> Strategy:
-        """Of the job's replicas; StrategyError unless they fill it and divide the model."""
+        """The strategy of the job's replicas; StrategyError unless they fill it and divide the
+        model."""
         return _strategy(job.shape, self.scheme, job.num_ranks, job.ranks_per_node)
 
     def dp(self, job: FixedLengthJob) -> int:
-        """Replicas of the job; ConfigurationError unless they use all ranks."""
-        dp, rest = divmod(job.num_ranks, self.tp * self.pp)
-        if rest or dp == 0:
-            raise ConfigurationError(
-                f"layout tp {self.tp}, pp {self.pp}: replicas of {self.tp * self.pp} ranks must "
-                f"use all ranks but the job has {job.num_ranks}; take degrees whose product "
-                f"divides {job.num_ranks}"
-            )
-        return dp
+        """Replicas of the job."""
+        return job.num_ranks // (self.tp * self.pp)
 
     def num_micro_batches(self, job: FixedLengthJob) -> int:
         """Micro-batches of a replica in a step; the last one may be partial."""
@@ -163,7 +128,7 @@ CAUSES = {
     "bubble_s": "the pipeline fills and drains",
     "data_parallel_s": "gradients and parameters between replicas, and the optimizer",
 }
-"""Causes by field of StepTime."""
+"""Causes of a step's time."""
 PURPOSES = {
     "weights_bytes": "weights and gradients",
     "optimizer_bytes": "optimizer state",
@@ -171,46 +136,7 @@ PURPOSES = {
     "working_bytes": "logits or the layer at work",
     "reserve_bytes": "reserve",
 }
-"""Memory by field of RankMemory."""
-
-
-@dataclass(frozen=True, slots=True)
-class StepTime:
-    """Seconds of a step by cause (CAUSES); they add up to the step."""
-
-    matmul_s: float
-    attention_s: float
-    elementwise_s: float
-    launch_s: float
-    tensor_parallel_s: float
-    expert_copies_s: float
-    expert_parallel_s: float
-    recompute_s: float
-    logits_s: float
-    imbalance_s: float
-    boundary_s: float
-    bubble_s: float
-    data_parallel_s: float
-
-    @property
-    def total_s(self) -> float:
-        return float(sum(getattr(self, name) for name in CAUSES))
-
-
-@dataclass(frozen=True, slots=True)
-class RankMemory:
-    """Bytes of a rank by purpose (PURPOSES)."""
-
-    stage: int
-    weights_bytes: float
-    optimizer_bytes: float
-    activations_bytes: float
-    working_bytes: float
-    reserve_bytes: float
-
-    @property
-    def total_bytes(self) -> float:
-        return float(sum(getattr(self, name) for name in PURPOSES))
+"""Purposes of a rank's memory."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -218,18 +144,31 @@ class LayoutPrediction:
     """What is predicted for one layout."""
 
     layout: Layout
-    time: StepTime
+    time: Mapping[str, float]
+    """Seconds of a step by cause (CAUSES); they add up to the step."""
     mfu: float
     """Model FLOPs over those that all devices could have computed in the time."""
-    memory: RankMemory
-    """Of the fullest rank."""
+    stage: int
+    """The stage whose ranks are the fullest."""
+    memory: Mapping[str, float]
+    """Bytes of a rank of this stage by purpose (PURPOSES)."""
     usable_bytes: float
     """Memory of a rank, reserve included."""
 
     @property
+    def step_s(self) -> float:
+        """Time of a step."""
+        return sum(self.time.values())
+
+    @property
+    def memory_bytes(self) -> float:
+        """Memory of the fullest rank."""
+        return sum(self.memory.values())
+
+    @property
     def fits(self) -> bool:
         """Whether the fullest rank fits in memory."""
-        return self.memory.total_bytes <= self.usable_bytes
+        return self.memory_bytes <= self.usable_bytes
 
 
 def predict_layout(
@@ -237,71 +176,28 @@ def predict_layout(
 ) -> LayoutPrediction:
     """Time, MFU and memory; the time of a layout that does not fit is what it would take.
 
-    Raises ConfigurationError for replicas that do not use all ranks, StrategyError for more stages
-    than layers, and for a layout that this program cannot run.
+    Raises StrategyError for replicas that do not fill the job or do not divide the model.
     """
+    layout.strategy(job)
     model = cost_model_of(job, layout, device)
     time = _step_time(job, layout, model)
-    memory = _rank_memory(job, layout, model)
+    stage, memory = _memory(job, layout, model)
     return LayoutPrediction(
         layout=layout,
         time=time,
-        mfu=job.model_flops / (time.total_s * model.peak_flops_per_s * job.num_ranks),
+        mfu=job.model_flops / (sum(time.values()) * model.peak_flops_per_s * job.num_ranks),
+        stage=stage,
         memory=memory,
-        usable_bytes=model.memory.usable_bytes + memory.reserve_bytes,
-    )
-
-
-def _step_time(job: FixedLengthJob, layout: Layout, model: AnalyticCostModel) -> StepTime:
-    scheme = layout.scheme
-    num_tokens = layout.micro_batch_size * job.sequence_tokens
-    lengths = [job.sequence_tokens] * layout.micro_batch_size
-    costs = StageCosts(model, job.shape)
-    coefficients = costs.coefficients(scheme)
-    squares = sum(map(coefficients[0].squared, lengths))
-    causes = {"expert_copies": 0.0, "expert_parallel": 0.0}
-    for terms in model.terms_by_stage(scheme):
-        for cause, term in terms.items():
-            causes[cause] = causes.get(cause, 0.0) + term.seconds(squares, num_tokens)
-    stages_ms = [each.time_ms(lengths) for each in coefficients]
-    num_micro_batches = layout.num_micro_batches(job)
-    slowest_s = max(stages_ms) / _MS_PER_S
-    # Replicas that share experts are one of waves: its scheme has the share that plans use.
-    of_replica = layout.strategy(job).schemes[0] if layout.ep > 1 else scheme
-    share = costs.coefficients(of_replica)[0].forward_share
-    busy_s = equal_micro_batches_time_ms(stages_ms, num_micro_batches, share) / _MS_PER_S
-    first_stage_ms = share * stages_ms[0], (1.0 - share) * stages_ms[0]
-    regroup = _regroup_costs(job.shape, model.device, model.cluster, layout.tp)
-    per_cause = {
-        f"{cause}_s": num_micro_batches * seconds / scheme.pp
-        for cause, seconds in causes.items()
-        if cause != "context_parallel"
-    }
-    average_s = sum(per_cause.values())
-    return StepTime(
-        **per_cause,
-        imbalance_s=max(0.0, num_micro_batches * slowest_s - average_s),
-        bubble_s=busy_s - max(average_s, num_micro_batches * slowest_s),
-        data_parallel_s=regroup.exposed_ms(layout.strategy(job), lambda _: first_stage_ms)
-        / _MS_PER_S,
+        usable_bytes=model.memory.usable_bytes + memory["reserve_bytes"],
     )
 
 
 def cost_model_of(
     job: FixedLengthJob, layout: Layout, device: DeviceConstants
 ) -> AnalyticCostModel:
-    """The cost model of a layout; raises as `predict_layout`."""
-    layout.dp(job)
-    shape = job.shape
-    if layout.tp > 1 and not layout.sequence_parallel and shape.whole_matrices:
-        raise ConfigurationError(
-            f"layout tp {layout.tp}: {shape.whole_matrices} need sequence parallelism where tp is "
-            f"above 1 but it is off; turn it on"
-        )
-    if shape.num_experts or layout.ep > 1:
-        layout.strategy(job)
+    """The cost model of a layout."""
     return AnalyticCostModel(
-        shape=shape,
+        shape=job.shape,
         device=device,
         cluster=device.cluster(job.num_ranks, min(job.num_ranks, job.ranks_per_node)),
         sequence_parallel=layout.sequence_parallel,
@@ -310,26 +206,61 @@ def cost_model_of(
     )
 
 
-def _rank_memory(job: FixedLengthJob, layout: Layout, of_job: AnalyticCostModel) -> RankMemory:
+def _step_time(
+    job: FixedLengthJob, layout: Layout, model: AnalyticCostModel
+) -> Mapping[str, float]:
+    scheme = layout.scheme
+    num_tokens = layout.micro_batch_size * job.sequence_tokens
+    lengths = [job.sequence_tokens] * layout.micro_batch_size
+    costs = StageCosts(model, job.shape)
+    coefficients = costs.coefficients(scheme)
+    squares = sum(map(coefficients[0].squared, lengths))
+    causes = {"expert_copies_s": 0.0, "expert_parallel_s": 0.0}
+    num_micro_batches = layout.num_micro_batches(job)
+    for terms in model.terms_by_stage(scheme):
+        for cause, term in terms.items():
+            seconds = term.seconds(squares, num_tokens)
+            causes[f"{cause}_s"] = causes.get(f"{cause}_s", 0.0) + seconds
+    del causes["context_parallel_s"]
+    causes = {name: num_micro_batches * each / scheme.pp for name, each in causes.items()}
+    average_s = sum(causes.values())
+    stages_ms = [each.time_ms(lengths) for each in coefficients]
+    slowest_s = num_micro_batches * (max(stages_ms) / _MS_PER_S)
+    # Replicas that share experts are one of waves: its scheme has the share that plans use.
+    (of_replica,) = layout.strategy(job).schemes
+    share = costs.coefficients(of_replica)[0].forward_share
+    busy_s = equal_micro_batches_time_ms(stages_ms, num_micro_batches, share) / _MS_PER_S
+    first_stage_ms = share * stages_ms[0], (1.0 - share) * stages_ms[0]
+    regroup = _regroup_costs(job.shape, model.device, model.cluster, layout.tp)
+    exposed_ms = regroup.exposed_ms(layout.strategy(job), lambda _: first_stage_ms)
+    causes["imbalance_s"] = max(0.0, slowest_s - average_s)
+    causes["bubble_s"] = busy_s - max(average_s, slowest_s)
+    causes["data_parallel_s"] = exposed_ms / _MS_PER_S
+    return {name: causes[name] for name in CAUSES}
+
+
+def _memory(
+    job: FixedLengthJob, layout: Layout, of_job: AnalyticCostModel
+) -> tuple[int, Mapping[str, float]]:
+    """The stage whose ranks are the fullest, and the memory of one of them."""
     scheme, model = layout.scheme, of_job.memory
     num_tokens = layout.micro_batch_size * job.sequence_tokens
     num_tokens += -num_tokens % scheme.token_quantum
-    stages = []
-    for stage in range(scheme.pp):
+
+    def of_stage(stage: int) -> dict[str, float]:
         role, state = model.role_bytes(scheme, stage), model.state_bytes(scheme, stage)
         activations = model.activation_bytes(scheme, stage, num_tokens)
         peak = model.peak_bytes(scheme, stage, num_tokens)
-        stages.append(
-            RankMemory(
-                stage=stage,
-                weights_bytes=role,
-                optimizer_bytes=state - role,
-                activations_bytes=activations,
-                working_bytes=peak - state - activations,
-                reserve_bytes=model.reserve_bytes,
-            )
-        )
-    return max(stages, key=lambda memory: memory.total_bytes)
+        return {
+            "weights_bytes": role,
+            "optimizer_bytes": state - role,
+            "activations_bytes": activations,
+            "working_bytes": peak - state - activations,
+            "reserve_bytes": model.reserve_bytes,
+        }
+
+    stages = map(of_stage, range(scheme.pp))
+    return max(enumerate(stages), key=lambda numbered: sum(numbered[1].values()))
 
 
 @lru_cache
@@ -362,8 +293,8 @@ class Verdict:
 
     prediction: LayoutPrediction
     rule: str
-    """Field of StepTime in which the layout loses most against the first, or ``memory``; of the
-    first one the largest besides matrix products and attention."""
+    """The cause by which the layout loses most against the first, or ``memory``; of the first one
+    the largest besides matrix products and attention."""
     why: str
 
 
@@ -448,8 +379,8 @@ def run(namespace: argparse.Namespace) -> int:
     title = f"fastest of {len(search.ranked)} that fit"
     console.print(_table(title, search.ranked[: namespace.top], has_ep=has_ep))
     faster = sorted(
-        (v for v in search.rejected if v.prediction.time.total_s < best.time.total_s),
-        key=lambda verdict: verdict.prediction.memory.total_bytes,
+        (v for v in search.rejected if v.prediction.step_s < best.step_s),
+        key=lambda verdict: verdict.prediction.memory_bytes,
     )
     if faster:
         title = f"would be faster than the first, but out of memory ({len(faster)}), least first"
@@ -492,9 +423,9 @@ def _table(title: str, verdicts: Sequence[Verdict], *, has_ep: bool) -> Table:
             *[str(layout.ep)] * has_ep,
             "yes" if layout.sequence_parallel else "no",
             "layers" if layout.recomputes_layers else "none",
-            f"{prediction.time.total_s:.2f}",
+            f"{prediction.step_s:.2f}",
             f"{100.0 * prediction.mfu:.1f}",
-            f"{prediction.memory.total_bytes / 1e9:.1f}",
+            f"{prediction.memory_bytes / 1e9:.1f}",
             verdict.why,
         )
     return table
@@ -517,15 +448,15 @@ def _verdict_to_json(verdict: Verdict) -> dict[str, Any]:
         "ep": layout.ep,
         "sequence_parallel": layout.sequence_parallel,
         "recompute": "full" if layout.recomputes_layers else None,
-        "predicted_step_time_s": prediction.time.total_s,
+        "predicted_step_time_s": prediction.step_s,
         "predicted_mfu": prediction.mfu,
-        "predicted_memory_bytes": prediction.memory.total_bytes,
+        "predicted_memory_bytes": prediction.memory_bytes,
         "usable_memory_bytes": prediction.usable_bytes,
         "predicted_fits": prediction.fits,
         "rule": verdict.rule,
         "why": verdict.why,
-        "time_s": dataclasses.asdict(prediction.time),
-        "memory": dataclasses.asdict(prediction.memory),
+        "time_s": prediction.time,
+        "memory": {"stage": prediction.stage, **prediction.memory},
     }
 
 
@@ -558,7 +489,7 @@ def search_layouts(job: FixedLengthJob, device: DeviceConstants) -> LayoutSearch
 def _order(prediction: LayoutPrediction) -> tuple[float, float, int]:
     """By time; equal times (sequence parallelism without effect) by memory."""
     layout = prediction.layout
-    return prediction.time.total_s, prediction.memory.total_bytes, layout.tp
+    return prediction.step_s, prediction.memory_bytes, layout.tp
 
 
 def _none_fits(
@@ -573,10 +504,10 @@ def _none_fits(
             if refused
             else f"no layout can be run on {job.num_ranks} ranks; change their number"
         )
-    least = min(rejected, key=lambda prediction: prediction.memory.total_bytes)
+    least = min(rejected, key=lambda prediction: prediction.memory_bytes)
     return (
         f"a layout must fit in {least.usable_bytes / 1e9:.1f} GB of {device.name} but the smallest "
-        f"of {len(rejected)} needs {least.memory.total_bytes / 1e9:.1f} GB; use more ranks or "
+        f"of {len(rejected)} needs {least.memory_bytes / 1e9:.1f} GB; use more ranks or "
         f"shorter sequences, or advise: its strategies have cp, layouts have none"
     )
 
@@ -636,29 +567,26 @@ def _degrees(job: FixedLengthJob, refused: list[Refusal]) -> Iterator[tuple[int,
                     yield tp, pp, ep
 
 
-def _first_verdict(prediction: LayoutPrediction) -> Verdict:
-    time = prediction.time
+def _first_verdict(first: LayoutPrediction) -> Verdict:
     costs = [name for name in CAUSES if name not in ("matmul_s", "attention_s")]
-    rule = max(costs, key=lambda name: float(getattr(time, name)))
-    share = 100.0 * getattr(time, rule) / time.total_s
-    return Verdict(prediction, rule, f"fastest; most goes to {CAUSES[rule]}: {share:.0f} %")
+    rule = max(costs, key=first.time.__getitem__)
+    share = 100.0 * first.time[rule] / first.step_s
+    return Verdict(first, rule, f"fastest; most goes to {CAUSES[rule]}: {share:.0f} %")
 
 
 def _verdict(prediction: LayoutPrediction, first: LayoutPrediction) -> Verdict:
-    more = {name: getattr(prediction.time, name) - getattr(first.time, name) for name in CAUSES}
-    rule = max(more, key=lambda name: more[name])
-    slower = 100.0 * (prediction.time.total_s / first.time.total_s - 1.0)
+    more = {name: prediction.time[name] - first.time[name] for name in CAUSES}
+    rule = max(more, key=more.__getitem__)
+    slower = 100.0 * (prediction.step_s / first.step_s - 1.0)
     if more[rule] <= 0.0:
         return Verdict(prediction, "equal", "as fast as the first, with more memory")
-    seconds = more[rule]
-    return Verdict(prediction, rule, f"+{slower:.1f} %; {CAUSES[rule]}: +{seconds:.2f} s")
+    return Verdict(prediction, rule, f"+{slower:.1f} %; {CAUSES[rule]}: +{more[rule]:.2f} s")
 
 
 def _memory_why(prediction: LayoutPrediction) -> str:
-    memory = prediction.memory
-    parts = {name: getattr(memory, name) for name in PURPOSES}
-    most = max(parts, key=lambda name: parts[name])
+    parts = prediction.memory
+    most = max(parts, key=parts.__getitem__)
     return (
-        f"stage {memory.stage} needs {memory.total_bytes / 1e9:.1f} of "
+        f"stage {prediction.stage} needs {prediction.memory_bytes / 1e9:.1f} of "
         f"{prediction.usable_bytes / 1e9:.1f} GB; {PURPOSES[most]}: {parts[most] / 1e9:.1f} GB"
     )
