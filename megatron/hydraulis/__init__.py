@@ -15,7 +15,7 @@ from megatron.hydraulis.quiet_imports import (
 
 if TYPE_CHECKING:
     from megatron.hydraulis.cost_model.profile import ProfileCostModel as ProfileCostModel
-    from megatron.hydraulis.cost_model.recompute import Recompute as Recompute
+    from megatron.hydraulis.cost_model.trained_model import Recompute as Recompute
     from megatron.hydraulis.errors import HydraulisError as HydraulisError
     from megatron.hydraulis.library.batches import Batch as Batch
     from megatron.hydraulis.library.batches import TokenSequence as TokenSequence
@@ -58,7 +58,7 @@ _MODULES = {
     "ProfileLike": "library.plans",
     "ProfileCostModel": "cost_model.profile",
     "Proposal": "proposal.propose",
-    "Recompute": "cost_model.recompute",
+    "Recompute": "cost_model.trained_model",
     "Segments": "runtime.token_loss",
     "StepOutcome": "runtime.outcome",
     "Strategy": "strategy",

@@ -14,7 +14,7 @@ from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 
 from megatron.hydraulis.cost_model.device import Precision
-from megatron.hydraulis.cost_model.recompute import NO_RECOMPUTE, Recompute
+from megatron.hydraulis.cost_model.trained_model import NO_RECOMPUTE, Recompute
 from megatron.hydraulis.data.packed_batch import PackedBatch, pack
 from megatron.hydraulis.model_shape import ModelShape
 from megatron.hydraulis.optimizer.sharded_adamw import AdamWSettings

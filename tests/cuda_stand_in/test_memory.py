@@ -13,8 +13,8 @@ from megatron.core.transformer.enums import AttnMaskType
 
 from megatron.hydraulis.cost_model.device import Precision, device_constants
 from megatron.hydraulis.cost_model.memory import MemoryModel
-from megatron.hydraulis.cost_model.recompute import EVERY_LAYER, Recompute
 from megatron.hydraulis.cost_model.staging import PoolFootprint
+from megatron.hydraulis.cost_model.trained_model import EVERY_LAYER, Recompute
 from megatron.hydraulis.model_shape import ModelShape
 from megatron.hydraulis.optimizer.sharded_adamw import AdamWSettings, ShardedAdamW
 from megatron.hydraulis.runtime.attention import SegmentAttention

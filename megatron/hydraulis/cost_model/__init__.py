@@ -7,7 +7,7 @@ from megatron.hydraulis.cost_model.job_costs import JobCosts
 from megatron.hydraulis.cost_model.memory import MemoryModel
 from megatron.hydraulis.cost_model.pipeline import pipeline_schedule, pipeline_time_ms
 from megatron.hydraulis.cost_model.profile import ProfileCostModel
-from megatron.hydraulis.cost_model.recompute import Recompute
+from megatron.hydraulis.cost_model.trained_model import Recompute
 from megatron.hydraulis.model_shape import ModelShape
 
 __all__ = [

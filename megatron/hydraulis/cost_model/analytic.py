@@ -298,9 +298,10 @@ class AnalyticCostModel(TrainedModel):
         terms["recompute"] = (
             again.num_layers_again(num_layers) * sum(forward.values(), CostTerm())
             if again.granularity == "full"
-            else again.num_attentions_again(num_layers)
+            else num_layers
+            * again.drops_core_attention
             * (forward["attention"] + forward["context_parallel"])
-            + again.num_mlps_again(num_layers) * self._mlp_forward(scheme)
+            + num_layers * again.drops_mlp * self._mlp_forward(scheme)
         )
         terms["logits"] = self._logits(scheme) if is_last else CostTerm()
         terms["boundary"] = self.boundary(scheme)

@@ -36,8 +36,8 @@ from megatron.hydraulis.cost_model.model_arguments import (
     shape_of,
 )
 from megatron.hydraulis.cost_model.pipeline import StageCosts, equal_micro_batches_time_ms
-from megatron.hydraulis.cost_model.recompute import EVERY_LAYER, NO_RECOMPUTE
 from megatron.hydraulis.cost_model.regrouping import RegroupCosts
+from megatron.hydraulis.cost_model.trained_model import EVERY_LAYER, NO_RECOMPUTE
 from megatron.hydraulis.errors import PlanError, StrategyError
 from megatron.hydraulis.model_shape import ModelShape
 from megatron.hydraulis.strategy import Scheme, Strategy

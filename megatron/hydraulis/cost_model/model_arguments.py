@@ -12,14 +12,14 @@ from typing import Any
 
 from megatron.hydraulis.cost_model.context import CP_COMM_TYPES, check_cp_comm_type
 from megatron.hydraulis.cost_model.device import Precision
-from megatron.hydraulis.cost_model.recompute import (
-    SELECTIVE_MODULES,
-    check_recompute,
-    drop_kept_modules,
-    recompute_of,
-)
 from megatron.hydraulis.cost_model.regrouping import wire_bytes
-from megatron.hydraulis.cost_model.trained_model import CORE_ATTENTIONS
+from megatron.hydraulis.cost_model.trained_model import (
+    CORE_ATTENTIONS,
+    KEPT_WITH_EXPERTS,
+    NO_RECOMPUTE,
+    SELECTIVE_MODULES,
+    Recompute,
+)
 from megatron.hydraulis.errors import ConfigurationError
 from megatron.hydraulis.model_shape import (
     ModelShape,
@@ -41,6 +41,10 @@ _FFN_OVER_HIDDEN = 4
 _GATED_FFN_MULTIPLE = 64
 _ROUTER_BYTES = {"fp32": 4, "fp64": 8}
 """Bytes of a score by --moe-router-dtype."""
+_KEPT_MODULES = ("layernorm", "moe_act", "moe", "shared_experts", "mla_up_proj", "gdn_norm_out")
+"""Modules of upstream's selective recompute that are not recomputed here."""
+KEPT_TEXT = "its activations are kept, which takes more memory"
+"""What happens instead to a module that selective recompute names in vain."""
 _SEQUENCE_BY_SEQUENCE = ("local", "unfused")
 """Attention backends of upstream that, like our sdpa, need no kernel for packed sequences."""
 
@@ -574,8 +578,8 @@ def given_layers(namespace: argparse.Namespace, shape: ModelShape) -> dict[str, 
     return settings | {"loss_chunk_tokens": namespace.loss_chunk_tokens}
 
 
-def given_activations(namespace: argparse.Namespace, shape: ModelShape) -> dict[str, Any]:
-    """Fields of `AnalyticCostModel` about activations, by the flags of `add_model_arguments`.
+def given_settings(namespace: argparse.Namespace, shape: ModelShape) -> dict[str, Any]:
+    """Fields of `AnalyticCostModel` about layers and their activations.
 
     Says on stderr which modules are not recomputed. Raises ConfigurationError for recomputation
     that is described in part, and for an unknown exchange.
@@ -585,17 +589,11 @@ def given_activations(namespace: argparse.Namespace, shape: ModelShape) -> dict[
         print(f"{option}: {instead}", file=sys.stderr, flush=True)
     check_recompute(args)
     check_cp_comm_type(args.cp_comm_type)
-    return {
+    return given_layers(namespace, shape) | {
         "sequence_parallel": args.sequence_parallel,
         "recompute": recompute_of(args),
         "cp_comm_type": args.cp_comm_type[0],
     }
-
-
-def given_settings(namespace: argparse.Namespace, shape: ModelShape) -> dict[str, Any]:
-    """Fields of `AnalyticCostModel` about layers and their activations; raises as
-    `given_activations`."""
-    return given_layers(namespace, shape) | given_activations(namespace, shape)
 
 
 def num_gate_tensors(args: argparse.Namespace) -> int:
@@ -625,3 +623,63 @@ def _num_score_tensors(args: argparse.Namespace) -> int:
     """What a router keeps of scores, see `MOST_SCORE_TENSORS`."""
     has_scores_of_all = args.moe_router_pre_softmax or args.moe_router_score_function != "softmax"
     return sum((bool(has_scores_of_all), 2 * balances_by_a_loss(args), bool(args.moe_z_loss_coeff)))
+
+
+def drop_kept_modules(
+    args: argparse.Namespace, *, has_experts: bool
+) -> tuple[tuple[str, str], ...]:
+    """Remove from ``args.recompute_modules`` those that keep their activations here.
+
+    The update is the same. Returns (option with the module, what happens instead) for each.
+    """
+    modules = args.recompute_modules or []
+    not_recomputed = (*_KEPT_MODULES, *(KEPT_WITH_EXPERTS if has_experts else ()))
+    kept = [module for module in modules if module in not_recomputed]
+    if kept:
+        args.recompute_modules = [module for module in modules if module not in kept] or None
+        if args.recompute_modules is None and _granularity(args) == "selective":
+            args.recompute_granularity, args.recompute_activations = None, False
+    return tuple((f"--recompute-modules {module}", KEPT_TEXT) for module in kept)
+
+
+def check_recompute(args: argparse.Namespace) -> None:
+    """Raise ConfigurationError for recompute flags that contradict each other or lack one.
+
+    args: before upstream's checks, in which --recompute-activations silently overrides another
+    granularity; or flags of `add_model_arguments`.
+    """
+    granularity = _granularity(args)
+    if args.recompute_activations and args.recompute_granularity == "full":
+        raise ConfigurationError(
+            "--recompute-activations stands for --recompute-granularity selective but "
+            "--recompute-granularity is full; give one of them"
+        )
+    recompute_of(args)
+    has_biases = getattr(args, "add_bias_linear", False)  # commands do not ask
+    if has_biases and granularity == "selective" and "mlp" in (args.recompute_modules or ()):
+        raise ConfigurationError(
+            "--recompute-modules mlp: upstream recomputes only an MLP without biases, because its "
+            "output bias would get no gradient; add --disable-bias-linear or use "
+            "--recompute-granularity full"
+        )
+
+
+def recompute_of(args: argparse.Namespace) -> Recompute:
+    """The recomputation of checked arguments, before or after upstream's checks."""
+    match _granularity(args):
+        case None:
+            return NO_RECOMPUTE
+        case "selective":
+            # Upstream's own default.
+            modules = args.recompute_modules or ("core_attn",)
+            return Recompute(granularity="selective", modules=tuple(modules))
+    return Recompute(
+        granularity="full", method=args.recompute_method, num_layers=args.recompute_num_layers or 0
+    )
+
+
+def _granularity(args: argparse.Namespace) -> str | None:
+    # Upstream's checks delete the attribute of --recompute-activations.
+    is_short = getattr(args, "recompute_activations", False)
+    granularity: str | None = args.recompute_granularity
+    return "selective" if is_short else granularity

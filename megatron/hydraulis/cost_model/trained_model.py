@@ -1,19 +1,110 @@
 """A model on a device and how it is trained: what its time and its memory depend on."""
 
-from dataclasses import dataclass
+import math
+from dataclasses import dataclass, replace
 from typing import Literal, get_args
 
 from megatron.hydraulis.cost_model.device import DeviceConstants, Precision
 from megatron.hydraulis.cost_model.experts import MOST_SCORE_TENSORS
-from megatron.hydraulis.cost_model.recompute import NO_RECOMPUTE, Recompute
 from megatron.hydraulis.cost_model.regrouping import FP32_BYTES
 from megatron.hydraulis.cost_model.staging import PoolFootprint
+from megatron.hydraulis.errors import ConfigurationError
 from megatron.hydraulis.model_shape import ModelShape
 
 CoreAttentionName = Literal["te", "torch", "sdpa"]
 """Kernel of core attention, the best first: Transformer Engine's, torch's ``varlen_attn``, and
 ``scaled_dot_product_attention`` sequence by sequence. Its class is in runtime/core_attention.py."""
 CORE_ATTENTIONS: tuple[CoreAttentionName, ...] = get_args(CoreAttentionName)
+SELECTIVE_MODULES = ("core_attn", "mlp")
+"""Modules that selective recompute can name."""
+KEPT_WITH_EXPERTS = ("mlp",)
+"""Of them those that keep their activations in models with experts. Upstream recomputes the MLPs of
+layers without experts; here all layers keep the same modules."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Recompute:
+    """Which activations the backward recomputes; none by default.
+
+    The settings and their meaning are upstream's (megatron-core 0.19.2, ``recompute.py``,
+    ``transformer_layer.py`` and ``attention.py``):
+
+    - ``full``, ``uniform``: a stage is cut into chunks of num_layers layers (the last may be
+      shorter); the input of each is kept, and the chunk's forward runs again before its backward.
+    - ``full``, ``block``: the same for the first num_layers layers of a stage, one by one; the
+      others keep everything.
+    - ``selective``: recomputes the named modules of every layer, ``core_attn`` (scores and their
+      product with the values) and ``mlp``; their inputs are kept.
+
+    Raises ConfigurationError for full recompute without method or number of layers, and for
+    selective recompute of no modules or of any outside SELECTIVE_MODULES.
+    """
+
+    granularity: Literal["full", "selective"] | None = None
+    method: Literal["uniform", "block"] | None = None
+    """Of full recompute."""
+    num_layers: int = 0
+    """Of full recompute: layers of a chunk (uniform), or recomputed layers of a stage (block)."""
+    modules: tuple[str, ...] = ()
+    """Of selective recompute."""
+
+    def __post_init__(self) -> None:
+        if self.granularity == "full" and (self.method is None or self.num_layers < 1):
+            raise ConfigurationError(
+                f"full recompute needs a method and a number of layers of at least 1 but has "
+                f"{self.method} and {self.num_layers}; give --recompute-method uniform or block, "
+                f"and --recompute-num-layers"
+            )
+        if self.granularity == "selective" and (
+            not self.modules or not set(self.modules) <= set(SELECTIVE_MODULES)
+        ):
+            raise ConfigurationError(
+                f"selective recompute is of some of {', '.join(SELECTIVE_MODULES)} but names "
+                f"{', '.join(self.modules) or 'none'}; give --recompute-modules of these"
+            )
+
+    def __str__(self) -> str:
+        parts = (self.granularity, self.method, self.num_layers or None, *self.modules)
+        return " ".join(str(part) for part in parts if part is not None) or "none"
+
+    @property
+    def with_experts(self) -> "Recompute":
+        """The same, without what models with experts keep."""
+        if self.granularity != "selective":
+            return self
+        modules = tuple(module for module in self.modules if module not in KEPT_WITH_EXPERTS)
+        return replace(self, modules=modules) if modules else NO_RECOMPUTE
+
+    def num_layers_again(self, num_layers: int) -> int:
+        """Layers of a stage of num_layers that are fully recomputed."""
+        if self.granularity != "full":
+            return 0
+        return num_layers if self.method == "uniform" else min(self.num_layers, num_layers)
+
+    def num_inputs_kept(self, num_layers: int) -> int:
+        """Hidden states that full recompute keeps of a micro-batch on a stage."""
+        num_again = self.num_layers_again(num_layers)
+        if self.method == "uniform" and num_again:
+            return math.ceil(num_again / self.num_layers)
+        return num_again
+
+    def num_layers_at_once(self, num_layers: int) -> int:
+        """Layers whose activations exist again while one chunk runs backward."""
+        num_again = self.num_layers_again(num_layers)
+        return min(self.num_layers, num_again) if self.method == "uniform" else min(1, num_again)
+
+    @property
+    def drops_mlp(self) -> bool:
+        return self.granularity == "selective" and "mlp" in self.modules
+
+    @property
+    def drops_core_attention(self) -> bool:
+        return self.granularity == "selective" and "core_attn" in self.modules
+
+
+EVERY_LAYER = Recompute(granularity="full", method="uniform", num_layers=1)
+NO_RECOMPUTE = Recompute()
+"""All activations are kept."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -31,9 +31,9 @@ from megatron.hydraulis.cost_model.model_arguments import (
     OF_TE,
     TE_LAYERS,
     core_attention_of,
+    drop_kept_modules,
     model_shape,
 )
-from megatron.hydraulis.cost_model.recompute import drop_kept_modules
 from megatron.hydraulis.data.sampler import BatchSizes
 from megatron.hydraulis.errors import ConfigurationError, Problems, listed
 from megatron.hydraulis.flags import checks

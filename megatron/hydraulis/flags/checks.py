@@ -19,8 +19,8 @@ from megatron.hydraulis.cost_model.model_arguments import (
     check_latent_heads,
     check_layer_patterns,
     check_pattern,
+    check_recompute,
 )
-from megatron.hydraulis.cost_model.recompute import check_recompute
 from megatron.hydraulis.data.documents import JSON_LINES_SUFFIXES
 from megatron.hydraulis.errors import ConfigurationError, Problems, StrategyError
 from megatron.hydraulis.flags.config import HydraulisConfig, option_of

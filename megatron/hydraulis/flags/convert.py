@@ -311,8 +311,10 @@ def run(namespace: argparse.Namespace) -> int:
     Returns 1, and prints no command, if options are refused or variables have no value.
     """
     # These import Megatron, which the help of the command does not need.
-    from megatron.hydraulis.cost_model.model_arguments import usual_ffn_hidden_size
-    from megatron.hydraulis.cost_model.recompute import drop_kept_modules
+    from megatron.hydraulis.cost_model.model_arguments import (
+        drop_kept_modules,
+        usual_ffn_hidden_size,
+    )
     from megatron.hydraulis.errors import Problems
     from megatron.hydraulis.flags import checks
     from megatron.hydraulis.flags.arguments import check_fit, run_as_others

@@ -16,6 +16,7 @@ from megatron.hydraulis.cost_model.model_arguments import (
     gradient_bytes,
     groups_experts,
     layer_settings,
+    recompute_of,
     training_precision,
 )
 from megatron.hydraulis.cost_model.profile import (
@@ -23,7 +24,6 @@ from megatron.hydraulis.cost_model.profile import (
     ProfiledModel,
     experts_setting,
 )
-from megatron.hydraulis.cost_model.recompute import recompute_of
 from megatron.hydraulis.cost_model.staging import PoolFootprint
 from megatron.hydraulis.errors import ConfigurationError, StrategyError
 from megatron.hydraulis.flags.arguments import Resolved

@@ -26,8 +26,8 @@ from megatron.hydraulis.cost_model.estimate_command import (
 from megatron.hydraulis.cost_model.job_costs import JobOptions, warn_of_unknown_overheads
 from megatron.hydraulis.cost_model.model_arguments import VOCABULARY_MULTIPLE
 from megatron.hydraulis.cost_model.profile import ProfileCostModel
-from megatron.hydraulis.cost_model.recompute import NO_RECOMPUTE, Recompute
 from megatron.hydraulis.cost_model.staging import PoolFootprint
+from megatron.hydraulis.cost_model.trained_model import NO_RECOMPUTE, Recompute
 from megatron.hydraulis.data.dataset import LongSequences
 from megatron.hydraulis.data.sampler import BatchSizes
 from megatron.hydraulis.errors import ConfigurationError, DataError, StrategyError

@@ -14,7 +14,7 @@ from megatron.hydraulis.cost_model import (
 )
 from megatron.hydraulis.cost_model.analytic import KERNELS
 from megatron.hydraulis.cost_model.device import DEVICE_NAMES, DEVICES, Precision
-from megatron.hydraulis.cost_model.recompute import EVERY_LAYER
+from megatron.hydraulis.cost_model.trained_model import EVERY_LAYER
 from megatron.hydraulis.errors import ConfigurationError, StrategyError
 from megatron.hydraulis.strategy import Scheme
 from tests.support.planning import LLAMA_7B, LLAMA_32B

@@ -9,8 +9,8 @@ import pytest
 from megatron.hydraulis.__main__ import main
 from megatron.hydraulis.cost_model import MemoryModel, ModelShape, Recompute, device_constants
 from megatron.hydraulis.cost_model.device import Precision
-from megatron.hydraulis.cost_model.recompute import EVERY_LAYER
 from megatron.hydraulis.cost_model.staging import PoolFootprint
+from megatron.hydraulis.cost_model.trained_model import EVERY_LAYER
 from megatron.hydraulis.strategy import Pool, Scheme, Strategy
 from megatron.hydraulis.transfer.amounts import LayoutAmounts, StrategyAmounts
 from megatron.hydraulis.transfer.canonical import CanonicalLayout, Unit, model_parameters

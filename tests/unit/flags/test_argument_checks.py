@@ -92,19 +92,19 @@ _BAD_INPUT = [
     (
         "--recompute-granularity full",
         (),
-        ["the layers to recompute", "give --recompute-method uniform"],
+        ["has None and 0", "give --recompute-method uniform"],
     ),
     (
         "--recompute-granularity full --recompute-method block",
         (),
-        ["a number of layers, which is missing", "give --recompute-num-layers"],
+        ["has block and 0", "--recompute-num-layers"],
     ),
     (
         "--recompute-granularity full --recompute-method uniform --recompute-num-layers 0",
         (),
         ["--recompute-num-layers must be at least 1 but is 0"],
     ),
-    ("--recompute-activations --recompute-modules mlq", (), ["mlq", "knows no such module"]),
+    ("--recompute-activations --recompute-modules mlq", (), ["core_attn, mlp but names mlq"]),
     (
         "--recompute-activations --recompute-modules mlp",
         (),
