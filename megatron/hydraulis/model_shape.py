@@ -34,7 +34,7 @@ class AttentionWindow:
     num_tokens: int
     """Keys of a token in these layers, its own included."""
     share: float
-    """Of the layers that have the window."""
+    """Share of the layers that have the window."""
 
     def squared(self, lengths: Any) -> Any:
         """``s² - share · max(0, s - w)²``, mean over the layers, in tokens².
@@ -120,21 +120,17 @@ class ModelShape:
     kv_lora_rank: int = 0
     """Size of the latent of keys and values; 0 without latent attention."""
     qk_head_dim: int = 0
-    """Of the channels of a head those that come from a latent; `kv_channels` also counts the
-    rotated ones."""
+    """Channels of a head that come from a latent; `kv_channels` also counts the rotated ones."""
     qk_pos_emb_head_dim: int = 0
-    """Of the channels of a head those that are rotated; keys of all heads share them."""
+    """Channels of a head that are rotated; keys of all heads share them."""
     v_head_dim: int = 0
     """Size of a head of values; 0 if it is `kv_channels`."""
 
     def __post_init__(self) -> None:
         for field in fields(self):
             value = getattr(self, field.name)
-            if field.type is int and field.default is MISSING and value < 1:
-                raise ConfigurationError(
-                    f"model: every size must be at least 1 but {field.name} is {value}; "
-                    f"give a positive {field.name}"
-                )
+            if field.type is int and field.default is MISSING:
+                self._check(value >= 1, "every size must be at least 1", field.name)
             option = f"--{field.name.replace('_', '-')}"
             if value and option in RANGES:
                 check_range(option, value, f"model: {field.name}")
@@ -145,58 +141,50 @@ class ModelShape:
                 f"{self.num_query_groups} query groups; "
                 f"use {math.gcd(self.num_attention_heads, self.num_query_groups)} query groups"
             )
-        num_windowed, window = self.num_windowed_layers, self.window_tokens
-        if not 0 <= num_windowed <= self.num_layers or (num_windowed > 0) != (window > 0):
-            raise ConfigurationError(
-                f"model: some of {self.num_layers} layers have a window of at least 1 token, or "
-                f"none has, but num_windowed_layers is {num_windowed} and window_tokens {window}; "
-                f"correct them"
-            )
-
-        self._check_experts()
-        self._check_latents()
-
-    def _check_latents(self) -> None:
-        sizes = (self.kv_lora_rank, self.qk_head_dim, self.qk_pos_emb_head_dim, self.v_head_dim)
-        is_right = not any((*sizes, self.q_lora_rank)) or (
-            all(size >= 1 for size in sizes)
-            and self.q_lora_rank >= 0
-            and self.kv_channels == self.qk_head_dim + self.qk_pos_emb_head_dim
-            and self.num_query_groups == self.num_attention_heads
-            and not self.output_gate
+        self._check(
+            0 <= self.num_windowed_layers <= self.num_layers
+            and (self.num_windowed_layers > 0) == (self.window_tokens > 0),
+            f"some of {self.num_layers} layers have a window of at least 1 token, or none has",
+            *("num_windowed_layers", "window_tokens"),
         )
+        latents = ("kv_lora_rank", "qk_head_dim", "qk_pos_emb_head_dim", "v_head_dim")
+        sizes = [getattr(self, name) for name in latents]
+        self._check(
+            not any((*sizes, self.q_lora_rank))
+            or (
+                min(sizes) >= 1
+                and self.q_lora_rank >= 0
+                and self.kv_channels == self.qk_head_dim + self.qk_pos_emb_head_dim
+                and self.num_query_groups == self.num_attention_heads
+                and not self.output_gate
+            ),
+            "latent attention has sizes of at least 1, kv_channels = qk_head_dim + "
+            "qk_pos_emb_head_dim, keys for every head and no output gate",
+            *("q_lora_rank", *latents, "kv_channels"),
+            *("num_query_groups", "num_attention_heads", "output_gate"),
+        )
+        needed = ("num_experts", "num_expert_layers", "experts_per_token", "expert_ffn_hidden_size")
+        optional = ("num_first_mlp_layers", "shared_expert_ffn_hidden_size")
+        self._check(
+            not any(getattr(self, name) for name in (*needed, *optional))
+            or (
+                min(getattr(self, name) for name in needed) >= 1
+                and min(getattr(self, name) for name in optional) >= 0
+                and self.num_first_mlp_layers + self.num_expert_layers <= self.num_layers
+                and self.experts_per_token <= self.num_experts
+            ),
+            f"a model with experts has at least 1 of them in 1 to {self.num_layers} layers, and a "
+            f"token passes 1 to all of them",
+            *(*needed, *optional),
+        )
+
+    def _check(self, is_right: bool, rule: str, *names: str) -> None:
+        """Raise ConfigurationError with the rule and the fields that break it."""
         if not is_right:
+            values = ", ".join(f"{name} {getattr(self, name)}" for name in names)
             raise ConfigurationError(
-                f"model: latent attention has sizes of at least 1, kv_channels = qk_head_dim + "
-                f"qk_pos_emb_head_dim, keys for every head and no output gate, but kv_lora_rank is "
-                f"{self.kv_lora_rank}, q_lora_rank {self.q_lora_rank}, qk_head_dim "
-                f"{self.qk_head_dim}, qk_pos_emb_head_dim {self.qk_pos_emb_head_dim}, v_head_dim "
-                f"{self.v_head_dim}, kv_channels {self.kv_channels}, num_query_groups "
-                f"{self.num_query_groups} of {self.num_attention_heads} heads and output_gate "
-                f"{self.output_gate}; correct them"
-            )
-
-    def _check_experts(self) -> None:
-        needed = (
-            self.num_experts,
-            self.num_expert_layers,
-            self.experts_per_token,
-            self.expert_ffn_hidden_size,
-        )
-        most = (self.num_experts, self.num_layers, self.num_experts, math.inf)
-        optional = self.shared_expert_ffn_hidden_size, self.num_first_mlp_layers
-        is_right = all(1 <= each <= limit for each, limit in zip(needed, most, strict=True))
-        is_right &= min(optional) >= 0
-        is_right &= self.num_first_mlp_layers + self.num_expert_layers <= self.num_layers
-        if not is_right and any((*needed, *optional)):
-            raise ConfigurationError(
-                f"model: a model with experts has at least 1 of them in 1 to {self.num_layers} "
-                f"layers, and a token passes 1 to all of them, but num_experts is "
-                f"{self.num_experts}, num_expert_layers {self.num_expert_layers} after "
-                f"num_first_mlp_layers {self.num_first_mlp_layers}, "
-                f"experts_per_token {self.experts_per_token}, expert_ffn_hidden_size "
-                f"{self.expert_ffn_hidden_size} and shared_expert_ffn_hidden_size "
-                f"{self.shared_expert_ffn_hidden_size}; correct them"
+                f"model: {rule} but {values.replace(' ', ' is ', 1)}; correct "
+                f"{'it' if len(names) == 1 else 'them'}"
             )
 
     @classmethod
@@ -294,21 +282,21 @@ class ModelShape:
 
     @property
     def num_mlp_parameters_per_layer(self) -> int:
-        """Likewise of fc1, with both halves if gated, and fc2; with experts, of the router and of
-        those that a token passes."""
-        num_experts_passed = self._num_entries_of_experts(self.experts_per_token)
-        num_dense = self.num_layers - self.num_expert_layers
-        total = num_dense * self.num_mlp_entries
-        return round((total + self.num_expert_layers * num_experts_passed) / self.num_layers)
+        """Entries of fc1, with both halves if gated, and fc2, mean over the layers; of a layer with
+        experts, of the router and of those that a token passes."""
+        of_experts = self._num_entries_of_experts(self.experts_per_token)
+        return round(self._mean(self.num_mlp_entries, of_experts))
 
     @property
     def mlp_width(self) -> float:
         """Width inside an MLP, or inside all experts that a token passes, mean over the layers."""
-        experts = self.experts_per_token * self.expert_ffn_hidden_size
-        experts += self.shared_expert_ffn_hidden_size
+        of_experts = self.experts_per_token * self.expert_ffn_hidden_size
+        return self._mean(self.ffn_hidden_size, of_experts + self.shared_expert_ffn_hidden_size)
+
+    def _mean(self, of_mlp: int, of_experts: int) -> float:
+        """Mean over the layers of what a layer with an MLP has, and one with experts."""
         num_dense = self.num_layers - self.num_expert_layers
-        total = num_dense * self.ffn_hidden_size + self.num_expert_layers * experts
-        return total / self.num_layers
+        return (num_dense * of_mlp + self.num_expert_layers * of_experts) / self.num_layers
 
     @property
     def num_parameters_per_layer(self) -> int:
@@ -316,7 +304,7 @@ class ModelShape:
         return self.num_parameters_of_layers(1)
 
     def num_parameters_of_layers(self, num_layers: int, *, are_first: bool = False) -> int:
-        """Likewise of so many layers at most, see `num_with_experts`."""
+        """Matrices and norm weights of so many layers at most, see `num_with_experts`."""
         num_experts = self.num_with_experts(num_layers, are_first=are_first)
         num_entries = num_experts * self.num_expert_entries
         num_entries += (num_layers - num_experts) * self.num_mlp_entries
@@ -380,7 +368,7 @@ class ModelShape:
 
     @property
     def num_whole_attention_entries(self) -> int:
-        """Those of them that every tp rank holds: the projections to the latents."""
+        """Entries of attention's matrices that every tp rank holds: projections to the latents."""
         if not self.kv_lora_rank:
             return 0
         latent_size = self.q_lora_rank + self.kv_lora_rank + self.qk_pos_emb_head_dim
@@ -390,7 +378,7 @@ class ModelShape:
         return (3 if self.gated_mlp else 2) * self.hidden_size * width
 
     def _num_entries_of_experts(self, number: int) -> int:
-        """Of so many experts of a layer, those that all tokens pass, and the router."""
+        """Entries of so many experts of a layer, those that all tokens pass, and the router."""
         width = number * self.expert_ffn_hidden_size + self.shared_expert_ffn_hidden_size
         return self.num_router_entries + self._num_entries_of_mlp(width)
 

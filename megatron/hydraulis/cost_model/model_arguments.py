@@ -340,8 +340,8 @@ def model_words(namespace: argparse.Namespace) -> list[str]:
         if flag.form.get("action") == "store_false":
             words += [] if value else [flag.option]
         elif flag.is_given(namespace) and value != flag.form.get("default"):
-            values = value if "nargs" in flag.form else [value]
-            words += [flag.option, *map(str, () if value is True else values)]
+            values = () if value is True else value if "nargs" in flag.form else (value,)
+            words += [flag.option, *(str(each).replace(" ", "") for each in values)]
     return words
 
 
