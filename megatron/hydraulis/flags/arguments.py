@@ -7,14 +7,13 @@ torch.distributed, and only install_globals changes upstream's process-wide vari
 
 import argparse
 import contextlib
-import dataclasses
 import importlib.util
 import io
 import os
 import traceback
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from functools import partial
 from typing import Any
 
@@ -140,7 +139,10 @@ def parse_arguments(
         *_missing_here(flags, has_cuda=has_cuda),
     )
     problems.wrong |= {*flags.wrong, *missing}
-    hydraulis = _take_our_flags(flags, problems)
+    given = {given.dest for given in flags.given}
+    checks.check_combinations(args, given=given, problems=problems)
+    hydraulis = _take_our_flags(flags)
+    problems.check(lambda: hydraulis.trace_window)
     num_started = num_ranks
 
     def describe_pool() -> tuple[int, Pool, tuple[str, ...]]:
@@ -155,8 +157,6 @@ def parse_arguments(
     sizes = problems.check(
         partial(training_sizes, args, hydraulis.global_batch_tokens), read_for_sizes(args)
     )
-    given = {given.dest for given in flags.given}
-    problems.check(partial(checks.check_needed, args, hydraulis, given=given))
     problems.check(
         partial(checks.check_plan_time, args, hydraulis),
         "plan_time_limit distributed_timeout_minutes",
@@ -347,27 +347,15 @@ def gpt_model_config(
     return config
 
 
-def _take_our_flags(flags: ParsedFlags, problems: Problems) -> HydraulisConfig:
-    """Move our attributes out of the parsed arguments; of those that contradict each other the
-    first."""
-    values = {}
-    for field in dataclasses.fields(HydraulisConfig):
-        values[field.name] = getattr(flags.args, field.name)
-        delattr(flags.args, field.name)
-    wishes = [
-        given.option
-        for given in flags.given
-        if given.option in ("--sequence-parallel", "--no-sequence-parallel")
-    ]
+def _take_our_flags(flags: ParsedFlags) -> HydraulisConfig:
+    """Move our attributes out of the parsed arguments."""
+    values = {field.name: getattr(flags.args, field.name) for field in fields(HydraulisConfig)}
+    for name in values:
+        delattr(flags.args, name)
+    switches = [given.option for given in flags.given if given.option.endswith("sequence-parallel")]
     # Two flags for one switch: the last one wins, as with a repeated flag.
-    values["no_sequence_parallel"] = wishes[-1:] == ["--no-sequence-parallel"]
-    hydraulis = HydraulisConfig()
-    with problems.collected():
-        return HydraulisConfig(**values)
-    for name, value in values.items():
-        with contextlib.suppress(ConfigurationError):
-            hydraulis = dataclasses.replace(hydraulis, **{name: value})
-    return hydraulis
+    values["no_sequence_parallel"] = switches[-1:] == ["--no-sequence-parallel"]
+    return HydraulisConfig(**values)
 
 
 def _num_ranks(hydraulis: HydraulisConfig, num_started: int) -> int:

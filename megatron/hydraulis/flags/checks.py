@@ -23,7 +23,7 @@ from megatron.hydraulis.cost_model.model_arguments import (
 )
 from megatron.hydraulis.data.documents import JSON_LINES_SUFFIXES
 from megatron.hydraulis.errors import ConfigurationError, Problems, StrategyError
-from megatron.hydraulis.flags.config import HydraulisConfig, option_of
+from megatron.hydraulis.flags.config import HydraulisConfig, option_of, typed
 from megatron.hydraulis.flags.samples import check_counting
 from megatron.hydraulis.model_shape import ModelShape
 from megatron.hydraulis.strategy import Pool, Strategy
@@ -291,11 +291,6 @@ def check_schedule_lengths(args: argparse.Namespace) -> None:
     )
     if decay is None:
         decay = getattr(args, f"train_{unit}")
-    if args.lr_warmup_fraction is not None and warmup:
-        raise ConfigurationError(
-            f"--lr-warmup-fraction {args.lr_warmup_fraction} and --lr-warmup-{unit} "
-            f"{warmup} both set the warm-up; give one of them"
-        )
     fraction = args.lr_warmup_fraction or 0.0
     if max(warmup, fraction * decay) >= decay:
         raise ConfigurationError(
@@ -337,10 +332,6 @@ def check_weight_decay(args: argparse.Namespace) -> None:
 def check_data(args: argparse.Namespace, *, needs_files: bool) -> None:
     """Raise ConfigurationError unless the flags name one training corpus, and its files exist."""
     train = "--train-data-path"
-    if args.data_path and args.train_data_path:
-        raise ConfigurationError(
-            f"--data-path and {train} both name the training corpus; give one of them"
-        )
     for dest in ("valid_data_path", "test_data_path"):
         if getattr(args, dest) and args.data_path:
             raise ConfigurationError(
@@ -417,15 +408,29 @@ def check_device(args: argparse.Namespace, *, has_cuda: bool) -> None:
         )
 
 
-def check_schedule_source(args: argparse.Namespace) -> None:
-    """Raise ConfigurationError for two sources of the learning-rate schedule."""
-    if args.override_opt_param_scheduler and args.use_checkpoint_opt_param_scheduler:
-        raise ConfigurationError(
-            "--override-opt_param-scheduler takes the schedule of the flags and "
-            "--use-checkpoint-opt_param-scheduler that of the checkpoint; give one of them"
-        )
-
-
+_ONE_OF = {
+    ("strategy", "strategy_pool"): "both say which strategies the run uses",
+    ("strategy_schedule", "replay_plans"): "both fix the strategy of every iteration",
+    ("global_batch_size", "global_batch_tokens"): "both size the global batch",
+    ("rampup_batch_size", "step_batch_size_schedule"): "both let the global batch grow",
+    ("train_iters", "train_samples"): "both end training",
+    ("lr_warmup_iters", "lr_warmup_fraction"): "both set the warm-up",
+    ("lr_warmup_samples", "lr_warmup_fraction"): "both set the warm-up",
+    ("data_path", "train_data_path"): "both name the training corpus",
+    (
+        "override_opt_param_scheduler",
+        "use_checkpoint_opt_param_scheduler",
+    ): "take the schedule of the flags and that of the checkpoint",
+    (
+        "deterministic_mode",
+        "plan_time_limit",
+    ): "exclude each other: such plans depend on the clock",
+    **dict.fromkeys(
+        (("elastic", name) for name in ("strategy_schedule", "regroup_owners_for", "replay_plans")),
+        "exclude each other: an elastic job may drop strategies that its ranks cannot hold",
+    ),
+}
+"""Two settings of which one may be given -> why."""
 _NEEDED = {
     "keep_last": "save",
     "load_fallback": "load",
@@ -433,6 +438,10 @@ _NEEDED = {
     "allow_changed_settings": "load",
     "max_skipped_in_a_row": "skip_nan_iterations",
     "device": "dry_run",
+    "num_ranks": "dry_run",
+    "trace_iterations": "trace",
+    "strategy_schedule": "strategy_pool",
+    "regroup_owners_for": "strategy_pool",
 }
 """Setting of ours -> the one without which it has no effect."""
 
@@ -443,12 +452,7 @@ wait (`planner.ahead`)."""
 
 
 def check_plan_time(args: argparse.Namespace, hydraulis: HydraulisConfig) -> None:
-    """Raise ConfigurationError for a limit that other ranks, or equal plans, do not allow."""
-    if args.deterministic_mode and hydraulis.plan_time_limit is not None:
-        raise ConfigurationError(
-            "--deterministic-mode needs plans that do not depend on the clock but "
-            f"--plan-time-limit is {hydraulis.plan_time_limit:g}; remove one of them"
-        )
+    """Raise ConfigurationError for a limit that other ranks do not allow."""
     minutes = args.distributed_timeout_minutes
     most_s = _MOST_PLANNING_OF_TIMEOUT * 60.0 * minutes
     if hydraulis.plan_time_limit is not None and hydraulis.plan_time_limit > most_s:
@@ -459,20 +463,25 @@ def check_plan_time(args: argparse.Namespace, hydraulis: HydraulisConfig) -> Non
         )
 
 
-def check_needed(
-    args: argparse.Namespace, hydraulis: HydraulisConfig, *, given: Collection[str]
+def check_combinations(
+    args: argparse.Namespace, *, given: Collection[str], problems: Problems
 ) -> None:
-    """Raise ConfigurationError for a flag of ours without the one that gives it an effect.
+    """Collect flags of ours without the one that gives them an effect, and settings of which only
+    one may be given. Those that are too much are unset, so that the rest is checked without them.
 
     given: the attributes that options of the command line set.
     """
     for name, needed in _NEEDED.items():
-        is_there = getattr(args, needed, None) or getattr(hydraulis, needed, None)
-        if name in given and not is_there:
-            raise ConfigurationError(
+        if name in given and not getattr(args, needed):
+            problems.add(
                 f"{option_of(name)} has an effect only with {option_of(needed)}, which is missing; "
                 f"give {option_of(needed)} or remove {option_of(name)}"
             )
+            setattr(args, name, None)
+    for (first, second), why in _ONE_OF.items():
+        if getattr(args, first) and getattr(args, second):
+            problems.add(f"{typed(args, first)} and {typed(args, second)} {why}; give one of them")
+            setattr(args, second, None)
 
 
 def check_context(args: argparse.Namespace, pool: Pool, shape: ModelShape) -> None:
@@ -660,7 +669,6 @@ SETTINGS_CHECKS: Mapping[Callable[[argparse.Namespace], None], str] = {
     "lr_warmup_iters lr_warmup_samples lr_wsd_decay_iters lr_wsd_decay_samples "
     "lr_warmup_fraction lr_decay_style",
     check_weight_decay: "weight_decay_incr_style start_weight_decay end_weight_decay",
-    check_schedule_source: "override_opt_param_scheduler use_checkpoint_opt_param_scheduler",
 }
 """Checks of model and schedule, whatever job and machine they are for -> what they read."""
 

@@ -4,7 +4,9 @@ Upstream's ArgumentGroupFactory turns every field into a flag: the name gives ``
 docstring below the field gives the help text, which therefore states the unit.
 """
 
+import argparse
 import os
+import shlex
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from pathlib import Path
@@ -13,9 +15,8 @@ from typing import Any, Literal
 
 from megatron.hydraulis.cost_model.trained_model import CoreAttentionName
 from megatron.hydraulis.data.dataset import LongSequences, LossNormalization
-from megatron.hydraulis.errors import ConfigurationError, Problems
+from megatron.hydraulis.errors import ConfigurationError
 from megatron.hydraulis.observability.trace import TraceWindow
-from megatron.hydraulis.ranges import RANGES
 
 # Set by the launcher, so every rank of a job reads the same value. torchrun without --rdzv-id sets
 # "none".
@@ -53,11 +54,6 @@ class HydraulisConfig:
     fastest; or auto, a pool that is proposed at the first start from the lengths of the training
     data, and kept in the run folder. Default: one strategy."""
 
-    report_drift: float | None = field(default=None, metadata=_flag("X"))
-    """Measure every micro-batch, and name in the log each scheme whose times differ from the
-    predicted ones by more than this share, and each rank that takes that much longer than ranks
-    with the same part, for example 0.1. Default: neither."""
-
     strategy_schedule: str | None = field(default=None, metadata=_flag("NAMES"))
     """Names of strategies of the pool, for example 'short,long,short', which training iterations
     use in turn; evaluation does not. Default: the planner chooses."""
@@ -66,11 +62,21 @@ class HydraulisConfig:
     """Choose the layers of each pipeline stage wherever a scheme lists none, so that the slowest
     stage is as fast as possible and --seq-length still fits. Default: layers are split evenly."""
 
-    cost_profile: Path | None = field(default=None, metadata=_flag("FILE"))
-    """Measured times and limits of every scheme. Default: the analytic cost model."""
+    regroup_owners_for: str | None = field(default=None, metadata=_flag("STRATEGY"))
+    """Strategy of the pool, best the most frequent one, that regroups with the fewest bytes, as
+    ranks own the shards that they use in it. Default: rank r owns share r."""
 
-    no_sequence_parallel: bool = False
-    """Turn sequence parallelism off. Default: on wherever a replica has tp > 1."""
+    ranks_per_node: int | None = field(default=None, metadata=_flag("N"))
+    """Number of ranks per node (ranks). Default: LOCAL_WORLD_SIZE, else 8, or all of a smaller
+    job."""
+
+    elastic: bool = False
+    """Continue with any number of ranks, as by torchrun --nnodes MIN:MAX: strategies are adapted or
+    dropped, and the log says which. Default: a wrong number of ranks is an error."""
+
+    global_batch_tokens: int | None = field(default=None, metadata=_flag("N"))
+    """Size of a global batch (tokens), instead of --global-batch-size in sequences. A sequence that
+    does not fit waits for the next batch. Default: --global-batch-size."""
 
     long_sequences: LongSequences = "split"
     """What to do with a sequence longer than --seq-length (tokens): split it into several, truncate
@@ -81,53 +87,45 @@ class HydraulisConfig:
     sum over the document, so that each sequence counts the same, the parts of a split one together.
     Default: token, the former."""
 
-    global_batch_tokens: int | None = field(default=None, metadata=_flag("N"))
-    """Size of a global batch (tokens), instead of --global-batch-size in sequences. A sequence that
-    does not fit waits for the next batch. Default: --global-batch-size."""
-
-    core_attention: Literal["auto", CoreAttentionName] = "auto"
-    """Transformer Engine's or torch's variable-length kernel, which need CUDA and bf16, or
-    scaled_dot_product_attention sequence by sequence, which runs everywhere. Default: auto, the
-    first of these that is available; the log says which and why."""
-
-    memory_trial: Literal["auto", "on", "off"] = "auto"
-    """Before the first iteration, run the largest micro-batch of each strategy without training,
-    and reduce limits that exceed the available memory. Default: auto, on with CUDA and off
-    without."""
-
     max_tokens_per_micro_batch: int | None = field(default=None, metadata=_flag("N"))
     """Most tokens in one micro-batch, padding included (tokens); where a replica such as cp8~
     splits its cp ranks, a group of c ranks holds c/8 of it. Default: the limit of the memory model
     or the cost profile for each scheme."""
-
-    loss_chunk_tokens: int | None = field(default=None, metadata=_flag("N"))
-    """Tokens of a row whose logits exist at the same time (tokens); the backward computes the
-    logits of a row of several such chunks again. Default: as many as make 1 GiB of fp32 logits on
-    a rank."""
 
     row_quantum_tokens: int | None = field(default=None, metadata=_flag("N"))
     """Round every row up to a multiple of N tokens, but not beyond its limit, so that rows have few
     different sizes (tokens); 1 adds no padding. Default: 128 with CUDA, where kernels may be
     prepared for each new size, else 1."""
 
-    ignore_unknown_options: bool = False
-    """Go on without options that neither Megatron nor this program knows, such as those of a fork.
-    They may change the model: the log lists each. Default: such an option is an error."""
+    loss_chunk_tokens: int | None = field(default=None, metadata=_flag("N"))
+    """Tokens of a row whose logits exist at the same time (tokens); the backward computes the
+    logits of a row of several such chunks again. Default: as many as make 1 GiB of fp32 logits on
+    a rank."""
 
-    run_dir: Path = field(default_factory=default_run_dir, metadata=_flag("DIR"))
-    """Folder of the run: metrics.jsonl, TensorBoard events, summary, resolved configuration.
-    Default: runs/<Slurm job or torchrun run id>, else runs/latest."""
+    memory_trial: Literal["auto", "on", "off"] = "auto"
+    """Before the first iteration, run the largest micro-batch of each strategy without training,
+    and reduce limits that exceed the available memory. Default: auto, on with CUDA and off
+    without."""
 
-    console: Literal["megatron", "compact"] = "megatron"
-    """Lines of the log: Megatron's, with this program's fields behind; or compact, at most 120
-    columns. TensorBoard and the run folder are the same. Default: megatron."""
+    core_attention: Literal["auto", CoreAttentionName] = "auto"
+    """Transformer Engine's or torch's variable-length kernel, which need CUDA and bf16, or
+    scaled_dot_product_attention sequence by sequence, which runs everywhere. Default: auto, the
+    first of these that is available; the log says which and why."""
 
-    plan_dir: Path | None = field(default=None, metadata=_flag("DIR"))
-    """Folder for the plans, one JSON file per iteration. Default: not written."""
+    no_sequence_parallel: bool = False
+    """Turn sequence parallelism off. Default: on wherever a replica has tp > 1."""
 
-    replay_plans: Path | None = field(default=None, metadata=_flag("DIR"))
-    """Folder that --plan-dir of an earlier run wrote: use its plans instead of making new ones.
-    Default: plan."""
+    no_regroup_overlap: bool = False
+    """Gather before the first forward and scatter after the last backward; the results are the same
+    bit by bit. For comparison. Default: both overlap compute."""
+
+    cost_profile: Path | None = field(default=None, metadata=_flag("FILE"))
+    """Measured times and limits of every scheme. Default: the analytic cost model."""
+
+    report_drift: float | None = field(default=None, metadata=_flag("X"))
+    """Measure every micro-batch, and name in the log each scheme whose times differ from the
+    predicted ones by more than this share, and each rank that takes that much longer than ranks
+    with the same part, for example 0.1. Default: neither."""
 
     plan_ahead: int = field(default=2, metadata=_flag("K"))
     """Iterations planned ahead of training, in a separate process (iterations); 0 plans each
@@ -137,6 +135,29 @@ class HydraulisConfig:
     """Wall-clock limit for planning one iteration (s): when it is reached, the best plan so far is
     used, marked and counted. Another run may find another plan. Default: none; the search ends by
     itself."""
+
+    plan_dir: Path | None = field(default=None, metadata=_flag("DIR"))
+    """Folder for the plans, one JSON file per iteration. Default: not written."""
+
+    replay_plans: Path | None = field(default=None, metadata=_flag("DIR"))
+    """Folder that --plan-dir of an earlier run wrote: use its plans instead of making new ones.
+    Default: plan."""
+
+    run_dir: Path = field(default_factory=default_run_dir, metadata=_flag("DIR"))
+    """Folder of the run: metrics.jsonl, TensorBoard events, summary, resolved configuration.
+    Default: runs/<Slurm job or torchrun run id>, else runs/latest."""
+
+    console: Literal["megatron", "compact"] = "megatron"
+    """Lines of the log: Megatron's, with this program's fields behind; or compact, at most 120
+    columns. TensorBoard and the run folder are the same. Default: megatron."""
+
+    trace: Path | None = field(default=None, metadata=_flag("DIR"))
+    """Folder for a trace for Perfetto or Chrome: planned and measured spans of every rank.
+    Default: not written."""
+
+    trace_iterations: str | None = field(default=None, metadata=_flag("FIRST..LAST"))
+    """Iterations that --trace records, for example 101..105. Default: the first 20 that this start
+    of the run trains."""
 
     keep_last: int | None = field(default=None, metadata=_flag("K"))
     """Newest checkpoints kept in --save (checkpoints); older ones are deleted. Default: all."""
@@ -160,42 +181,18 @@ class HydraulisConfig:
     global batch, are not those of the checkpoint. The learning-rate schedule has Megatron's own
     flags. Default: such a change is an error; the log names all others."""
 
-    trace: Path | None = field(default=None, metadata=_flag("DIR"))
-    """Folder for a trace for Perfetto or Chrome: planned and measured spans of every rank.
-    Default: not written."""
-
-    trace_iterations: str | None = field(default=None, metadata=_flag("FIRST..LAST"))
-    """Iterations that --trace records, for example 101..105. Default: the first 20 that this start
-    of the run trains."""
-
-    no_regroup_overlap: bool = False
-    """Gather before the first forward and scatter after the last backward; the results are the same
-    bit by bit. For comparison. Default: both overlap compute."""
-
-    regroup_owners_for: str | None = field(default=None, metadata=_flag("STRATEGY"))
-    """Strategy of the pool, best the most frequent one, that regroups with the fewest bytes, as
-    ranks own the shards that they use in it. Default: rank r owns share r."""
-
-    dry_run: bool = False
-    """Print the resolved configuration, replicas with their ranks, parameters per rank, the most
-    tokens of a micro-batch and what the corpus contains, then exit; one process is enough. Datasets
-    that --sft makes stay in the run folder."""
-
     skip_nan_iterations: bool = False
     """Skip the update of an iteration whose loss or gradient norm is not finite, and continue.
     Default: stop with an error that names the iteration and its sequences."""
-
-    elastic: bool = False
-    """Continue with any number of ranks, as by torchrun --nnodes MIN:MAX: strategies are adapted or
-    dropped, and the log says which. Default: a wrong number of ranks is an error."""
 
     max_skipped_in_a_row: int = field(default=10, metadata=_flag("K"))
     """With --skip-nan-iterations: updates that may be skipped in a row before the run stops with an
     error (iterations). Default: 10."""
 
-    ranks_per_node: int | None = field(default=None, metadata=_flag("N"))
-    """Number of ranks per node (ranks). Default: LOCAL_WORLD_SIZE, else 8, or all of a smaller
-    job."""
+    dry_run: bool = False
+    """Print the resolved configuration, replicas with their ranks, parameters per rank, the most
+    tokens of a micro-batch and what the corpus contains, then exit; one process is enough. Datasets
+    that --sft makes stay in the run folder."""
 
     device: str | None = field(default=None, metadata=_flag("NAME"))
     """Device of the job that --dry-run describes, for example h100; a --cost-profile has its own
@@ -205,89 +202,25 @@ class HydraulisConfig:
     """Number of ranks of the job that --dry-run describes (ranks). Default: WORLD_SIZE; on one
     process, those of --strategy."""
 
-    def __post_init__(self) -> None:
-        """Raise ConfigurationError for values out of range and flags that contradict each other."""
-        problems = Problems()
-        for check in (
-            self._check_ranges,
-            self._check_elastic_flags,
-            self._check_pool_flags,
-            self._check_schedule,
-            self._check_trace_flags,
-            self._check_num_ranks,
-        ):
-            with problems.collected():
-                check()
-        problems.raise_any()
+    ignore_unknown_options: bool = False
+    """Go on without options that neither Megatron nor this program knows, such as those of a fork.
+    They may change the model: the log lists each. Default: such an option is an error."""
 
-    def _check_ranges(self) -> None:
-        for field_ in fields(self):
-            option = option_of(field_.name)
-            bounds = RANGES.get(option)
-            out_of_range = bounds and bounds.problem(option, getattr(self, field_.name))
-            if out_of_range:
-                raise ConfigurationError(out_of_range)
+    @property
+    def scheduled_strategies(self) -> tuple[str, ...]:
+        """The names in --strategy-schedule, in order; none without it.
 
-    def _check_trace_flags(self) -> None:
-        if self.trace_iterations is not None and self.trace is None:
-            raise ConfigurationError(
-                f"--trace-iterations {self.trace_iterations} says what --trace records but there "
-                f"is no --trace; add --trace DIR"
-            )
-        _ = self.trace_window
-
-    def _check_num_ranks(self) -> None:
-        if self.num_ranks is not None and not self.dry_run:
-            raise ConfigurationError(
-                f"--num-ranks {self.num_ranks} is for --dry-run only, a job has as many ranks as "
-                f"torchrun starts; remove --num-ranks or add --dry-run"
-            )
-
-    def _check_elastic_flags(self) -> None:
-        for name in ("strategy_schedule", "regroup_owners_for", "replay_plans"):
-            if self.elastic and getattr(self, name) is not None:
-                raise ConfigurationError(
-                    f"--elastic may drop strategies that the ranks left cannot hold but "
-                    f"{option_of(name)} {getattr(self, name)} counts on them; give one of them"
-                )
-
-    def _check_pool_flags(self) -> None:
-        if self.strategy is not None and self.strategy_pool is not None:
-            raise ConfigurationError(
-                f"--strategy {self.strategy!r} and --strategy-pool {self.strategy_pool} both say "
-                f"which strategies the run uses; give one of them"
-            )
-        if self.regroup_owners_for is not None and self.strategy_pool is None:
-            raise ConfigurationError(
-                f"--regroup-owners-for {self.regroup_owners_for!r} names a strategy of a pool but "
-                f"there is no --strategy-pool; give one, or remove --regroup-owners-for"
-            )
-
-    def _check_schedule(self) -> None:
+        Raises ConfigurationError for an empty name.
+        """
         if self.strategy_schedule is None:
-            return
-        if self.strategy_pool is None:
-            raise ConfigurationError(
-                f"--strategy-schedule {self.strategy_schedule!r} names strategies of a pool but "
-                f"there is no --strategy-pool; give one, or remove --strategy-schedule"
-            )
-        if self.replay_plans is not None:
-            raise ConfigurationError(
-                f"--strategy-schedule {self.strategy_schedule!r} and --replay-plans "
-                f"{self.replay_plans} both fix the strategy of every iteration; give one of them"
-            )
-        if not all(self.scheduled_strategies):
+            return ()
+        names = tuple(name.strip() for name in self.strategy_schedule.split(","))
+        if not all(names):
             raise ConfigurationError(
                 f"--strategy-schedule is a list of names separated by commas but is "
                 f"{self.strategy_schedule!r}; write for example 'short,long,short'"
             )
-
-    @property
-    def scheduled_strategies(self) -> tuple[str, ...]:
-        """The names in --strategy-schedule, in order; none without it."""
-        if self.strategy_schedule is None:
-            return ()
-        return tuple(name.strip() for name in self.strategy_schedule.split(","))
+        return names
 
     @property
     def trace_window(self) -> TraceWindow | None:
@@ -302,58 +235,37 @@ class HydraulisConfig:
         return not self.no_sequence_parallel
 
 
-FIELDS_BY_TOPIC: Mapping[str, tuple[str, ...]] = MappingProxyType(
-    {
-        "Strategies": (
-            "strategy",
-            "strategy_pool",
-            "strategy_schedule",
-            "balance_pipeline_layers",
-            "regroup_owners_for",
-            "ranks_per_node",
-            "elastic",
-        ),
-        "Batches and memory": (
-            "global_batch_tokens",
-            "long_sequences",
-            "loss_normalization",
-            "max_tokens_per_micro_batch",
-            "row_quantum_tokens",
-            "loss_chunk_tokens",
-            "memory_trial",
-            "core_attention",
-            "no_sequence_parallel",
-            "no_regroup_overlap",
-        ),
-        "Planning and costs": (
-            "cost_profile",
-            "report_drift",
-            "plan_ahead",
-            "plan_time_limit",
-            "plan_dir",
-            "replay_plans",
-        ),
-        "Run folder, traces, faults": (
-            "run_dir",
-            "console",
-            "trace",
-            "trace_iterations",
-            "keep_last",
-            "take_over_save",
-            "load_fallback",
-            "allow_other_data",
-            "allow_changed_settings",
-            "skip_nan_iterations",
-            "max_skipped_in_a_row",
-        ),
-        "Without training": ("dry_run", "device", "num_ranks"),
-        "Launch scripts of others": ("ignore_unknown_options",),
-    }
-)
-"""Topic -> fields of HydraulisConfig, as --help and docs/flags.md show them; every field belongs to
-one of them."""
+_FIRST_OF_TOPIC = {
+    "strategy": "Strategies",
+    "global_batch_tokens": "Batches and memory",
+    "cost_profile": "Planning and costs",
+    "run_dir": "Run folder, traces, faults",
+    "dry_run": "Without training",
+    "ignore_unknown_options": "Launch scripts of others",
+}
+"""First field of HydraulisConfig on a topic -> the topic; fields of one topic follow each other."""
+
+
+def _fields_by_topic() -> dict[str, tuple[str, ...]]:
+    topics: dict[str, tuple[str, ...]] = {}
+    topic = ""
+    for each in fields(HydraulisConfig):
+        topic = _FIRST_OF_TOPIC.get(each.name, topic)
+        topics[topic] = (*topics.get(topic, ()), each.name)
+    return topics
+
+
+FIELDS_BY_TOPIC: Mapping[str, tuple[str, ...]] = MappingProxyType(_fields_by_topic())
+"""Topic -> fields of HydraulisConfig, as --help and docs/flags.md show them."""
 
 
 def option_of(name: str) -> str:
     """The flag of a field: ``run_dir`` is ``--run-dir``."""
     return "--" + name.replace("_", "-")
+
+
+def typed(args: argparse.Namespace, name: str) -> str:
+    """The flag of a setting with its value, as one would type it."""
+    value = getattr(args, name)
+    values = [] if value is True else value if isinstance(value, list) else [value]
+    return shlex.join((option_of(name), *map(str, values)))

@@ -346,6 +346,8 @@ def run(namespace: argparse.Namespace) -> int:
     missing = checks.missing_flags(flags.args, attempted=attempted)
     with problems.collected():
         checks.check_required(missing)
+    given = {given.dest for given in flags.given}
+    checks.check_combinations(flags.args, given=given, problems=problems)
     layout = MegatronLayout.of(flags.args)
     num_ranks = namespace.num_ranks or launch.num_ranks
     strategy: list[str] = []

@@ -9,7 +9,7 @@ from megatron.core.num_microbatches_calculator import StepBatchsizeNumMicroBatch
 
 from megatron.hydraulis.data.sampler import BatchSizes
 from megatron.hydraulis.errors import ConfigurationError
-from megatron.hydraulis.flags.config import option_of
+from megatron.hydraulis.flags.config import option_of, typed
 
 _BY_ITERATIONS: tuple[str, ...] = ("lr_decay_iters", "lr_warmup_iters", "lr_wsd_decay_iters")
 _BY_SAMPLES: tuple[str, ...] = (
@@ -21,29 +21,18 @@ _BY_SAMPLES: tuple[str, ...] = (
 
 def check_counting(args: argparse.Namespace) -> None:
     """Raise ConfigurationError unless all options count iterations, or all count samples."""
-    if args.train_iters is not None and args.train_samples is not None:
-        raise ConfigurationError(
-            f"--train-iters {args.train_iters} and --train-samples {args.train_samples} both end "
-            "training; give one of them"
-        )
     end, unit, others = "train_iters", "iterations", _BY_SAMPLES
     other_end, other_unit = "--train-samples", "samples"
     if args.train_iters is None:
         end, unit, others = "train_samples", "samples", _BY_ITERATIONS
         other_end, other_unit = "--train-iters", "iterations"
-    wrong = [_typed(args, dest) for dest in others if getattr(args, dest)]
+    wrong = [typed(args, dest) for dest in others if getattr(args, dest)]
     if wrong:
         raise ConfigurationError(
-            f"a run counts iterations or samples, but {_typed(args, end)} counts {unit} and "
+            f"a run counts iterations or samples, but {typed(args, end)} counts {unit} and "
             f"{', '.join(wrong)} {other_unit}; give {other_end} instead of {option_of(end)}, or "
             f"options that count {unit}"
         )
-
-
-def _typed(args: argparse.Namespace, dest: str) -> str:
-    value = getattr(args, dest)
-    values = value if isinstance(value, list) else [value]
-    return " ".join((option_of(dest), *map(str, values)))
 
 
 def sample_tokens(args: argparse.Namespace, sizes: BatchSizes) -> int:
@@ -93,16 +82,6 @@ def training_sizes(args: argparse.Namespace, num_budget_tokens: int | None) -> B
 
 def _training_sizes(args: argparse.Namespace, num_budget_tokens: int | None) -> BatchSizes:
     num_sequences, schedule = args.global_batch_size, args.step_batch_size_schedule
-    if num_budget_tokens is not None and num_sequences is not None:
-        raise ConfigurationError(
-            f"--global-batch-size {num_sequences} and --global-batch-tokens {num_budget_tokens} "
-            f"both size the global batch; give one of them"
-        )
-    if schedule is not None and args.rampup_batch_size is not None:
-        raise ConfigurationError(
-            f"{_typed(args, 'rampup_batch_size')} and --step-batch-size-schedule '{schedule}' both "
-            "let the global batch grow; give one of them"
-        )
     if schedule is not None:
         return _scheduled(args, num_budget_tokens)
     if num_sequences is None and num_budget_tokens is None:
@@ -161,10 +140,10 @@ def _ramp(args: argparse.Namespace, num_budget_tokens: int | None) -> BatchSizes
     c samples of the ramp's R the size is START + INCREMENT * floor(c / (R / number of increments)).
     """
     start, increment, num_samples = args.rampup_batch_size
-    typed = _typed(args, "rampup_batch_size")
+    shown = typed(args, "rampup_batch_size")
     if min(start, increment, num_samples) < 1:
         raise ConfigurationError(
-            f"{typed}: START, INCREMENT and SAMPLES of the ramp are at least 1; raise the one that "
+            f"{shown}: START, INCREMENT and SAMPLES of the ramp are at least 1; raise the one that "
             "is 0"
         )
     in_tokens = num_budget_tokens is not None
@@ -176,7 +155,7 @@ def _ramp(args: argparse.Namespace, num_budget_tokens: int | None) -> BatchSizes
         option = "--global-batch-tokens" if in_tokens else "--global-batch-size"
         fitting = (start + increment * max(num_increments, 1)) * scale
         raise ConfigurationError(
-            f"{typed} grows from {start} {unit} by {increment} at a time, which does not reach "
+            f"{shown} grows from {start} {unit} by {increment} at a time, which does not reach "
             f"{option} {full}; give for example {option} {fitting}"
         )
     steps = {

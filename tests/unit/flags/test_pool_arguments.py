@@ -102,7 +102,7 @@ _REFUSED: list[tuple[str, dict[str, Any], list[str]]] = [
     (
         "--strategy-schedule short --replay-plans plans",
         {},
-        ["--strategy-schedule 'short'", "--replay-plans plans", "give one of them"],
+        ["--strategy-schedule short", "--replay-plans plans", "give one of them"],
     ),
 ]
 
@@ -123,8 +123,8 @@ def test_what_contradicts_the_pool_is_refused(
 @pytest.mark.parametrize(
     ("typed", "says"),
     [
-        ("--strategy-schedule short", "there is no --strategy-pool"),
-        ("--regroup-owners-for short", "there is no --strategy-pool"),
+        ("--strategy-schedule short", "only with --strategy-pool, which is missing"),
+        ("--regroup-owners-for short", "only with --strategy-pool, which is missing"),
         ("--plan-time-limit 0", "must be above 0 but is 0.0"),
         ("--plan-time-limit nan", "must be a number but is nan"),
         ("--strategy-pool nowhere.json", "pool file nowhere.json"),
