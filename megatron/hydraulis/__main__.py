@@ -15,7 +15,7 @@ from megatron.hydraulis.command_line import (
     closest,
     quiet_without_reader,
 )
-from megatron.hydraulis.errors import HydraulisError, Problems
+from megatron.hydraulis.errors import HydraulisError, Problems, printable
 from megatron.hydraulis.quiet_imports import (
     explained_if_only_planning_is_installed,
     silence_warnings_of_imports,
@@ -171,12 +171,19 @@ def _run(argv: Sequence[str] | None) -> int:
     arguments = list(sys.argv[1:] if argv is None else argv)
     is_script = Path(sys.argv[0]).stem == "hydraulis"
     program = "hydraulis" if is_script else "python -m megatron.hydraulis"
-    command = _read_command(program, arguments[:1])
     try:
+        command = _read_command(program, arguments[:1])
         with explained_if_only_planning_is_installed():
             return _run_command(program, command, arguments[1:])
     except HydraulisError as error:
         print(f"error: {error}", file=sys.stderr)
+        return _EXIT_BAD_INPUT
+    except OSError as error:
+        if error.filename is None:
+            raise
+        # What a command does not foresee of a path, such as a name that is too long.
+        shown = printable(f"{error.filename!s:.200}: {error.strerror}")
+        print(f"error: a path cannot be used: {shown}; correct it", file=sys.stderr)
         return _EXIT_BAD_INPUT
     except KeyboardInterrupt:
         if os.environ.get("RANK", "0") == "0":

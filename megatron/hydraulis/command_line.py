@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import argparse
 import difflib
+import itertools
 import os
 import select
 import sys
+import unicodedata
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, fields
 from typing import Any, NoReturn, get_args, get_type_hints
 
-from megatron.hydraulis.errors import Problems
+from megatron.hydraulis.errors import ConfigurationError, Problems
 from megatron.hydraulis.ranges import RANGES_OF_COMMANDS, check_range
 
 _EXIT_WITHOUT_READER = 141
@@ -21,6 +23,8 @@ PLACEHOLDER = "FLAGS"
 """In a printed command, of options that are not known."""
 NEVER_ABBREVIATIONS = ("--strategy", "--trace")
 """Options of training that are never read as abbreviations of longer ones in other commands."""
+_FIX_OF_VALUE = {"int": "write a whole number", "float": "write a number, as in 0.5"}
+"""Converter as argparse names it -> what to do about a value that it cannot read."""
 _MIN_SIMILARITY = 0.8
 """`difflib`'s ratio from which a name is suggested: one or two wrong letters."""
 
@@ -46,9 +50,11 @@ class CommandParser(argparse.ArgumentParser):
     def parse_args(self, args: Any = None, namespace: Any = None) -> Any:
         """As argparse, but for words that are accepted.
 
-        Raises ConfigurationError for a number outside the range of its option.
+        Raises ConfigurationError for a number outside the range of its option, and for a value that
+        is empty or controls a terminal.
         """
         namespace, rest = self.parse_known_args(args, namespace)
+        self._check_words()
         if rest and self._accept is not None:
             rest, found = self._accept(self._words, rest)
             vars(namespace).update(found)
@@ -57,6 +63,26 @@ class CommandParser(argparse.ArgumentParser):
             self.error(f"unrecognized arguments: {' '.join(rest)}")
         self._check_ranges(namespace)
         return namespace
+
+    def _check_words(self) -> None:
+        """Raise ConfigurationError for an empty value, such as a shell makes of a variable without
+        one, and for control characters, which names of files in the output would send to a
+        terminal."""
+        words = itertools.takewhile(lambda word: word != "--", self._words)
+        for before, word in itertools.pairwise(("", *words)):
+            option, has_value, value = word.partition("=")
+            if not (word.startswith("--") and has_value):
+                option, value = before, word
+            if option.startswith("--") and option not in self._option_string_actions:
+                continue  # of a launch script
+            what = option if option.startswith("--") else "an argument"
+            if not value:
+                raise ConfigurationError(f"{what} has an empty value; give one or leave it out")
+            if any(unicodedata.category(each) == "Cc" and each not in "\n\t" for each in value):
+                raise ConfigurationError(
+                    f"{what} has no control characters but is {value!a:.100}; give another "
+                    "name"
+                )
 
     def _check_ranges(self, namespace: argparse.Namespace) -> None:
         """Raise ConfigurationError for numbers outside the range of their option."""
@@ -83,6 +109,9 @@ class CommandParser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         """Exit with status 2, the usage and the message, with the flags that were meant."""
+        for converter, fix in _FIX_OF_VALUE.items():
+            if f": invalid {converter} value: " in message:
+                message += f"; {fix}"
         super().error(message + self.suggestions())
 
     def suggestions(self) -> str:

@@ -213,10 +213,11 @@ def _from_list(path: str | Path, content: object) -> Iterable[int]:
             f"{_LENGTHS} {path}: must be a list of lengths but is an object; write it as [900, 20]"
         )
     for index, value in enumerate(content):
-        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        is_integer = isinstance(value, int) and not isinstance(value, bool)
+        if not is_integer or not 1 <= value <= _MAX_NUMBER:
             raise DataError(
-                f"{_LENGTHS} {path}: a length is a whole number from 1 on but number {index} of "
-                f"the list is {value!r:.60}; correct it"
+                f"{_LENGTHS} {path}: a length is a whole number from 1 to {_MAX_NUMBER} but number "
+                f"{index} of the list is {value!r:.60}; correct it"
             )
         yield value
 
@@ -226,10 +227,10 @@ def _from_lines(path: str | Path, text: str) -> Iterable[int]:
         word = line.strip()
         if not word:
             continue
-        if not _NUMBER.fullmatch(word) or int(word) < 1:
+        if not _NUMBER.fullmatch(word) or not 1 <= int(word) <= _MAX_NUMBER:
             raise DataError(
-                f"{_LENGTHS} {path}: every line is a whole number from 1 on but line {number} is "
-                f"{word!r:.60}; correct it"
+                f"{_LENGTHS} {path}: every line is a whole number from 1 to {_MAX_NUMBER} but line "
+                f"{number} is {word!r:.60}; correct it"
             )
         yield int(word)
 

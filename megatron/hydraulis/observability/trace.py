@@ -295,6 +295,8 @@ def merge_trace(folder: str | Path) -> Path:
 
 def _read_file(path: Path) -> Iterator[Span]:
     try:
+        if path.exists() and not path.is_file():
+            raise OSError(0, "it is no regular file")
         content = path.read_bytes()
     except OSError as error:
         raise HydraulisError(
@@ -308,7 +310,7 @@ def _read_file(path: Path) -> Iterator[Span]:
             continue
         try:
             event = json.loads(text)
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             if number == len(lines) and not is_closed:
                 return  # the run was killed while it wrote this line
             raise HydraulisError(
@@ -361,7 +363,7 @@ def span_of_event(event: Mapping[str, Any]) -> Span | None:
         )
     except (KeyError, TypeError, ValueError) as error:
         raise HydraulisError(
-            f"an event of a trace is a span or metadata of this program, but {dict(event)!r} is "
+            f"an event of a trace is a span or metadata of this program, but {event!r:.200} is "
             f"not ({error!r}); give a folder that --trace wrote"
         ) from None
 

@@ -10,7 +10,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 
-from megatron.hydraulis.errors import HydraulisError
+from megatron.hydraulis.errors import ConfigurationError, HydraulisError
 from megatron.hydraulis.observability.pictures import CATEGORY_COLORS, save_picture, style_rows
 from megatron.hydraulis.observability.trace import (
     MERGED_FILE_NAME,
@@ -82,6 +82,12 @@ def run(namespace: argparse.Namespace) -> int:
     Raises HydraulisError for a folder without a trace, or without the iteration.
     """
     folder: Path = namespace.folder
+    picture = namespace.picture or folder / PICTURE_FILE_NAME
+    if picture.suffix != ".png":
+        raise ConfigurationError(
+            f"--picture {picture}: a picture is a .png but this is {picture.suffix or 'none'!r}; "
+            "give another name"
+        )
     merged = merge_trace(folder) if rank_files(folder) else folder / MERGED_FILE_NAME
     spans = read_trace(merged)
     iterations = sorted({int(span.detail["iteration"]) for span in spans.where(name="iteration")})
@@ -91,7 +97,6 @@ def run(namespace: argparse.Namespace) -> int:
             "first of --trace-iterations did"
         )
     print(shares_table(rank_shares(spans), len(iterations)), end="")
-    picture = namespace.picture or folder / PICTURE_FILE_NAME
     number = iterations[-1] if namespace.iteration is None else namespace.iteration
     figure = trace_figure(spans, number)
     save_picture(figure, picture, fix="free space there or choose another --picture")

@@ -115,7 +115,11 @@ _BAD_INPUT = [
     ("--ranks-per-node 3", (), ["nodes have 3 ranks", "8 ranks", "start 9 ranks"]),
     ("--ranks-per-node 9", (), ["--ranks-per-node is 9", "the job has 8", "at most 8"]),
     ("--keep-last 3", (), ["--keep-last has an effect only with --save", "give --save"]),
-    ("--deterministic-mode --plan-time-limit 2", (), ["the clock", "--plan-time-limit 2", "give one of them"]),
+    (
+        "--deterministic-mode --plan-time-limit 2",
+        (),
+        ["the clock", "--plan-time-limit 2", "give one of them"],
+    ),
     (
         "--plan-time-limit 16 --distributed-timeout-minutes 1",
         (),
