@@ -26,16 +26,15 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
 from megatron.hydraulis.flags.config import FIELDS_BY_TOPIC, HydraulisConfig, option_of  # noqa: E402
-from megatron.hydraulis.flags.options import (  # noqa: E402
-    HONOURED,
-    HONOURED_BY_TOPIC,
-)
+from megatron.hydraulis.flags.honoured import HONOURED, HONOURED_BY_TOPIC, Honoured  # noqa: E402
+from megatron.hydraulis.flags.options import Refused, Taken  # noqa: E402
 from megatron.hydraulis.flags.parser import FlagParser  # noqa: E402
-from megatron.hydraulis.flags.rows import Honoured, Refused, Taken  # noqa: E402
 
 PAGE = ROOT / "docs" / "flags.md"
 COMING_FROM = ROOT / "docs" / "coming-from-megatron.md"
-MARK = "<!-- Written by scripts/flags_page.py from flags/options.py from here on. -->"
+MARK = (
+    "<!-- Written by scripts/flags_page.py from flags/options.py from here on. -->"
+)
 
 FAMILIES = "`--rl-…` (28) stands for all 28 options of Megatron that begin so."
 LEAST_FAMILY = 3

@@ -80,8 +80,7 @@ class CommandParser(argparse.ArgumentParser):
                 raise ConfigurationError(f"{what} has an empty value; give one or leave it out")
             if any(unicodedata.category(each) == "Cc" and each not in "\n\t" for each in value):
                 raise ConfigurationError(
-                    f"{what} has no control characters but is {value!a:.100}; give another "
-                    "name"
+                    f"{what} has no control characters but is {value!a:.100}; give another name"
                 )
 
     def _check_ranges(self, namespace: argparse.Namespace) -> None:

@@ -18,7 +18,7 @@ import pytest
 from megatron.hydraulis.__main__ import COMMANDS, TRAIN
 from megatron.hydraulis.flags.arguments import parse_arguments
 from megatron.hydraulis.flags.config import HydraulisConfig, option_of
-from megatron.hydraulis.flags.options import HONOURED
+from megatron.hydraulis.flags.honoured import HONOURED
 from megatron.hydraulis.strategy import Strategy
 from megatron.hydraulis.strategy.pool import num_ranks_of
 from tests.unit.flags.argument_command import flag_parser, write_corpus

@@ -14,15 +14,16 @@ from megatron.hydraulis.command_line import closest
 from megatron.hydraulis.errors import ConfigurationError, Problems
 from megatron.hydraulis.flags.checks import SHAPE, check_shape
 from megatron.hydraulis.flags.config import FIELDS_BY_TOPIC, HydraulisConfig, option_of
+from megatron.hydraulis.flags.honoured import HONOURED, HONOURED_BY_TOPIC, Honoured, Need
 from megatron.hydraulis.flags.options import (
     EQUIVALENTS,
     FORMER_OPTIONS,
-    HONOURED,
-    HONOURED_BY_TOPIC,
+    Refused,
+    Row,
+    Taken,
     refusal,
     row_of,
 )
-from megatron.hydraulis.flags.rows import Honoured, Need, Refused, Row, Taken
 from megatron.hydraulis.ranges import RANGES
 
 _USAGE = "torchrun [TORCHRUN OPTIONS] --no-python hydraulis train [FLAGS]"

@@ -27,7 +27,7 @@ from megatron.hydraulis.checkpoint.torch_dist import layer_key
 from megatron.hydraulis.cost_model.profile import ProfileCostModel
 from megatron.hydraulis.errors import ConfigurationError, Problems
 from megatron.hydraulis.flags.arguments import Resolved, parse_arguments
-from megatron.hydraulis.flags.options import HONOURED_BY_TOPIC
+from megatron.hydraulis.flags.honoured import HONOURED_BY_TOPIC
 from megatron.hydraulis.flags.parser import FlagParser
 from megatron.hydraulis.library.batches import check_same
 from megatron.hydraulis.library.building import (

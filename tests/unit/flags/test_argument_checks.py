@@ -16,7 +16,7 @@ from megatron.hydraulis.errors import ConfigurationError, StrategyError
 from megatron.hydraulis.flags import checks
 from megatron.hydraulis.flags.checks import check_spec
 from megatron.hydraulis.flags.config import HydraulisConfig, option_of
-from megatron.hydraulis.flags.options import HONOURED
+from megatron.hydraulis.flags.honoured import HONOURED
 from tests.unit.flags.argument_command import base_command, flag_parser, parse, write_corpus
 
 pytestmark = pytest.mark.usefixtures("plain_environment")

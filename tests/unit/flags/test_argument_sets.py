@@ -24,7 +24,7 @@ from megatron.hydraulis.errors import ConfigurationError
 from megatron.hydraulis.flags.arguments import Resolved, parse_arguments
 from megatron.hydraulis.flags.config import HydraulisConfig
 from megatron.hydraulis.flags.defaults import chosen_layers
-from megatron.hydraulis.flags.options import HONOURED
+from megatron.hydraulis.flags.honoured import HONOURED
 from megatron.hydraulis.library.planning import analytic_cost_model
 from megatron.hydraulis.loop.job import Job, UserHooks
 from megatron.hydraulis.ranges import RANGES

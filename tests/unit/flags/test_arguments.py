@@ -14,7 +14,7 @@ from megatron.hydraulis.__main__ import main
 from megatron.hydraulis.errors import ConfigurationError, StrategyError
 from megatron.hydraulis.flags.arguments import Resolved, install_globals
 from megatron.hydraulis.flags.config import HydraulisConfig, default_run_dir, option_of
-from megatron.hydraulis.flags.options import HONOURED
+from megatron.hydraulis.flags.honoured import HONOURED
 from tests.unit.flags.argument_command import base_command, flag_parser, parse, write_corpus
 
 pytestmark = pytest.mark.usefixtures("plain_environment")

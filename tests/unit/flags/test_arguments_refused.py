@@ -5,16 +5,17 @@ import argparse
 import pytest
 
 from megatron.hydraulis.errors import ConfigurationError, Problems
+from megatron.hydraulis.flags.honoured import HONOURED
 from megatron.hydraulis.flags.options import (
     FORMER_OPTIONS,
-    HONOURED,
-    TAKEN,
+    Refused,
+    Row,
+    Taken,
     refusal,
     refusals,
     row_of,
 )
 from megatron.hydraulis.flags.parser import ParsedFlags
-from megatron.hydraulis.flags.rows import Honoured, Refused, Taken
 from tests.unit.flags.argument_command import flag_parser
 
 
@@ -26,7 +27,7 @@ def _actions() -> list[argparse.Action]:
     ]
 
 
-def _row(option: str) -> Honoured | Taken | Refused:
+def _row(option: str) -> Row:
     action = next(a for a in flag_parser()._parser._actions if option in a.option_strings)
     return row_of(action.option_strings[0], flag_parser().upstream_options.get(option, ""))
 
@@ -69,11 +70,8 @@ def test_every_option_of_upstream_is_in_a_row_of_its_own_words() -> None:
     ] == []
 
 
-def test_the_tables_name_options_of_upstream_only_and_none_twice() -> None:
-    primary = {action.option_strings[0] for action in _actions()}
-    assert set(TAKEN) <= primary
-    assert set(HONOURED) <= primary
-    assert not set(TAKEN) & set(HONOURED)
+def test_the_table_of_honoured_options_names_options_of_upstream_only() -> None:
+    assert set(HONOURED) <= {action.option_strings[0] for action in _actions()}
 
 
 def test_every_refused_option_is_refused_by_the_name_it_was_given() -> None:
@@ -161,30 +159,8 @@ def test_every_row_refuses_an_option_of_this_upstream_or_a_former_one_of_ours() 
 
 def test_patterns_take_the_options_of_this_upstream_and_no_others() -> None:
     """Patterns would also take options of a later upstream: count what they take of this one."""
-    taken: dict[str, int] = {}
-    for option, row in flag_parser().rows.items():
-        if isinstance(row, Taken) and option not in TAKEN:
-            taken[row.instead] = taken.get(row.instead, 0) + 1
-    prefix = "it has an effect only with "
-    assert {instead.removeprefix(prefix): number for instead, number in taken.items()} == {
-        "--mtp-num-layers": 4,
-        "--qk-clip": 2,
-        "--experimental-attention-variant": 18,
-        "--use-mup": 6,
-        "--fp8-format or --fp4-format": 17,
-        "--use-kitchen-attention": 1,
-        "programs for inference": 52,
-        "--hybrid-layer-pattern": 6,
-        "--position-embedding-type relative": 2,
-        "programs for encoders": 20,
-        "--optimizer muon, lion or sgd": 13,
-        "--perform-rl-step": 38,
-        "--use-checkpoint-args": 2,
-        "--fp16": 5,
-        "--use-megatron-fsdp or --use-torch-fsdp2": 12,
-        "--fim-data": 10,
-        "programs for vision": 23,
-    }
+    taken = [option for option, row in flag_parser().rows.items() if isinstance(row, Taken)]
+    assert len(taken) == 496
 
 
 @pytest.mark.parametrize(

@@ -22,7 +22,7 @@ from megatron.hydraulis.flags.describe import (
     num_parameters_of,
     num_parameters_of_rank,
 )
-from megatron.hydraulis.flags.options import HONOURED
+from megatron.hydraulis.flags.honoured import HONOURED
 from megatron.hydraulis.library.building import HydraulisModelConfig, model_config, model_definition
 from megatron.hydraulis.library.planning import Planning
 from megatron.hydraulis.runtime.catalogue import catalogue

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from megatron.hydraulis.flags.config import HydraulisConfig, option_of
-from megatron.hydraulis.flags.options import HONOURED
+from megatron.hydraulis.flags.honoured import HONOURED
 from megatron.hydraulis.flags.parser import FlagParser
 from scripts import flags_page
 
