@@ -32,9 +32,7 @@ from megatron.hydraulis.flags.parser import FlagParser  # noqa: E402
 
 PAGE = ROOT / "docs" / "flags.md"
 COMING_FROM = ROOT / "docs" / "coming-from-megatron.md"
-MARK = (
-    "<!-- Written by scripts/flags_page.py from flags/options.py from here on. -->"
-)
+MARK = "<!-- Written by scripts/flags_page.py from flags/options.py from here on. -->"
 
 FAMILIES = "`--rl-…` (28) stands for all 28 options of Megatron that begin so."
 LEAST_FAMILY = 3
