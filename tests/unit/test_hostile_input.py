@@ -22,6 +22,11 @@ _HOSTILE = [
     ("lengths --lengths EMPTY", "--lengths has an empty value"),
     ("lengths --lengths=", "--lengths has an empty value"),
     ("lengths --lengths CONTROL", r"no control characters but is 'a\x1b[2J'"),
+    (
+        "simulate --lengths good --cost-profile x --strategy-pool y --global-batch-size 2 "
+        "--plan-time 1e18",
+        "--plan-time must be at most 86400",
+    ),
     ("EMPTY", "an argument has an empty value"),
     ("trace EMPTY", "an argument has an empty value"),
     ("trace good --picture trace.json", "a picture is a .png but this is '.json'"),

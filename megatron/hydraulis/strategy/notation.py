@@ -17,10 +17,14 @@ from itertools import groupby
 from megatron.hydraulis.errors import StrategyError, counted
 from megatron.hydraulis.strategy.scheme import Replica, Scheme, place
 
-_AXES = ("tp", "cp", "ep", "pp")
-_SYMBOL = re.compile(r"\s*(?:(?P<number>[0-9]+)|(?P<word>[A-Za-z]+)|(?P<mark>\S))")
-# Longer numbers are typing errors; int() raises another error for thousands of digits.
-_MAX_DIGITS = 9
+# Longer numbers are typing errors.
+_NUMBER = r"[0-9]{1,9}"
+_NUMBERS = rf"{_NUMBER}(?:\s*+,\s*+{_NUMBER})*"
+_DEGREE = rf"(tp|cp|ep|pp)\s*+({_NUMBER})\s*+(~?)"
+_TERM = re.compile(
+    rf"\s*+(?:(?P<copies>{_NUMBER})\s*+\*\s*+)?(?:idle|(?P<degrees>(?:{_DEGREE}\s*+)+)"
+    rf"(?::\s*+(?P<layers>{_NUMBERS})\s*+)?(?:@\s*+(?P<ranks>{_NUMBERS}))?)\s*+"
+)
 _EXAMPLE = "write for example 'tp4+2*tp2pp2+idle'"
 
 
@@ -34,59 +38,6 @@ class Term:
     """Ranks of all copies, one copy after another; None for the default placement."""
 
 
-class _Reader:
-    """Reads the symbols of a strategy text; errors name the label and the position."""
-
-    def __init__(self, text: str, label: str) -> None:
-        self._label = label
-        # (symbol, index of its first character); the end is an empty symbol.
-        self._symbols: list[tuple[str, int]] = [
-            (match.group().strip(), match.end() - len(match.group().strip()))
-            for match in _SYMBOL.finditer(text)
-        ]
-        self._symbols.append(("", len(text)))
-        self._next = 0
-
-    @property
-    def symbol(self) -> str:
-        return self._symbols[self._next][0]
-
-    def take(self) -> str:
-        symbol = self.symbol
-        self._next += 1
-        return symbol
-
-    def take_if(self, symbol: str) -> bool:
-        if self.symbol != symbol:
-            return False
-        self._next += 1
-        return True
-
-    @property
-    def at_number(self) -> bool:
-        # isdigit alone also accepts digits of other scripts and superscripts.
-        return self.symbol.isascii() and self.symbol.isdigit()
-
-    def take_number(self, what: str) -> int:
-        if not self.at_number or len(self.symbol) > _MAX_DIGITS:
-            raise self.error(f"expected {what} of at most {_MAX_DIGITS} digits")
-        return int(self.take())
-
-    def take_numbers(self, what: str) -> tuple[int, ...]:
-        numbers = [self.take_number(what)]
-        while self.take_if(","):
-            numbers.append(self.take_number(what))
-        return tuple(numbers)
-
-    def error(self, rule: str) -> StrategyError:
-        symbol, place = self._symbols[self._next]
-        found = f"found {symbol!r} at character {place + 1}" if symbol else "the text ends"
-        return StrategyError(f"strategy {self._label!r}: {rule} but {found}; {_EXAMPLE}")
-
-    def refuse(self, message: str) -> StrategyError:
-        return StrategyError(f"strategy {self._label!r}: {message}")
-
-
 def parse_terms(text: str, *, label: str) -> tuple[Term, ...]:
     """Read a strategy text into its terms, in the order of the text.
 
@@ -94,12 +45,20 @@ def parse_terms(text: str, *, label: str) -> tuple[Term, ...]:
     follow the notation, an invalid scheme, and a number of ``@`` ranks other than copies times
     ranks of the scheme. The number of ranks of the job is not checked.
     """
-    reader = _Reader(text, label)
-    terms = [_read_term(reader)]
-    while reader.take_if("+"):
-        terms.append(_read_term(reader))
-    if reader.symbol:
-        raise reader.error("expected '+' or the end after a term")
+    terms, at = [], 0
+    for part in text.split("+"):
+        match = _TERM.fullmatch(part)
+        if match is None:
+            raise StrategyError(
+                f"strategy {label!r}: terms of tp, cp, ep and pp, with numbers of at most 9 digits, "
+                f"look like 4*idle, tp2cp8~ or 2*pp2:5,3@0,1,2,3 but {part.strip()!r} at character "
+                f"{at + 1} is none; {_EXAMPLE}"
+            )
+        try:
+            terms.append(_term(match))
+        except StrategyError as error:
+            raise StrategyError(f"strategy {label!r}: {error}") from None
+        at += len(part) + 1
     return tuple(terms)
 
 
@@ -115,61 +74,45 @@ def parse_scheme(text: str, *, label: str) -> Scheme:
     return scheme
 
 
-def _read_term(reader: _Reader) -> Term:
-    num_copies = 1
-    if reader.at_number:
-        num_copies = reader.take_number("a number of copies")
-        if not reader.take_if("*"):
-            raise reader.error(f"expected '*' between the number of copies {num_copies} and 'tp…'")
-        if num_copies < 1:
-            raise reader.refuse(
-                f"a term stands for at least 1 copy but one says {num_copies}*; remove that term"
-            )
-    if reader.take_if("idle"):
+def _term(match: re.Match[str]) -> Term:
+    """The term of a match of `_TERM`; StrategyError, without the strategy's name, for numbers that
+    do not fit together."""
+    num_copies = int(match["copies"] or 1)
+    if num_copies < 1:
+        raise StrategyError(
+            f"a term stands for at least 1 copy but one says {num_copies}*; remove that term"
+        )
+    if match["degrees"] is None:
         return Term(num_copies, None)
-    scheme = _read_scheme(reader)
-    ranks = None
-    if reader.take_if("@"):
-        ranks = reader.take_numbers("a rank")
-        num_needed = num_copies * scheme.num_ranks
-        if len(ranks) != num_needed:
-            copies = f"{num_copies} copies of {scheme}" if num_copies > 1 else f"{scheme}"
-            raise reader.refuse(
-                f"'@' lists the ranks of every copy, one copy after another, but {copies} "
-                f"with {num_needed} ranks in all {'has' if num_copies == 1 else 'have'} "
-                f"{len(ranks)} listed; list {num_needed} ranks or drop the '@'"
+    degrees: dict[str, int] = {}
+    splitting = ""
+    for axis, degree, mark in re.findall(_DEGREE, match["degrees"]):
+        if axis in degrees:
+            raise StrategyError(
+                f"a scheme has a degree once but {match['degrees'].strip()} has {axis} twice; "
+                "remove one"
             )
+        if mark and axis != "cp":
+            raise StrategyError(
+                f"'~' belongs behind the degree of cp, not of {axis}; {_EXAMPLE} or 'cp8~'"
+            )
+        degrees[axis] = int(degree)
+        splitting += mark
+    scheme = Scheme(**degrees, layers=_numbers(match["layers"]), splits_cp=bool(splitting))
+    ranks = _numbers(match["ranks"])
+    num_needed = num_copies * scheme.num_ranks
+    if ranks is not None and len(ranks) != num_needed:
+        copies = f"{num_copies} copies of {scheme}" if num_copies > 1 else f"{scheme}"
+        raise StrategyError(
+            f"'@' lists the ranks of every copy, one copy after another, but {copies} "
+            f"with {num_needed} ranks in all {'has' if num_copies == 1 else 'have'} "
+            f"{len(ranks)} listed; list {num_needed} ranks or drop the '@'"
+        )
     return Term(num_copies, scheme, ranks)
 
 
-def _read_scheme(reader: _Reader) -> Scheme:
-    degrees: dict[str, int] = {}
-    splits_cp = False
-    while reader.symbol in _AXES:
-        axis = reader.symbol
-        if axis in degrees:
-            raise reader.error(f"expected {axis} once in a scheme")
-        reader.take()
-        degrees[axis] = reader.take_number(f"the degree of {axis}")
-        if reader.symbol == "~":
-            if axis != "cp":
-                raise reader.error(f"'~' belongs behind the degree of cp, not of {axis},")
-            reader.take()
-            splits_cp = True
-    if not degrees:
-        raise reader.error("expected a scheme of tp, cp, ep, pp with their degrees, or 'idle',")
-    layers = reader.take_numbers("a number of layers") if reader.take_if(":") else None
-    try:
-        return Scheme(
-            tp=degrees.get("tp", 1),
-            cp=degrees.get("cp", 1),
-            pp=degrees.get("pp", 1),
-            layers=layers,
-            splits_cp=splits_cp,
-            ep=degrees.get("ep", 1),
-        )
-    except StrategyError as error:
-        raise reader.refuse(str(error)) from None
+def _numbers(text: str | None) -> tuple[int, ...] | None:
+    return None if text is None else tuple(map(int, text.split(",")))
 
 
 def format_terms(replicas: Sequence[Replica], *, num_idle: int, with_ranks: bool) -> str:

@@ -94,26 +94,26 @@ def test_placement(
         ("tp2", 4, r"1 replica uses 2 ranks but the job has 4, .* append '\+2\*idle'"),
         ("tp2+3*idle", 4, "3 more are idle, but the job has 4; remove idle ranks or start 5 ranks"),
         ("idle", 1, "at least 1 replica but has 0"),
-        ("", 3, "expected a scheme .* the text ends"),
-        ("tp2++tp1", 3, r"found '\+' at character 5"),
-        ("tp2+", 2, "the text ends"),
-        ("tp2 tp1 6", 3, "expected tp once in a scheme but found 'tp' at character 5"),
-        ("tp1 6", 16, "expected '\\+' or the end after a term but found '6' at character 5"),
-        ("2tp2", 4, r"expected '\*' .* 'tp' at character 2"),
-        ("TP2", 2, "found 'TP' at character 1"),
-        ("dp2", 2, "found 'dp' at character 1"),
-        ("tp", 2, "the degree of tp .* the text ends"),
-        ("tp²", 2, "the degree of tp .* found '²'"),
+        ("", 3, "'' at character 1 is none"),
+        ("tp2++tp1", 3, "'' at character 5 is none"),
+        ("tp2+", 2, "'' at character 5 is none"),
+        ("tp2 tp1", 3, "tp2 tp1 has tp twice"),
+        ("tp2+tp1 6", 16, "'tp1 6' at character 5"),
+        ("2tp2", 4, "'2tp2' at character 1"),
+        ("TP2", 2, "'TP2' at character 1"),
+        ("dp2", 2, "of tp, cp, ep and pp .* 'dp2' at character 1"),
+        ("tp", 2, "'tp' at character 1"),
+        ("tp²", 2, "'tp²' at character 1"),
         ("tp1234567890", 2, "at most 9 digits"),
         ("tp0", 2, "tp is 0"),
         ("0*tp1+tp2", 2, r"says 0\*; remove that term"),
         ("tp2~", 2, "'~' belongs behind the degree of cp, not of tp"),
         ("cp3~", 3, "power of two"),
-        ("pp2:3,", 2, "a number of layers .* the text ends"),
+        ("pp2:3,", 2, "'pp2:3,' at character 1"),
         ("pp2:1,2,3", 2, "layers for 3 stages but has 2"),
         ("tp2@0", 2, "tp2 with 2 ranks in all has 1 listed; list 2 ranks"),
         ("2*tp2@0,1", 4, "2 copies of tp2 with 4 ranks in all have 2 listed; list 4 ranks"),
-        ("idle@0+tp1", 2, "expected '\\+' or the end .* '@' at character 5"),
+        ("idle@0+tp1", 2, "'idle@0' at character 1"),
         ("tp2@0,0", 2, "tp2 lists rank 0 2 times"),
         ("tp2@0,1+tp2@1,2", 4, "rank 1 is named for tp2 and for tp2"),
         ("tp2@0,5+tp2", 4, "rank 5 but the job's 4 ranks end at 3"),
@@ -132,7 +132,7 @@ def test_bad_text_names_rule_numbers_and_fix(text: str, num_ranks: int, message:
 def test_errors_call_a_strategy_by_its_name() -> None:
     with pytest.raises(StrategyError, match=r"^strategy 'long': 3 replicas use 20 ranks"):
         Strategy.parse("2*tp8+tp4", 16, name="long")
-    with pytest.raises(StrategyError, match=r"^strategy 'long': .* found '!'"):
+    with pytest.raises(StrategyError, match=r"^strategy 'long': .* 'tp8!'"):
         Strategy.parse("tp8!", 8, name="long")
 
 
@@ -335,7 +335,7 @@ def test_limits_of_a_strategy_round_trip() -> None:
         ({"tp8": "all"}, "max_tokens of strategy 'own': tp8 must be a whole number but is 'all'"),
         ({"2*tp8": 5}, "expected one scheme, without copies and ranks, but found '2[*]tp8'"),
         ({"idle": 5}, "expected one scheme, without copies and ranks, but found 'idle'"),
-        ({"dp8": 5}, "'own, max_tokens of dp8': expected a scheme of tp, cp, ep, pp"),
+        ({"dp8": 5}, "'own, max_tokens of dp8': .* 'dp8' at character 1"),
     ],
 )
 def test_impossible_limits_of_a_strategy(max_tokens: dict[str, Any], message: str) -> None:
