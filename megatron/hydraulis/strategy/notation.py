@@ -50,7 +50,7 @@ def parse_terms(text: str, *, label: str) -> tuple[Term, ...]:
         match = _TERM.fullmatch(part)
         if match is None:
             raise StrategyError(
-                f"strategy {label!r}: terms of tp, cp, ep and pp, with numbers of at most 9 digits, "
+                f"strategy {label!r}: terms of tp, cp, ep and pp, numbers of at most 9 digits, "
                 f"look like 4*idle, tp2cp8~ or 2*pp2:5,3@0,1,2,3 but {part.strip()!r} at character "
                 f"{at + 1} is none; {_EXAMPLE}"
             )

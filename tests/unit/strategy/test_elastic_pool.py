@@ -98,9 +98,7 @@ def test_the_flag_fits_what_other_flags_describe(tmp_path: Path) -> None:
     assert str(found.pool.strategy("s")) == "2*tp1"
     with pytest.raises(ConfigurationError, match="or add --elastic to adapt"):
         parse(tmp_path, "--strategy-pool", str(file), num_ranks=2)
-    with pytest.raises(
-        ConfigurationError, match="--elastic and --strategy-schedule s .* drop strategies"
-    ):
+    with pytest.raises(ConfigurationError, match="--elastic and --strategy-schedule s"):
         parse(
             tmp_path,
             "--strategy-pool",

@@ -101,7 +101,7 @@ def test_placement(
         ("tp2+tp1 6", 16, "'tp1 6' at character 5"),
         ("2tp2", 4, "'2tp2' at character 1"),
         ("TP2", 2, "'TP2' at character 1"),
-        ("dp2", 2, "of tp, cp, ep and pp .* 'dp2' at character 1"),
+        ("dp2", 2, "of tp, cp, ep and pp, .* 'dp2' at character 1"),
         ("tp", 2, "'tp' at character 1"),
         ("tp²", 2, "'tp²' at character 1"),
         ("tp1234567890", 2, "at most 9 digits"),
