@@ -189,8 +189,8 @@ _DIFFERENT = {
     "--expert-tensor-parallel-size": "a factor of ep; default: tp",
     "--moe-router-enable-expert-bias": "biases of routers follow the load of experts in all tokens "
     "of an update",
-    "--moe-grouped-gemm": "one call for all experts in layers of Transformer Engine; elsewhere one "
-    "each, with the same result",
+    "--moe-grouped-gemm": "one call for all experts in layers of Transformer Engine; elsewhere "
+    "expert after expert, with the same result",
     "--moe-permute-fusion": "kernels of Transformer Engine, in its layers, sort tokens by expert; "
     "elsewhere torch's, with the same result",
 }
