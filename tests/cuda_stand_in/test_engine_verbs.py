@@ -38,9 +38,10 @@ HUGGING_FACE_MODEL = HuggingFaceModel(
     kv_channels=FP32_MODEL.hidden_size // FP32_MODEL.num_heads,
     vocab_size=FP32_MODEL.vocab_size,
     max_position_embeddings=256,
-    norm_epsilon=1e-5,
+    layernorm_epsilon=1e-5,
     rotary_base=10000,
-    tied_embeddings=False,
+    untie_embeddings_and_output_weights=True,
+    add_bias_linear=False,
 )
 
 

@@ -320,10 +320,11 @@ SMALL = HuggingFaceModel(
     kv_channels=8,
     vocab_size=61,
     max_position_embeddings=256,
-    norm_epsilon=1e-6,
+    layernorm_epsilon=1e-6,
     rotary_base=10000,
-    tied_embeddings=True,
-    has_qkv_biases=True,
+    untie_embeddings_and_output_weights=False,
+    add_bias_linear=False,
+    add_qkv_bias=True,
 )
 
 
@@ -366,7 +367,7 @@ def test_checkpoints_of_other_models(checkpoint: Path, tmp_path: Path) -> None:
         ({"rotary_percent": 0.5}, ["--rotary-percent", "0.5"]),
         ({"rotary_interleaved": True}, ["rotary_interleaved"]),
         (EXPERTS | {"num_experts": 1}, ["num_experts is 1", "experts_per_token 2"]),
-        (EXPERTS, ["Mixtral has --num-experts", "this model --add-qkv-bias and --num-experts"]),
+        (EXPERTS, ["Mixtral has --num-experts", "this model --add-qkv-bias and --num-experts 4"]),
         (
             EXPERTS | {"moe_router_pre_softmax": True, "add_qkv_bias": False},
             ["Mixtral has", "--moe-router-pre-softmax"],
@@ -389,7 +390,7 @@ def test_checkpoints_of_other_models(checkpoint: Path, tmp_path: Path) -> None:
         ),
         (
             {"window_size": (7, 0)},
-            ["Mistral has --window-size but", "--add-qkv-bias and --window-size"],
+            ["Mistral has --window-size but", "--add-qkv-bias and --window-size 7,0"],
         ),
         ({"window_size": (7, 0), "window_attn_skip_freq": 2}, ["window_attn_skip_freq = 2"]),
         ({"no_rope_freq": [0, 1, 0]}, ["SmolLM3", "biases in all linear layers but"]),
@@ -427,7 +428,7 @@ def test_options_that_latent_attention_ignores_do_not_hinder_an_export(tmp_path:
     }
     assert model_from_arguments(model.to_arguments() | ignored, "x", vocab_size=61) == model
     with pytest.raises(ConfigurationError, match="--use-rope-scaling and --multi-latent-attention"):
-        replace(model, llama3_factor=8.0)
+        replace(model, rope_scaling_factor=8.0)
 
 
 @pytest.mark.parametrize(
@@ -517,7 +518,7 @@ def test_a_model_whose_layers_all_have_positions_is_a_llama(tmp_path: Path) -> N
     source = make_folder(tmp_path / "hf", "smollm3")
     change_config(source, no_rope_layers=[1, 1, 1])
     model = import_folder(source, tmp_path / "mega").model
-    assert (model.family, model.layers_without_rope) == ("llama", ())
+    assert (model.family, model.no_rope_freq) == ("llama", ())
 
 
 def test_bad_flags_and_errors_of_the_commands(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict
 from typing import Any
 
 from megatron.hydraulis.checkpoint.hugging_face.families import (
@@ -37,11 +36,28 @@ _YARN: Mapping[str, float] = {
     "original_max_position_embeddings": 4096,
 }
 """Likewise of YaRN, in latent attention."""
+_SIZES = {
+    "num_layers": "num_hidden_layers",
+    "hidden_size": "hidden_size",
+    "ffn_hidden_size": "intermediate_size",
+    "num_attention_heads": "num_attention_heads",
+    "vocab_size": "vocab_size",
+    "max_position_embeddings": "max_position_embeddings",
+}
+_SIZES_OF_LATENTS = {
+    "q_lora_rank": "q_lora_rank",
+    "kv_lora_rank": "kv_lora_rank",
+    "qk_head_dim": "qk_nope_head_dim",
+    "qk_pos_emb_head_dim": "qk_rope_head_dim",
+    "v_head_dim": "v_head_dim",
+}
+"""Whole numbers: their names here and in ``config.json``."""
 _NUMBER = "num_local_experts"
 """What transformers (5.23) writes for the number of experts of some families."""
 _NUM_PREDICTING = "num_nextn_predict_layers"
 _PARTIAL = "partial_rotary_factor"
 _FULL_ATTENTION = "full_attention"
+TOKEN_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
 
 
 def config_of(model: HuggingFaceModel, dtype: str) -> dict[str, Any]:
@@ -52,81 +68,72 @@ def config_of(model: HuggingFaceModel, dtype: str) -> dict[str, Any]:
     """
     family = model.of_family
     rope_scaling: dict[str, Any] | None = None
-    if model.llama3_factor is not None:
-        rope_scaling = {"rope_type": "llama3", "factor": model.llama3_factor, **_LLAMA3}
-    elif model.interpolation_factor is not None:
-        rope_scaling = {"rope_type": "linear", "factor": model.interpolation_factor}
-    elif model.yarn is not None:
-        rope_scaling = {"rope_type": "yarn", **asdict(model.yarn), **_YARN}
+    if (factor := model.rope_scaling_factor) is not None:
+        rope_scaling = {"rope_type": "llama3", "factor": factor, **_LLAMA3}
+    elif (factor := model.rotary_seq_len_interpolation_factor) is not None:
+        rope_scaling = {"rope_type": "linear", "factor": factor}
+    elif (yarn := model.yarn) is not None:
+        rope_scaling = {"rope_type": "yarn", "factor": yarn.rotary_scaling_factor, **_YARN}
+        rope_scaling |= {"mscale": yarn.mscale, "mscale_all_dim": yarn.mscale_all_dim}
     config: dict[str, Any] = {
         "architectures": [family.architecture],
         "model_type": model.family,
-        "vocab_size": model.vocab_size,
-        "hidden_size": model.hidden_size,
-        "intermediate_size": model.ffn_hidden_size,
-        "num_hidden_layers": model.num_layers,
-        "num_attention_heads": model.num_attention_heads,
+        **{key: getattr(model, name) for name, key in _SIZES.items()},
         "num_key_value_heads": model.num_query_groups,
         "head_dim": model.kv_channels,
         "hidden_act": "silu",
-        "max_position_embeddings": model.max_position_embeddings,
-        family.norm_epsilon_key: model.norm_epsilon,
+        family.norm_epsilon_key: model.layernorm_epsilon,
         "rope_theta": float(model.rotary_base),
         "rope_scaling": rope_scaling,
-        "tie_word_embeddings": model.tied_embeddings,
+        "tie_word_embeddings": not model.untie_embeddings_and_output_weights,
         "attention_dropout": 0.0,
         "torch_dtype": dtype,
         # A checkpoint does not know its tokenizer; the families' defaults would be a guess.
-        "bos_token_id": None,
-        "eos_token_id": None,
-        "pad_token_id": None,
+        **dict.fromkeys(TOKEN_IDS),
         **family.settings,
     }
-    if family.has(BIASES):
-        config |= {"attention_bias": model.has_linear_biases, "mlp_bias": model.has_linear_biases}
-    if family.has("--rotary-percent"):
+    if BIASES in family.parts:
+        config |= dict.fromkeys(("attention_bias", "mlp_bias"), model.add_bias_linear)
+    if "--rotary-percent" in family.parts:
         config[_PARTIAL] = model.rotary_percent
-    if family.has("--window-size"):
+    if "--window-size" in family.parts:
         config["sliding_window"] = model.window_tokens
-    if family.has("--no-rope-freq"):
-        config["no_rope_layers"] = [1 - skips for skips in model.layers_without_rope]
+    if "--no-rope-freq" in family.parts:
+        config["no_rope_layers"] = [1 - skips for skips in model.no_rope_freq]
     if family.qkv_bias_key is not None:
-        config[family.qkv_bias_key] = model.has_qkv_biases
+        config[family.qkv_bias_key] = model.add_qkv_bias
     if (experts := model.experts) is not None and (names := family.experts) is not None:
         config |= _config_of_experts(experts, names)
     if (latents := model.latents) is not None:
         del config["head_dim"]  # which transformers derives from these
-        config |= {
-            "q_lora_rank": latents.q_lora_rank or None,
-            "kv_lora_rank": latents.kv_lora_rank,
-            "qk_nope_head_dim": latents.qk_head_dim,
-            "qk_rope_head_dim": latents.qk_pos_emb_head_dim,
-            "v_head_dim": latents.v_head_dim,
-        }
+        config |= {key: getattr(latents, name) for name, key in _SIZES_OF_LATENTS.items()}
     return config
 
 
 def _config_of_experts(experts: Experts, names: ExpertNames) -> dict[str, Any]:
+    width, layers = experts.moe_ffn_hidden_size, experts.moe_layer_freq
+    shared_width = experts.moe_shared_expert_intermediate_size or 0
     config: dict[str, Any] = {
-        names.number: experts.number,
-        names.ffn_hidden_size: experts.ffn_hidden_size,
-        "num_experts_per_tok": experts.per_token,
+        names.number: experts.num_experts,
+        names.ffn_hidden_size: width,
+        "num_experts_per_tok": experts.moe_router_topk,
     }
     if names.normalizes is None:
         config |= {
-            "norm_topk_prob": not experts.has_softmax_before_choice,
+            "norm_topk_prob": not experts.moe_router_pre_softmax,
             "decoder_sparse_step": 1,
-            "mlp_only_layers": [i for i, has in enumerate(experts.layers) if not has],
+            "mlp_only_layers": [i for i, has in enumerate(layers) if not has],
         }
     if names.shared_ffn_hidden_size is not None:
-        config[names.shared_ffn_hidden_size] = experts.shared_ffn_hidden_size
+        config[names.shared_ffn_hidden_size] = shared_width
     if names.num_shared is not None:
-        config[names.num_shared] = experts.shared_ffn_hidden_size // experts.ffn_hidden_size
-        config["routed_scaling_factor"] = experts.scaling_factor or 1.0
+        config[names.num_shared] = shared_width // width
+        config["routed_scaling_factor"] = experts.moe_router_topk_scaling_factor or 1.0
     if names.num_dense_layers is not None:
-        config[names.num_dense_layers] = experts.layers.count(0)
+        config[names.num_dense_layers] = layers.count(0)
     if names.chooses_groups:
-        config |= {"n_group": experts.num_groups or 1, "topk_group": experts.groups_per_token or 1}
+        config["n_group"] = experts.moe_router_num_groups or 1
+        config["topk_group"] = experts.moe_router_group_topk or 1
     return config
 
 
@@ -148,59 +155,56 @@ def model_from_config(content: Any, what: str) -> HuggingFaceModel:
     for key, value in ({"hidden_act": "silu"} | dict(family.settings)).items():
         if key != _NUM_PREDICTING:
             _only(config, key, value)
-    num_layers = config.integer("num_hidden_layers")
+    sizes = {name: config.integer(key) for name, key in _SIZES.items()}
+    num_layers, heads = sizes["num_layers"], sizes["num_attention_heads"]
     check_range("--num-layers", num_layers, f"{what}: num_hidden_layers")
     types = config.array("layer_types") if config.has("layer_types") else []
     if any(kind != _FULL_ATTENTION for kind in types):
         raise _wrong(config, "layer_types", [_FULL_ATTENTION, "…"])
     has_biases = False
-    if family.has(BIASES):
+    if BIASES in family.parts:
         has_biases = config.flag("attention_bias", default=False)
         if config.flag("mlp_bias", default=False) != has_biases:
             raise _wrong(config, "mlp_bias", f"attention_bias, which is {has_biases}")
-    heads = config.integer("num_attention_heads")
-    hidden_size = config.integer("hidden_size")
-    latents = _latents(config) if family.has("--multi-latent-attention") else None
     num_query_groups = heads
     if family.needs_groups or config.has("num_key_value_heads"):
         num_query_groups = config.integer("num_key_value_heads")
-    if latents is not None:
+    latents = None
+    if "--multi-latent-attention" in family.parts:
+        given = {n: config.integer(key) for n, key in _SIZES_OF_LATENTS.items() if config.has(key)}
+        latents = Latents(**{"q_lora_rank": None} | given)
         kv_channels = latents.qk_head_dim + latents.qk_pos_emb_head_dim
     elif family.needs_head_dim or config.has("head_dim"):
         kv_channels = config.integer("head_dim")
-    elif heads < 1 or hidden_size % heads:
+    elif heads < 1 or sizes["hidden_size"] % heads:
         raise _wrong(config, "hidden_size", f"a multiple of {heads} attention heads")
     else:
-        kv_channels = hidden_size // heads
-    window_tokens = None
-    if family.has("--window-size"):
+        kv_channels = sizes["hidden_size"] // heads
+    window_tokens, skips_rope = None, ()
+    if "--window-size" in family.parts:
         # Null, which is a value here, stands for no window.
         window_tokens = family.window_tokens if "sliding_window" not in content else None
         if config.has("sliding_window"):
             window_tokens = config.integer("sliding_window")
+    if "--no-rope-freq" in family.parts:
+        skips_rope = _no_rope_layers(config, family, num_layers)
     has_qkv_biases = has_biases or "--add-qkv-bias" in family.marks
     if family.qkv_bias_key is not None:
         has_qkv_biases = config.flag(family.qkv_bias_key, default=True)
+    is_tied = config.flag("tie_word_embeddings", default=family.tied_embeddings)
     return HuggingFaceModel(
-        num_layers=num_layers,
-        hidden_size=hidden_size,
-        ffn_hidden_size=config.integer("intermediate_size"),
-        num_attention_heads=heads,
+        **sizes,
         num_query_groups=num_query_groups,
         kv_channels=kv_channels,
-        vocab_size=config.integer("vocab_size"),
-        max_position_embeddings=config.integer("max_position_embeddings"),
-        norm_epsilon=config.number(family.norm_epsilon_key, default=family.norm_epsilon),
+        layernorm_epsilon=config.number(family.norm_epsilon_key, default=family.norm_epsilon),
         **_rope(config, family),
-        tied_embeddings=config.flag("tie_word_embeddings", default=family.tied_embeddings),
-        has_linear_biases=has_biases,
-        has_qkv_biases=has_qkv_biases,
-        has_qk_norms=family.has("--qk-layernorm"),
+        untie_embeddings_and_output_weights=not is_tied,
+        add_bias_linear=has_biases,
+        add_qkv_bias=has_qkv_biases,
+        qk_layernorm="--qk-layernorm" in family.parts,
         window_tokens=window_tokens,
-        layers_without_rope=(
-            _no_rope_layers(config, family, num_layers) if family.has("--no-rope-freq") else ()
-        ),
-        has_squared_relu=family.has("--squared-relu"),
+        no_rope_freq=skips_rope,
+        squared_relu="--squared-relu" in family.parts,
         experts=_experts(config, family, num_layers),
         latents=latents,
     )
@@ -212,16 +216,6 @@ def num_predicting_layers(content: Any, what: str) -> int:
     if num_layers:
         check_range("--num-layers", num_layers, f"{what}: {_NUM_PREDICTING}")
     return num_layers
-
-
-def _latents(config: JsonObject) -> Latents:
-    return Latents(
-        kv_lora_rank=config.integer("kv_lora_rank"),
-        q_lora_rank=config.integer("q_lora_rank", default=0),
-        qk_head_dim=config.integer("qk_nope_head_dim"),
-        qk_pos_emb_head_dim=config.integer("qk_rope_head_dim"),
-        v_head_dim=config.integer("v_head_dim"),
-    )
 
 
 def _experts(config: JsonObject, family: Family, num_layers: int) -> Experts | None:
@@ -243,31 +237,31 @@ def _experts(config: JsonObject, family: Family, num_layers: int) -> Experts | N
     if not any(layers):
         key = names.num_dense_layers or "mlp_only_layers"
         raise _wrong(config, key, "some of the layers that could have experts")
-    ffn_hidden_size = config.integer(names.ffn_hidden_size)
-    shared = 0
+    width = config.integer(names.ffn_hidden_size)
+    shared = num_groups = groups_per_token = scale = None
     if names.shared_ffn_hidden_size is not None:
         shared = config.integer(names.shared_ffn_hidden_size)
     elif names.num_shared is not None:
-        shared = config.integer(names.num_shared) * ffn_hidden_size
-    num_groups = groups_per_token = None
+        shared = config.integer(names.num_shared) * width
+        scale = config.number("routed_scaling_factor")
     if names.chooses_groups:
         num_groups, groups_per_token = config.integer("n_group"), config.integer("topk_group")
         if groups_per_token == num_groups:  # all, which limits nothing
             num_groups = groups_per_token = None
-    scale = config.number("routed_scaling_factor") if names.num_shared is not None else 1.0
+    has_sigmoid_scores = "--moe-router-score-function" in family.parts
     return Experts(
-        number=config.integer(names.number if config.has(names.number) else _NUMBER),
-        per_token=config.integer("num_experts_per_tok"),
-        ffn_hidden_size=ffn_hidden_size,
-        layers=tuple(layers),
-        has_softmax_before_choice=not is_normalized,
-        has_sigmoid_scores=family.has("--moe-router-score-function"),
-        has_bias=family.has("--moe-router-enable-expert-bias"),
-        num_groups=num_groups,
-        groups_per_token=groups_per_token,
-        scaling_factor=None if scale == 1.0 else scale,
-        shared_ffn_hidden_size=shared,
-        has_shared_gate=names.shared_ffn_hidden_size is not None,
+        num_experts=config.integer(names.number if config.has(names.number) else _NUMBER),
+        moe_router_topk=config.integer("num_experts_per_tok"),
+        moe_ffn_hidden_size=width,
+        moe_layer_freq=tuple(layers),
+        moe_router_pre_softmax=not is_normalized,
+        moe_router_score_function="sigmoid" if has_sigmoid_scores else "softmax",
+        moe_router_enable_expert_bias="--moe-router-enable-expert-bias" in family.parts,
+        moe_router_num_groups=num_groups,
+        moe_router_group_topk=groups_per_token,
+        moe_router_topk_scaling_factor=None if scale == 1.0 else scale,
+        moe_shared_expert_intermediate_size=shared or None,
+        moe_shared_expert_gate=names.shared_ffn_hidden_size is not None,
     )
 
 
@@ -302,21 +296,21 @@ def _rope(config: JsonObject, family: Family) -> dict[str, Any]:
         raise _wrong(config, "rope_theta", "a whole number", theta)
     percent = config.number(_PARTIAL, default=family.rotary_percent)
     percent = rope.number(_PARTIAL, default=percent)
-    if percent != 1.0 and not family.has("--rotary-percent"):
+    if percent != 1.0 and "--rotary-percent" not in family.parts:
         raise _wrong(config, _PARTIAL, 1.0, percent)
     kind = kinds.pop() if len(kinds) == 1 else "default" if not kinds else str(kinds)
     fields: dict[str, Any] = {"rotary_base": int(theta), "rotary_percent": percent}
-    is_latent = family.has("--multi-latent-attention")
+    is_latent = "--multi-latent-attention" in family.parts
     known = ("default", "yarn") if is_latent else ("default", "linear", "llama3")
     if kind not in known:
         raise _wrong(config, "rope_type", " or ".join(known), kind)
     if kind == "llama3":
-        fields["llama3_factor"] = rope.number("factor")
+        fields["rope_scaling_factor"] = rope.number("factor")
         for key, value in _LLAMA3.items():
             if rope.number(key) != value:
                 raise _wrong(rope, key, value)
     elif kind == "linear":
-        fields["interpolation_factor"] = rope.number("factor")
+        fields["rotary_seq_len_interpolation_factor"] = rope.number("factor")
     elif kind == "yarn":
         fields["yarn"] = _yarn(rope)
     rope.check_all_read()
@@ -333,7 +327,8 @@ def _yarn(rope: JsonObject) -> Yarn:
         raise _wrong(rope, "mscale", "given with mscale_all_dim", mscale)
     if not all_dims:
         mscale = 1.0
-    return Yarn(factor=rope.number("factor"), mscale=mscale, mscale_all_dim=all_dims)
+    factor = rope.number("factor")
+    return Yarn(rotary_scaling_factor=factor, mscale=mscale, mscale_all_dim=all_dims)
 
 
 def _wrong(config: JsonObject, key: str, only: object, value: object = None) -> ConfigurationError:

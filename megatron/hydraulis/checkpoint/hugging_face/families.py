@@ -47,11 +47,11 @@ class Family:
     """A model type; numbers are the defaults of transformers (5.23)."""
 
     architecture: str
-    marks: tuple[str, ...] = ()
+    marks: frozenset[str] = frozenset()
     """Parts by which the family is recognized."""
-    needs: tuple[str, ...] = ()
+    needs: frozenset[str] = frozenset()
     """Further parts that all its models have."""
-    may_have: tuple[str, ...] = ()
+    may_have: frozenset[str] = frozenset()
     settings: Mapping[str, Any] = field(default_factory=dict)
     """Of ``config.json``, which can only have these values."""
     needs_head_dim: bool = False
@@ -68,6 +68,8 @@ class Family:
     qkv_bias_key: str | None = None
     """Key that says whether queries, keys and values have biases, by default they do. Without it
     they have them if the family's mark says so."""
+    has_whole_heads: bool = False
+    """Whether the hidden size must be a multiple of the heads."""
     tied_embeddings: bool = False
     experts: ExpertNames | None = None
 
@@ -76,15 +78,15 @@ class Family:
         """For messages."""
         return self.architecture.removesuffix("ForCausalLM")
 
-    def has(self, part: str) -> bool:
-        """Whether its models always or sometimes have a part; a value after the flag is ignored."""
-        parts = (*self.marks, *self.needs, *self.may_have)
-        return part.split()[0] in [each.split()[0] for each in parts]
+    @property
+    def parts(self) -> frozenset[str]:
+        """What its models always or sometimes have."""
+        return self.marks | self.needs | self.may_have
 
 
-_SPARSE = ("--moe-layer-freq", "--moe-router-pre-softmax")
+_SPARSE = frozenset({"--moe-layer-freq", "--moe-router-pre-softmax"})
 _LATENT = "--multi-latent-attention"
-_SIGMOID = "--moe-router-score-function sigmoid"
+_SIGMOID = "--moe-router-score-function"
 _SHARED = "--moe-shared-expert-intermediate-size"
 _SCALED = "--moe-router-topk-scaling-factor"
 _DEEPSEEK = ExpertNames(
@@ -97,9 +99,11 @@ _DEEPSEEK = ExpertNames(
 FAMILIES: Mapping[str, Family] = {
     "deepseek_v3": Family(
         architecture="DeepseekV3ForCausalLM",
-        marks=(_LATENT, _SIGMOID),
-        needs=("--num-experts", "--moe-router-enable-expert-bias", _SHARED, "--qk-layernorm"),
-        may_have=("--moe-layer-freq", "--moe-router-num-groups", _SCALED),
+        marks=frozenset({_LATENT, _SIGMOID}),
+        needs=frozenset(
+            {"--num-experts", "--moe-router-enable-expert-bias", _SHARED, "--qk-layernorm"}
+        ),
+        may_have=frozenset({"--moe-layer-freq", "--moe-router-num-groups", _SCALED}),
         settings=_NO_BIAS
         | {"norm_topk_prob": True, "scoring_func": "sigmoid", "topk_method": "noaux_tc"}
         | {"rope_interleave": True, "moe_layer_freq": 1, "num_nextn_predict_layers": 0},
@@ -107,9 +111,9 @@ FAMILIES: Mapping[str, Family] = {
     ),
     "deepseek_v2": Family(
         architecture="DeepseekV2ForCausalLM",
-        marks=(_LATENT,),
-        needs=("--num-experts", "--moe-router-pre-softmax", _SHARED, "--qk-layernorm"),
-        may_have=("--moe-layer-freq", _SCALED),
+        marks=frozenset({_LATENT}),
+        needs=frozenset({"--num-experts", "--moe-router-pre-softmax", _SHARED, "--qk-layernorm"}),
+        may_have=frozenset({"--moe-layer-freq", _SCALED}),
         settings=_NO_BIAS
         | {"norm_topk_prob": False, "scoring_func": "softmax", "topk_method": "greedy"}
         | {"mlp_bias": False, "moe_layer_freq": 1},
@@ -117,8 +121,8 @@ FAMILIES: Mapping[str, Family] = {
     ),
     "nemotron": Family(
         architecture="NemotronForCausalLM",
-        marks=("--squared-relu",),
-        may_have=("--rotary-percent", BIASES),
+        marks=frozenset({"--squared-relu"}),
+        may_have=frozenset({"--rotary-percent", BIASES}),
         settings={"hidden_act": "relu2"},
         needs_groups=False,
         norm_epsilon_key="norm_eps",
@@ -127,8 +131,8 @@ FAMILIES: Mapping[str, Family] = {
     ),
     "smollm3": Family(
         architecture="SmolLM3ForCausalLM",
-        marks=("--no-rope-freq",),
-        may_have=(BIASES,),
+        marks=frozenset({"--no-rope-freq"}),
+        may_have=frozenset({BIASES}),
         settings=_NO_WINDOW,
         rope_theta=2e6,
         no_rope_layer_interval=4,
@@ -136,16 +140,16 @@ FAMILIES: Mapping[str, Family] = {
     ),
     "qwen2_moe": Family(
         architecture="Qwen2MoeForCausalLM",
-        marks=("--num-experts", "--moe-shared-expert-gate"),
-        needs=(_SHARED,),
-        may_have=(*_SPARSE, "--add-qkv-bias"),
+        marks=frozenset({"--num-experts", "--moe-shared-expert-gate"}),
+        needs=frozenset({_SHARED}),
+        may_have=_SPARSE | {"--add-qkv-bias"},
         settings=_NO_WINDOW,
         qkv_bias_key="qkv_bias",
         experts=ExpertNames(shared_ffn_hidden_size="shared_expert_intermediate_size"),
     ),
     "qwen3_moe": Family(
         architecture="Qwen3MoeForCausalLM",
-        marks=("--num-experts", "--qk-layernorm"),
+        marks=frozenset({"--num-experts", "--qk-layernorm"}),
         may_have=_SPARSE,
         settings=_NO_WINDOW | _NO_BIAS,
         needs_head_dim=True,
@@ -153,8 +157,8 @@ FAMILIES: Mapping[str, Family] = {
     ),
     "mixtral": Family(
         architecture="MixtralForCausalLM",
-        marks=("--num-experts",),
-        may_have=("--window-size",),
+        marks=frozenset({"--num-experts"}),
+        may_have=frozenset({"--window-size"}),
         settings=_NO_BIAS | {"router_jitter_noise": 0.0},
         norm_epsilon=1e-5,
         rope_theta=1e6,
@@ -168,24 +172,25 @@ FAMILIES: Mapping[str, Family] = {
     ),
     "mistral": Family(
         architecture="MistralForCausalLM",
-        marks=("--window-size",),
+        marks=frozenset({"--window-size"}),
         settings=_NO_BIAS,
         window_tokens=4096,
     ),
     "qwen3": Family(
         architecture="Qwen3ForCausalLM",
-        marks=("--qk-layernorm",),
+        marks=frozenset({"--qk-layernorm"}),
         settings=_NO_WINDOW | _NO_BIAS,
         needs_head_dim=True,
     ),
     "qwen2": Family(
         architecture="Qwen2ForCausalLM",
-        marks=("--add-qkv-bias",),
+        marks=frozenset({"--add-qkv-bias"}),
         settings=_NO_WINDOW,
     ),
     "llama": Family(
         architecture="LlamaForCausalLM",
-        may_have=(BIASES,),
+        has_whole_heads=True,
+        may_have=frozenset({BIASES}),
         needs_groups=False,
     ),
 }

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from safetensors import SafetensorError, safe_open
 
-from megatron.hydraulis.checkpoint.hugging_face.config import CONFIG_NAME
+from megatron.hydraulis.checkpoint.hugging_face.config import CONFIG_NAME, TOKEN_IDS
 from megatron.hydraulis.checkpoint.hugging_face.families import ExpertNames
 from megatron.hydraulis.errors import CheckpointError, ConfigurationError
 from megatron.hydraulis.json_object import JsonObject, read_json
@@ -48,7 +48,6 @@ _TOKENIZER_FILES = (
     "vocab.json",
 )
 """Names that transformers gives to the files of a tokenizer."""
-_TOKEN_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
 
 
 @dataclass(frozen=True, slots=True)
@@ -275,7 +274,7 @@ def tokenizer_of(folder: Path, vocab_size: int) -> tuple[list[Path], dict[str, A
     """
     path = folder / CONFIG_NAME
     config = JsonObject(read_json(path, "config", CheckpointError), str(path), CheckpointError)
-    token_ids = {key: config.value(key) for key in _TOKEN_IDS if config.has(key)}
+    token_ids = {key: config.value(key) for key in TOKEN_IDS if config.has(key)}
     for key, value in token_ids.items():
         for token in value if isinstance(value, list) else [value]:
             if token is not None and not (type(token) is int and 0 <= token < vocab_size):

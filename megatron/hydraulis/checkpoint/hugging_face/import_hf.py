@@ -81,10 +81,11 @@ def run(namespace: argparse.Namespace) -> int:
         "PARAMETERS ONLY: a run that loads it begins with iteration 1, a new optimizer and the "
         "first sequence"
     )
-    if done.model.latents is not None and done.model.norm_epsilon != EPSILON_OF_LATENTS:
+    epsilon = done.model.layernorm_epsilon
+    if done.model.latents is not None and epsilon != EPSILON_OF_LATENTS:
         print(
-            f"the norms of latents have the epsilon of all others, {done.model.norm_epsilon:g}, "
-            f"which is {EPSILON_OF_LATENTS:g} in transformers"
+            f"the norms of latents have the epsilon of all others, {epsilon:g}, which is "
+            f"{EPSILON_OF_LATENTS:g} in transformers"
         )
     config = namespace.folder / CONFIG_NAME
     num_left_out = num_predicting_layers(read_json(config, "config", CheckpointError), str(config))
@@ -195,7 +196,8 @@ def _check_tensors(source: Path, files: SafetensorsFolder, model: HuggingFaceMod
     """The dtype of all tensors."""
     wanted = {row.name: row.shape for row in tensor_rows(model)}
     names = {name for name in files.names if name in wanted or not name.endswith(_ROPE_BUFFER)}
-    if model.tied_embeddings and _HEAD in names and _EMBEDDING_NAME in names:
+    is_tied = not model.untie_embeddings_and_output_weights
+    if is_tied and _HEAD in names and _EMBEDDING_NAME in names:
         if not files.read(_HEAD).equal(files.read(_EMBEDDING_NAME)):
             raise ConfigurationError(
                 f"{source}: with tie_word_embeddings {_HEAD} must be {_EMBEDDING_NAME} but "

@@ -82,10 +82,10 @@ def tensor_rows(model: HuggingFaceModel) -> Iterator[TensorRows]:
     yield TensorRows.whole("model.embed_tokens.weight", Place(EMBEDDING, ends))
     for layer in range(model.num_layers):
         yield from _layer_rows(model, layer)
-    for kind in ("weight", "bias") if model.has_squared_relu else ("weight",):
+    for kind in ("weight", "bias") if model.squared_relu else ("weight",):
         place = Place(f"{FINAL_NORM}.{kind}", (model.hidden_size,))
         yield TensorRows.whole(f"model.norm.{kind}", place)
-    if not model.tied_embeddings:
+    if model.untie_embeddings_and_output_weights:
         yield TensorRows.whole("lm_head.weight", Place(OUTPUT, ends))
 
 
@@ -105,13 +105,13 @@ def leading_axes(
     if place.layer is not None and not separate_layers:
         axes.append((model.num_layers, place.layer))
     if place.expert is not None and model.experts is not None:
-        axes.append((model.experts.number, place.expert))
+        axes.append((model.experts.num_experts, place.expert))
     return tuple(size for size, _ in axes), tuple(index for _, index in axes)
 
 
 def layers_differ(model: HuggingFaceModel) -> bool:
     """Whether Megatron stores a tensor for every layer, instead of one with an axis for them."""
-    return model.experts is not None and not all(model.experts.layers)
+    return model.experts is not None and not all(model.experts.moe_layer_freq)
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,8 +141,10 @@ def _layer_rows(model: HuggingFaceModel, layer: int) -> Iterator[TensorRows]:
                 own = (_num_rows(runs), *shape[1:])
                 yield TensorRows(f"{of_layer}.{part}.{kind}", own, place, runs)
     experts = model.experts
-    if experts is not None and experts.layers[layer] and experts.has_bias:
-        place = Place(ROUTER_BIAS, (experts.number,), layer)
+    if experts is None or not experts.moe_layer_freq[layer]:
+        return
+    if experts.moe_router_enable_expert_bias:
+        place = Place(ROUTER_BIAS, (experts.num_experts,), layer)
         yield TensorRows.whole(f"{of_layer}.mlp.gate.{_BIAS_NAME}", place)
 
 
@@ -155,20 +157,20 @@ def _modules(model: HuggingFaceModel, layer: int) -> Iterator[_Module]:
     yield from _attention(model) if model.latents is None else _latent_attention(model)
     hidden, norm = (model.hidden_size,), "post_attention_layernorm"
     experts, names = model.experts, model.of_family.experts
-    if experts is None or names is None or not experts.layers[layer]:
-        yield _Module("mlp.linear_fc1.layer_norm_", hidden, norm, model.has_squared_relu)
+    if experts is None or names is None or not experts.moe_layer_freq[layer]:
+        yield _Module("mlp.linear_fc1.layer_norm_", hidden, norm, model.squared_relu)
         yield from _mlp(model, "mlp.", model.ffn_hidden_size, "mlp")
         return
     yield _Module("pre_mlp_layernorm.", hidden, norm)
-    yield _Module(f"{ROUTER}.", (experts.number, *hidden), f"{names.module}.gate")
-    for expert in range(experts.number):
+    yield _Module(f"{ROUTER}.", (experts.num_experts, *hidden), f"{names.module}.gate")
+    for expert in range(experts.num_experts):
         module = f"{names.module}.experts.{expert}"
-        width = experts.ffn_hidden_size
+        width = experts.moe_ffn_hidden_size
         yield from _mlp(model, EXPERTS, width, module, names.projections, expert)
     shared = f"mlp.{names.shared_module}"
-    if experts.shared_ffn_hidden_size:
-        yield from _mlp(model, _SHARED, experts.shared_ffn_hidden_size, shared)
-    if experts.has_shared_gate:
+    if width := experts.moe_shared_expert_intermediate_size:
+        yield from _mlp(model, _SHARED, width, shared)
+    if experts.moe_shared_expert_gate:
         yield _Module(f"{_SHARED}gate_", (1, *hidden), f"{shared}_gate")
 
 
@@ -177,13 +179,11 @@ def _attention(model: HuggingFaceModel) -> Iterator[_Module]:
     hidden, at = model.hidden_size, "self_attention."
     qkv = _qkv_runs(model)
     shape = sum(map(_num_rows, qkv.values())), hidden
-    yield _Module(
-        f"{at}linear_qkv.layer_norm_", (hidden,), "input_layernorm", model.has_squared_relu
-    )
-    yield _Module(f"{at}linear_qkv.", shape, qkv, model.has_qkv_biases)
+    yield _Module(f"{at}linear_qkv.layer_norm_", (hidden,), "input_layernorm", model.squared_relu)
+    yield _Module(f"{at}linear_qkv.", shape, qkv, model.add_qkv_bias)
     shape = hidden, model.num_attention_heads * model.kv_channels
-    yield _Module(f"{at}linear_proj.", shape, "self_attn.o_proj", model.has_linear_biases)
-    if model.has_qk_norms:
+    yield _Module(f"{at}linear_proj.", shape, "self_attn.o_proj", model.add_bias_linear)
+    if model.qk_layernorm:
         yield _Module(f"{at}q_layernorm.", (model.kv_channels,), "self_attn.q_norm")
         yield _Module(f"{at}k_layernorm.", (model.kv_channels,), "self_attn.k_norm")
 
@@ -218,10 +218,10 @@ def _mlp(
     expert: int | None = None,
 ) -> Iterator[_Module]:
     """Of an MLP or an expert; ``parent``: Hugging Face's module."""
-    hidden, has_biases = model.hidden_size, model.has_linear_biases
+    hidden, has_biases = model.hidden_size, model.add_bias_linear
     gate, up, down = (f"{parent}.{each}" for each in projections)
     num_rows, parts = 2 * width, {gate: ((0, width),), up: ((width, 2 * width),)}
-    if model.has_squared_relu:
+    if model.squared_relu:
         num_rows, parts = width, {up: ((0, width),)}
     yield _Module(f"{prefix}linear_fc1.", (num_rows, hidden), parts, has_biases, expert)
     yield _Module(f"{prefix}linear_fc2.", (hidden, width), down, has_biases, expert)
