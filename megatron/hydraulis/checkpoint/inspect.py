@@ -16,7 +16,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
-from rich.table import Table
 
 from megatron.hydraulis.checkpoint.folder import CheckpointFolder, is_unfinished
 from megatron.hydraulis.checkpoint.manifest import (
@@ -102,10 +101,6 @@ class FolderInspection:
     """Name of the folder that is named the latest, if any."""
     checkpoints: tuple[Inspection, ...]
     """Oldest first; those whose save is not finished at the end."""
-
-    @property
-    def is_single(self) -> bool:
-        return self.checkpoints[0].path == self.path
 
 
 def inspect_folder(path: Path, *, checks_content: bool = True) -> FolderInspection:
@@ -238,33 +233,37 @@ def _facts_of_megatron(
 def _print(found: FolderInspection, *, with_tensors: bool) -> None:
     width = None if sys.stdout.isatty() else _WIDTH
     console = Console(highlight=False, markup=False, soft_wrap=True, width=width)
-    if found.is_single:
-        console.print(f"{found.path}: {_verdict(found.checkpoints[0])}")
-    else:
-        what = counted(len(found.checkpoints), "checkpoint")
-        console.print(f"{found.path}: {what}, latest: {found.latest or 'none'}")
-        console.print(_table(found), soft_wrap=False)
+    what = counted(len(found.checkpoints), "checkpoint")
+    console.print(f"{found.path}: {what}, latest: {found.latest or 'none'}")
+    table = figures_table("", ("checkpoint", "state"), ("sequences", "ranks", "size"))
+    for each in found.checkpoints:
+        sequences, ranks = each.num_consumed_sequences, each.num_ranks
+        table.add_row(
+            _name(each),
+            _verdict(each),
+            "" if sequences is None else f"{sequences:,}",
+            "" if ranks is None else str(ranks),
+            "" if each.bytes is None else size_text(each.bytes),
+        )
+    console.print(table, soft_wrap=False)
     for problem in found.problems:
         console.print(f"  {problem}")
     for each in found.checkpoints:
         for problem in each.problems if not each.under_way else ():
             # Without the folder's own path, which is printed already.
             text = problem.removeprefix(f"{each.path}: ").removeprefix(f"{each.path}/")
-            console.print(f"  {text}" if found.is_single else f"  {_name(each)}: {text}")
-    newest = next((each for each in reversed(found.checkpoints) if each.tensors), None)
-    if newest is not None:
-        if not found.is_single:
-            console.print(f"{_name(newest)}:")
-        facts = Table.grid(padding=(0, 2))
-        facts.add_column()
-        facts.add_column(overflow="fold")
-        for name, value in _facts(newest):
-            facts.add_row(f"  {name}", value)
-        console.print(facts, soft_wrap=False)
-    if with_tensors:
-        for each in found.checkpoints:
-            if each.tensors:
-                console.print(_tensor_table(each), soft_wrap=False)
+            console.print(f"  {_name(each)}: {text}")
+    with_content = [each for each in found.checkpoints if each.tensors]
+    for each in with_content[-1:]:
+        console.print(f"{_name(each)}:")
+        for name, value in _facts(each):
+            console.print(f"  {name:<12}{value}")
+    for each in with_content if with_tensors else ():
+        table = figures_table(_name(each), ("tensor", "shape", "dtype"), ("chunks",))
+        for key, tensor in each.tensors.items():
+            shape = " × ".join(map(str, tensor.shape))
+            table.add_row(key, shape, _dtype_name(tensor.dtype), str(tensor.num_chunks))
+        console.print(table, soft_wrap=False)
 
 
 def _verdict(each: Inspection) -> str:
@@ -277,34 +276,14 @@ def _verdict(each: Inspection) -> str:
     return "complete, checksums right" if each.checksums_compared else "complete, sizes right"
 
 
-def _table(found: FolderInspection) -> Table:
-    table = figures_table("", ("checkpoint", "state"), ("sequences", "ranks", "size"))
-    for each in found.checkpoints:
-        consumed = each.num_consumed_sequences
-        table.add_row(
-            _name(each),
-            _verdict(each),
-            "" if consumed is None else f"{consumed:,}",
-            "" if each.num_ranks is None else str(each.num_ranks),
-            "" if each.bytes is None else size_text(each.bytes),
-        )
-    return table
-
-
 def _facts(each: Inspection) -> Iterator[tuple[str, str]]:
-    writer = "this program" if each.written_by == "hydraulis" else "plain Megatron"
-    ranks = "" if each.num_ranks is None else f" on {counted(each.num_ranks, 'rank')}"
-    yield "written by", writer + ranks
+    """What the table of all checkpoints does not show."""
+    yield "written by", "this program" if each.written_by == "hydraulis" else "plain Megatron"
     if each.iteration is not None:
         yield "iteration", f"{each.iteration:,}"
-    if each.num_consumed_sequences is not None:
-        yield "consumed", f"{each.num_consumed_sequences:,} sequences"
-    if each.bytes is not None:
-        yield "size", size_text(each.bytes)
     parameters = [t for key, t in each.tensors.items() if not key.startswith("optimizer.")]
-    dtypes = sorted({_dtype_name(tensor.dtype) for tensor in parameters})
-    in_tensors = f"in {len(parameters)} tensors, {' and '.join(dtypes)}"
-    yield "parameters", f"{each.num_parameters:,} {in_tensors}"
+    dtypes = " and ".join(sorted({_dtype_name(tensor.dtype) for tensor in parameters}))
+    yield "parameters", f"{each.num_parameters:,} in {len(parameters)} tensors, {dtypes}"
     optimizer = "none"
     if each.has_resumable_optimizer_state:
         optimizer = "fp32 master and moments, for any layout of ranks"
@@ -318,14 +297,6 @@ def _facts(each: Inspection) -> Iterator[tuple[str, str]]:
     model = ", ".join(f"{name} {value}" for name, value in each.model.items() if value is not None)
     if model:
         yield "model", model
-
-
-def _tensor_table(each: Inspection) -> Table:
-    table = figures_table(_name(each), ("tensor", "shape", "dtype"), ("chunks",))
-    for key, tensor in each.tensors.items():
-        shape = " × ".join(map(str, tensor.shape))
-        table.add_row(key, shape, _dtype_name(tensor.dtype), str(tensor.num_chunks))
-    return table
 
 
 def _name(each: Inspection) -> str:

@@ -67,8 +67,8 @@ def test_a_folder_of_complete_checkpoints(root: Path, inspect: Tell) -> None:
     assert f"{root}: 2 checkpoints, latest: iter_0000006" in printed
     assert printed.count("complete, checksums right") == 2
     for fact in (
-        "iter_0000006: written by this program on 4 ranks",
-        "consumed 1,234 sequences",
+        "│ 1,234 │ 4 │ 0.0 MB │",
+        "iter_0000006: written by this program",
         f"parameters {NUM_PARAMETERS} in 1 tensors, float32",
         "fp32 master and moments",
         "pool 4*tp1; tp2+pp2",
@@ -81,7 +81,7 @@ def test_one_of_them_and_its_tensors(root: Path, inspect: Tell) -> None:
     path = root / "iter_0000003"
     status, printed = inspect(path, "--quick", "--tensors")
     assert status == 0
-    assert f"{path}: complete, sizes right" in printed
+    assert "iter_0000003 │ complete, sizes right" in printed
     assert "decoder.weight │ 5 × 8 │ float32 │ 1" in printed
 
 
@@ -124,8 +124,9 @@ def test_damage_is_reported_with_file_and_status(case: str, root: Path, inspect:
     assert f"iter_0000006: {words}" in printed
     assert printed.count("DAMAGED OR INCOMPLETE") == 1
     assert "complete, checksums right" in printed  # the other one
-    path = root / "iter_0000006"
-    assert f"{path}: DAMAGED OR INCOMPLETE {words}" in inspect(path)[1]
+    printed = inspect(root / "iter_0000006")[1]
+    assert "iter_0000006 │ DAMAGED OR INCOMPLETE" in printed
+    assert f"iter_0000006: {words}" in printed
 
 
 def test_quick_compares_only_sizes(root: Path, inspect: Tell) -> None:
@@ -159,7 +160,7 @@ def test_of_plain_megatron(tmp_path: Path, inspect: Tell) -> None:
     write_checkpoint(path, 7, is_ours=False)
     status, printed = inspect(path)
     assert status == 0
-    for fact in ("complete by Megatron's own metadata", "iteration 7", "consumed 99 sequences"):
+    for fact in ("complete by Megatron's own metadata", "iteration 7", "│ 99 │"):
         assert fact in printed
     changed_file(path / "__0_0.distcp", lambda data: data[:-9])
     assert "but its tensors need" in inspect(path)[1]
