@@ -155,7 +155,7 @@ def model_from_config(content: Any, what: str) -> HuggingFaceModel:
     for key, value in ({"hidden_act": "silu"} | dict(family.settings)).items():
         if key != _NUM_PREDICTING:
             _only(config, key, value)
-    sizes = {name: config.integer(key) for name, key in _SIZES.items()}
+    sizes: dict[str, Any] = {name: config.integer(key) for name, key in _SIZES.items()}
     num_layers, heads = sizes["num_layers"], sizes["num_attention_heads"]
     check_range("--num-layers", num_layers, f"{what}: num_hidden_layers")
     types = config.array("layer_types") if config.has("layer_types") else []
@@ -171,8 +171,9 @@ def model_from_config(content: Any, what: str) -> HuggingFaceModel:
         num_query_groups = config.integer("num_key_value_heads")
     latents = None
     if "--multi-latent-attention" in family.parts:
-        given = {n: config.integer(key) for n, key in _SIZES_OF_LATENTS.items() if config.has(key)}
-        latents = Latents(**{"q_lora_rank": None} | given)
+        keys = _SIZES_OF_LATENTS.items()
+        is_given = {name: config.has(key) or name != "q_lora_rank" for name, key in keys}
+        latents = Latents(**{name: config.integer(key) for name, key in keys if is_given[name]})
         kv_channels = latents.qk_head_dim + latents.qk_pos_emb_head_dim
     elif family.needs_head_dim or config.has("head_dim"):
         kv_channels = config.integer("head_dim")
@@ -180,7 +181,8 @@ def model_from_config(content: Any, what: str) -> HuggingFaceModel:
         raise _wrong(config, "hidden_size", f"a multiple of {heads} attention heads")
     else:
         kv_channels = sizes["hidden_size"] // heads
-    window_tokens, skips_rope = None, ()
+    window_tokens = None
+    skips_rope: tuple[int, ...] = ()
     if "--window-size" in family.parts:
         # Null, which is a value here, stands for no window.
         window_tokens = family.window_tokens if "sliding_window" not in content else None

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import MISSING, asdict, dataclass, fields
 from functools import cached_property
 from typing import Any
@@ -382,7 +382,7 @@ def _read[Fields](kind: type[Fields], given: JsonObject, **known: Any) -> Fields
 
     known: fields that arguments do not say as they are.
     """
-    readers = {
+    readers: dict[str, Callable[[str], Any]] = {
         "int": given.integer,
         "float": given.number,
         "bool": given.flag,

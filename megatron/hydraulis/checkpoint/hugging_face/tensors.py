@@ -168,8 +168,8 @@ def _modules(model: HuggingFaceModel, layer: int) -> Iterator[_Module]:
         width = experts.moe_ffn_hidden_size
         yield from _mlp(model, EXPERTS, width, module, names.projections, expert)
     shared = f"mlp.{names.shared_module}"
-    if width := experts.moe_shared_expert_intermediate_size:
-        yield from _mlp(model, _SHARED, width, shared)
+    if shared_width := experts.moe_shared_expert_intermediate_size:
+        yield from _mlp(model, _SHARED, shared_width, shared)
     if experts.moe_shared_expert_gate:
         yield _Module(f"{_SHARED}gate_", (1, *hidden), f"{shared}_gate")
 
