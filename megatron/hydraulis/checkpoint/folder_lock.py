@@ -34,7 +34,7 @@ class Writer:
     """A process that writes to a folder: rank 0 of a job."""
 
     job: str
-    """For messages, and to compare `num_requeues`."""
+    """Name in messages; a requeued job keeps it."""
     host: str
     process: int
     process_namespace: str

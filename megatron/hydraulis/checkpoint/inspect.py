@@ -94,7 +94,7 @@ class FolderInspection:
 
     path: str
     complete: bool
-    """Whether all checkpoints are; in a folder, unfinished saves do not count."""
+    """Whether all checkpoints are complete; in a folder, unfinished saves do not count."""
     problems: tuple[str, ...]
     """Problems of the folder itself."""
     latest: str | None
@@ -197,7 +197,7 @@ def _inspect(path: Path, *, checks_content: bool) -> Inspection:
 def _facts_of_megatron(
     path: Path, stored: StoredCheckpoint | None, problems: list[str]
 ) -> dict[str, Any]:
-    """For a checkpoint without manifest, whose files must be as long as its tensors need."""
+    """Facts of a checkpoint without manifest, whose files must be as long as its tensors need."""
     from megatron.hydraulis.checkpoint.loading import upstream_state
 
     num_bytes = sum(each.stat().st_size for each in path.iterdir() if each.is_file())

@@ -281,7 +281,7 @@ def upstream_state(checkpoint: StoredCheckpoint) -> UpstreamState:
 
 
 def _num_steps(path: Path, optimizer: Any, iteration: int) -> int:
-    """From its groups; earlier versions with Transformer Engine or apex have the iteration only.
+    """Groups have it; in earlier versions with Transformer Engine or apex, the iteration alone.
 
     With experts on ranks, Megatron has two optimizers, by number.
     """

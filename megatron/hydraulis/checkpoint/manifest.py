@@ -89,7 +89,7 @@ EXPERT_ARGUMENTS = (
     "moe_shared_expert_gate",
     "moe_shared_expert_intermediate_size",
 )
-"""As `MODEL_ARGUMENTS`, in a model with experts."""
+"""Further `MODEL_ARGUMENTS` of a model with experts."""
 
 LATENT_ARGUMENTS = (
     "kv_lora_rank",
@@ -102,7 +102,7 @@ LATENT_ARGUMENTS = (
     "rotary_scaling_factor",
     "v_head_dim",
 )
-"""As `MODEL_ARGUMENTS`, in a model with latent attention."""
+"""Further `MODEL_ARGUMENTS` of a model with latent attention."""
 
 MODEL_SETTINGS = frozenset(
     ("group_query_attention", *MODEL_ARGUMENTS, *OFF_BY_DEFAULT, *EXPERT_ARGUMENTS)
@@ -153,7 +153,7 @@ class Manifest:
     num_ranks: int
     """Number of ranks that wrote it."""
     model: Mapping[str, Any]
-    """As `model_of` returns it, and the vocabulary: a run that loads it must have the same."""
+    """What `model_of` returns, and the vocabulary: a run that loads it must have the same."""
     state: Mapping[str, Any]
     """State of the run: counters, sampler, planner."""
     configuration: Mapping[str, Any]
@@ -298,7 +298,7 @@ def model_of(args: Any, vocab_size: int | None = None) -> dict[str, Any]:
 def model_differences(
     saved: Mapping[str, Any], here: Mapping[str, Any], *, of: Collection[str] = OFF_BY_DEFAULT
 ) -> list[str]:
-    """In what the models differ, both as `model_of` returns them, possibly with more entries.
+    """List the differences of two models, as `model_of` returns them, possibly with more entries.
 
     An entry that only one of them has is no difference, since a checkpoint of another program may
     have fewer, unless it is one of `OFF_BY_DEFAULT`. Those that are on here only are differences if

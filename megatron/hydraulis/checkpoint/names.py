@@ -39,7 +39,7 @@ WRITTEN_HERE = "hydraulis"
 _BIAS = ".router.expert_bias"
 """End of the names of routers' biases."""
 _LAYER_OF_NAME = 2
-"""Of the parts of a name, which one numbers the layer."""
+"""Which part of a name numbers the layer."""
 _HAVE_EXTRA_STATES = ("layernorm.weight", "_down_proj.weight")
 """Ends of the keys of modules that have extra states in Megatron, but not here: norms that are not
 fused with a linear layer, projections to latents."""
@@ -163,7 +163,7 @@ class StoredModel:
     parameters: Mapping[str, StoredParameter]
     """Places by the names in the whole model."""
     biases: Mapping[str, StoredParameter]
-    """Likewise of the biases of routers, which are no parameters; none in a model without them."""
+    """Places of the biases of routers, which are no parameters; none in a model without them."""
     objects: tuple[str, ...]
     """Keys of the objects that Megatron stores, and asks for, besides: extra states.
 
@@ -190,7 +190,7 @@ class StoredModel:
 
 
 def _places(named: Iterable[tuple[str, Any]], state: Any) -> dict[str, StoredParameter]:
-    """Of tensors of the whole model in its sharded state dict."""
+    """Places of tensors of the whole model in its sharded state dict."""
     entries = {id(entry.data): entry for entry in _leaves(state)}
     stored = {}
     for name, parameter in named:

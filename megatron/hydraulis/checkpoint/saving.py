@@ -54,7 +54,7 @@ from megatron.hydraulis.runtime.engine import RuntimeEngine
 from megatron.hydraulis.strategy import Pool
 
 _VERSION = 3.0
-"""Of upstream's state dict."""
+"""Version of upstream's state dict."""
 _PLAIN = (str, int, float, bool, type(None))
 
 
@@ -116,7 +116,7 @@ _BYTES_PER_MB = 1e6
 _FAILED, _BUSY, _DONE = -1, 0, 1
 """Votes of the ranks about the step at hand; the minimum counts."""
 _NICENESS = 5
-"""Of forks: training goes first if there are few cores."""
+"""Niceness of forks: training goes first if there are few cores."""
 _SIGNALS_OF_THE_JOB = ("SIGINT", "SIGTERM", "SIGUSR1", "SIGUSR2")
 """Forks ignore them: the rank answers them, and waits for its fork before it ends."""
 _EXIT_FAILED = 3
@@ -147,7 +147,7 @@ class _Save:
     stall_s: float = 0.0
     written: bool = False
     describing: Future[int] | None = None
-    """On rank 0, once all have written: the size of the checkpoint in bytes."""
+    """The size of the checkpoint in bytes, on rank 0 once all have written."""
     vote: tuple[Tensor, Any] | None = None
     """An all-reduce under way: whether all ranks have completed the step at hand."""
 
@@ -333,7 +333,7 @@ class CheckpointSaver:
             current.describing = self._thread.submit(self._describe, current.saved, everyone, what)
 
     def _describe(self, saved: SavedState, everyone: Sequence[tuple[Any, Any]], what: str) -> int:
-        """On rank 0, in a thread: write metadata and manifest, then name the folder; its size."""
+        """Write metadata and manifest, then name the folder, in a thread of rank 0; its size."""
         raise_first([failure for failure, _ in everyone], what)
         answers = [answer for _, answer in everyone]
         files: list[WrittenFile] = [
@@ -373,7 +373,7 @@ class CheckpointSaver:
             self._deleting = self._thread.submit(self._delete_surplus, self._keep_last)
 
     def _delete_surplus(self, num_kept: int) -> None:
-        """On rank 0, in a thread, since deleting large files takes time."""
+        """A thread of rank 0 runs it, since deleting large files takes time."""
         for iteration in self._folder.surplus(num_kept):
             try:
                 self._folder.delete(iteration)
@@ -444,7 +444,7 @@ class BackgroundWrite:
 def _write_and_answer(
     write: Callable[[Callable[[], bool]], WrittenFile], answer: IO[bytes], parent: int
 ) -> int:
-    """In the fork; returns its exit status."""
+    """Write in the fork, and return its exit status."""
     for name in _SIGNALS_OF_THE_JOB:
         signal.signal(getattr(signal, name), signal.SIG_IGN)
     logging.disable(logging.CRITICAL)  # the rank reports errors

@@ -73,7 +73,7 @@ _ALLOWED_TYPES: Mapping[str, str] = {
 }
 """Types in the metadata of a checkpoint, by module; dtypes are allowed as well."""
 _NUMPY_DTYPES = [type(np.dtype(kind)) for kind in (np.uint32, np.uint64, np.int64)]
-"""Of arrays in saved states of numpy's generator."""
+"""Types of arrays in saved states of numpy's generator."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,7 +89,7 @@ class FilePiece:
     offset: tuple[int, ...]
     data: Tensor
     dtype: torch.dtype
-    """In the file."""
+    """The dtype in the file."""
     same_as: str | None = None
     """Key of a tensor, written before, whose piece at this offset has the same bytes: they are
     stored once."""
@@ -122,7 +122,7 @@ _FUSED_WITH = {
 }
 """Norms that Transformer Engine's layers fuse with a linear layer, if there is that."""
 _OF_LATENTS = "self_attention.linear_kv_down_proj.weight"
-"""Which layers with latent attention have."""
+"""Only layers with latent attention have it."""
 
 
 def renamed_norms(keys: Set[str]) -> dict[str, str]:
@@ -202,7 +202,7 @@ class StoredCheckpoint:
         return needed
 
     def layer_key(self, key: str, layer: int | None) -> str:
-        """As the function of this name, for this checkpoint."""
+        """What the function of this name returns for this checkpoint."""
         return layer_key(key, layer, separate_layers=self.has_separate_layers)
 
     def read(self, key: str, layer: int | None = None, expert: int | None = None) -> Tensor:
@@ -355,7 +355,7 @@ def _read_metadata(path: Path) -> Metadata:
 
 
 def _with_renamed_norms(metadata: Metadata) -> Metadata:
-    """With the keys of `renamed_norms`, also for what was written by others or earlier."""
+    """Rename keys as `renamed_norms`, also of what was written by others or earlier."""
     new = renamed_norms(metadata.state_dict_metadata.keys())
     if not new:
         return metadata
@@ -407,7 +407,7 @@ class WrittenFile:
     record: FileRecord
     objects: Mapping[str, _Place]
     tensors: Mapping[str, tuple[torch.dtype, tuple[int, ...], list[_PieceRecord]]]
-    """By key: dtype and shape of the whole tensor, and its pieces."""
+    """Dtype and shape of each whole tensor by key, and its pieces."""
 
 
 def write_file(

@@ -1,1 +1,1 @@
-"""From text to packed micro-batches: preprocessing, corpus, sampling, packing."""
+"""The way from text to packed micro-batches: preprocessing, corpus, sampling, packing."""

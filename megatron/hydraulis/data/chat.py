@@ -60,6 +60,9 @@ _GENERATION_MARK = re.compile(r"\{%-?\s*generation\s*-?%\}")
 _SHOWN_TOKENS = 8
 """Tokens in a message about two texts that differ."""
 
+_SHOWN_CHARS = 100
+"""Length of a turn in a message about it."""
+
 Turn = Mapping[str, Any]
 
 
@@ -190,7 +193,7 @@ class Conversation:
 
     @classmethod
     def of(cls, document: RawDocument, json_key: str | None = None) -> "Conversation":
-        """From a JSON object with the turns, as a list, or with a prompt and its completion.
+        """Read a JSON object with the turns, as a list, or with a prompt and its completion.
 
         Args:
             document: one JSON object; its key ``tools`` may describe tools.
@@ -251,17 +254,11 @@ def _turns(value: Any, role_of_text: str, origin: str, key: str) -> list[dict[st
         has_content = isinstance(content, str | list) or (
             content is None and bool(turn.get("tool_calls"))
         )
-        if isinstance(turn.get("role"), str) and "content" in turn and not has_content:
-            raise DataError(
-                f"{origin}: content is text or a list of parts but that of turn {number} of "
-                f"{len(value)} in '{key}' is {json.dumps(content)}; correct or remove the "
-                f"conversation"
-            )
         if not isinstance(turn.get("role"), str) or not has_content:
             raise DataError(
-                f"{origin}: a turn has a role and content, or from and value, but turn {number} of "
-                f"{len(value)} in '{key}' has the keys {', '.join(turn) or 'none'}; correct or "
-                f"remove the conversation"
+                f"{origin}: a turn has a role, or from, and content, or value, which is text or a "
+                f"list of parts, but turn {number} of {len(value)} in '{key}' is "
+                f"{json.dumps(turn)[:_SHOWN_CHARS]}; correct or remove the conversation"
             )
         turns.append(turn)
     return turns
@@ -355,7 +352,6 @@ class ConversationEncoder:
                 "conversations are rendered by the tokenizer's chat template but "
                 f"{self._tokenizer.name_or_path} has none; give one by --chat-template FILE"
             )
-        self._marked_templates: dict[str, bool] = {}
 
     def encode(self, document: RawDocument) -> tuple[WeightedTokens | None, ChatCounts]:
         """What is stored of a conversation, or None for nothing, and what became of it.
@@ -425,9 +421,7 @@ class ConversationEncoder:
 
     def _has_marks(self, conversation: Conversation) -> bool:
         template = self._tokenizer.get_chat_template(tools=conversation.tools)
-        if template not in self._marked_templates:
-            self._marked_templates[template] = bool(_GENERATION_MARK.search(template))
-        return self._marked_templates[template]
+        return _GENERATION_MARK.search(template) is not None
 
     def _num_tokens_before(
         self, ids: list[int], conversation: Conversation, num_turns: int, **options: bool

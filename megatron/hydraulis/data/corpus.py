@@ -12,8 +12,6 @@ import numpy as np
 import numpy.typing as npt
 
 from megatron.hydraulis.data.dataset import (
-    LONG_SEQUENCES,
-    LOSS_NORMALIZATIONS,
     DatasetIndex,
     LongSequences,
     LossNormalization,
@@ -24,7 +22,7 @@ from megatron.hydraulis.data.dataset import (
     weights_path,
 )
 from megatron.hydraulis.data.sampler import SequenceGroup
-from megatron.hydraulis.errors import ConfigurationError, DataError
+from megatron.hydraulis.errors import DataError
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,7 +51,7 @@ class DatasetFingerprint:
 def data_differences(
     saved: Sequence[DatasetFingerprint], here: Sequence[DatasetFingerprint]
 ) -> list[str]:
-    """In what the datasets of a checkpoint and of this run differ; empty if they are equal."""
+    """List what differs between the datasets of a checkpoint and of this run."""
     if len(saved) != len(here):
         return [f"{len(saved)} datasets there and {len(here)} here"]
     differences = []
@@ -113,13 +111,6 @@ class DocumentRange:
     @classmethod
     def whole(cls, index: DatasetIndex) -> DocumentRange:
         return cls(index, 0, index.num_documents)
-
-    def __post_init__(self) -> None:
-        if not 0 <= self.first_document <= self.end_document <= self.index.num_documents:
-            raise DataError(
-                f"dataset '{self.index.prefix}': documents {self.first_document}:"
-                f"{self.end_document} are not among its {self.index.num_documents} documents"
-            )
 
     @property
     def token_range(self) -> tuple[int, int]:
@@ -192,7 +183,6 @@ class Corpus:
         name: name in messages, e.g. ``train``.
 
     Raises:
-        ConfigurationError: a ``seq_length`` below 1, an unknown policy, a wrong number of weights.
         DataError: a document is too long and the policy is ``error``, or a damaged weights file.
     """
 
@@ -206,23 +196,6 @@ class Corpus:
         loss_normalization: LossNormalization = "token",
         name: str = "train",
     ) -> None:
-        if seq_length < 1:
-            raise ConfigurationError(
-                f"a sequence trains at least 1 token but --seq-length is {seq_length}; raise it"
-            )
-        if long_sequences not in LONG_SEQUENCES:
-            raise ConfigurationError(
-                f"--long-sequences is one of {', '.join(LONG_SEQUENCES)} but is '{long_sequences}'"
-            )
-        if loss_normalization not in LOSS_NORMALIZATIONS:
-            raise ConfigurationError(
-                f"--loss-normalization is one of {', '.join(LOSS_NORMALIZATIONS)} but is "
-                f"'{loss_normalization}'"
-            )
-        if weights is not None and len(weights) != len(ranges):
-            raise ConfigurationError(
-                f"corpus '{name}': {len(weights)} weights for {len(ranges)} datasets; give one each"
-            )
         cuts = [_cut(documents, seq_length, long_sequences) for documents in ranges]
         documents, lengths, reports = zip(*cuts, strict=True) if cuts else ((), (), ())
         self._token_weights = [read_weights(part.index) for part in ranges]

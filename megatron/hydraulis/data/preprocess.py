@@ -53,7 +53,7 @@ _CHUNKS_PER_WORKER = 2
 _MODEL_SUFFIXES = (".bin", ".idx")
 _SHOWN_CONVERSATIONS = 10
 _SHOWN_TOKENS = 1000
-"""Of each conversation, half of them from its end."""
+"""Tokens shown of each conversation, half of them from its end."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -36,12 +36,6 @@ class GlobalBatch:
     lengths: tuple[int, ...]
     """Trained tokens of each sequence."""
 
-    def __post_init__(self) -> None:
-        if len(self.sequence_ids) != len(self.lengths):
-            raise ValueError(
-                f"{len(self.sequence_ids)} sequence ids but {len(self.lengths)} lengths"
-            )
-
     @property
     def num_sequences(self) -> int:
         return len(self.sequence_ids)

@@ -26,7 +26,7 @@ class Blend:
     """Datasets and how often each is drawn from.
 
     Raises:
-        ConfigurationError: no dataset, or weights that are not one positive number a dataset.
+        ConfigurationError: a weight that is not positive.
     """
 
     prefixes: tuple[str, ...]
@@ -35,15 +35,8 @@ class Blend:
     datasets' numbers of sequences, so that an epoch visits every sequence once."""
 
     def __post_init__(self) -> None:
-        if not self.prefixes:
-            raise ConfigurationError("a blend needs at least one dataset but has 0; give a prefix")
         if self.weights is None:
             return
-        if len(self.weights) != len(self.prefixes):
-            raise ConfigurationError(
-                f"a blend needs one weight a dataset but has {len(self.weights)} weights for "
-                f"{len(self.prefixes)} datasets; write --data-path W1 PREFIX1 W2 PREFIX2"
-            )
         for prefix, weight in zip(self.prefixes, self.weights, strict=True):
             if not (math.isfinite(weight) and weight > 0):
                 raise ConfigurationError(

@@ -49,7 +49,7 @@ _UINT16_VOCABULARY_LIMIT = 65_500
 
 _FROM_HUB = ("HuggingFaceTokenizer", "SFTTokenizer")
 _HUB_PATIENCE_S = 2.0
-"""For each of the about eight addresses of the Hub. A lost packet is sent again after 1 s."""
+"""Patience with each of the Hub's addresses, about eight; a lost packet is resent after 1 s."""
 _HUB_NAME = r"\w[\w.-]*(/[\w.-]+)?"
 """Names on the Hugging Face hub: ``gpt2``, ``owner/name``."""
 

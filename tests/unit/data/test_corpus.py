@@ -11,7 +11,7 @@ from megatron.hydraulis.data import corpus as corpus_module
 from megatron.hydraulis.data.corpus import Corpus, DocumentRange, spread_stretches
 from megatron.hydraulis.data.dataset import LONG_SEQUENCES, LongSequences, read_index
 from megatron.hydraulis.data.sampler import SequenceGroup
-from megatron.hydraulis.errors import ConfigurationError, DataError
+from megatron.hydraulis.errors import DataError
 from tests.unit.data.datasets import numbered_documents, write_dataset
 
 LENGTHS = [5, 1, 9, 0, 2, 4]
@@ -252,17 +252,3 @@ def test_negative_token(tmp_path: Path) -> None:
     corpus = Corpus([DocumentRange.whole(read_index(prefix))], seq_length=8, long_sequences="error")
     with pytest.raises(DataError, match=r"document 0.*at least 0 but there is -1"):
         corpus.tokens(0)
-
-
-def test_refused_settings(tmp_path: Path) -> None:
-    with pytest.raises(ConfigurationError, match="--seq-length is 0"):
-        make(tmp_path, "split", seq_length=0)
-    with pytest.raises(ConfigurationError, match="split, truncate, drop, error but is 'cut'"):
-        make(tmp_path, "cut")  # type: ignore[arg-type]
-    index = read_index(str(tmp_path / "corpus"))
-    with pytest.raises(ConfigurationError, match="2 weights for 1 datasets"):
-        Corpus(
-            [DocumentRange.whole(index)], seq_length=3, long_sequences="drop", weights=[1.0, 1.0]
-        )
-    with pytest.raises(DataError, match="documents 2:7 are not among its 6"):
-        DocumentRange(index, 2, 7)

@@ -163,7 +163,6 @@ def test_from_megatrons_flags(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("weights", "message"),
     [
-        ((1.0,), "1 weights for 2 datasets"),
         ((1.0, 0.0), "that of 'b' is 0.0"),
         ((-1.0, 1.0), "that of 'a' is -1.0"),
         ((float("nan"), 1.0), "that of 'a' is nan"),
@@ -173,8 +172,3 @@ def test_from_megatrons_flags(tmp_path: Path) -> None:
 def test_refused_weights(weights: tuple[float, ...], message: str) -> None:
     with pytest.raises(ConfigurationError, match=message):
         Blend(("a", "b"), weights)
-
-
-def test_a_blend_has_datasets() -> None:
-    with pytest.raises(ConfigurationError, match="at least one dataset"):
-        Blend(())

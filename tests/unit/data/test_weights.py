@@ -13,7 +13,7 @@ from megatron.hydraulis.data.corpus import Corpus, DocumentRange, data_differenc
 from megatron.hydraulis.data.dataset import LongSequences, read_index, read_weights
 from megatron.hydraulis.data.packed_batch import pack
 from megatron.hydraulis.data.preprocess import DatasetWriter
-from megatron.hydraulis.errors import ConfigurationError, DataError
+from megatron.hydraulis.errors import DataError
 from megatron.hydraulis.loop.job import check_trained
 from tests.unit.data.datasets import numbered_documents, write_dataset
 
@@ -224,11 +224,6 @@ def test_documents_get_the_same_weight_and_their_parts_share_it(
         sums[document] += float(after[1:].sum())
         np.testing.assert_allclose(after * before[1:].sum(), before * after[1:].sum(), rtol=1e-6)
     assert sums == pytest.approx({0: 1.0, 2: 1.0, 3: 0.0 if has_weights else 1.0})
-
-
-def test_an_unknown_normalization_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ConfigurationError, match=r"one of token, sequence but is 'batch'"):
-        corpus_of(write(tmp_path / "corpus"), loss_normalization="batch")
 
 
 def test_the_report_counts_documents_with_weights(tmp_path: Path) -> None:

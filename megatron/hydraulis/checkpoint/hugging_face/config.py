@@ -35,7 +35,7 @@ _YARN: Mapping[str, float] = {
     "beta_slow": 1,
     "original_max_position_embeddings": 4096,
 }
-"""Likewise of YaRN, in latent attention."""
+"""What it has fixed of YaRN, in latent attention."""
 _SIZES = {
     "num_layers": "num_hidden_layers",
     "hidden_size": "hidden_size",
@@ -320,7 +320,7 @@ def _rope(config: JsonObject, family: Family) -> dict[str, Any]:
 
 
 def _yarn(rope: JsonObject) -> Yarn:
-    """Without one of its scales, or with 0, transformers takes 1 for the rotation."""
+    """transformers rotates with a scale of 1 if one of the two scales is absent or 0."""
     for key, value in _YARN.items():
         if (rope.has(key) or key not in ("beta_fast", "beta_slow")) and rope.number(key) != value:
             raise _wrong(rope, key, value)

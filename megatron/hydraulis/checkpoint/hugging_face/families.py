@@ -16,7 +16,7 @@ _NO_BIAS = {"attention_bias": False}
 
 
 DENSE_PROJECTIONS = ("gate_proj", "up_proj", "down_proj")
-"""Of an MLP, in all families."""
+"""Names of an MLP's layers, in all families."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -26,9 +26,9 @@ class ExpertNames:
     number: str = "num_experts"
     ffn_hidden_size: str = "moe_intermediate_size"
     module: str = "mlp"
-    """Of router and experts."""
+    """Name of the module that has router and experts."""
     projections: tuple[str, str, str] = DENSE_PROJECTIONS
-    """Of an expert."""
+    """Names of an expert's layers."""
     shared_module: str = "shared_expert"
     shared_ffn_hidden_size: str | None = None
     """Key of their width, if the family has shared experts with a gate."""
@@ -53,7 +53,7 @@ class Family:
     """Further parts that all its models have."""
     may_have: frozenset[str] = frozenset()
     settings: Mapping[str, Any] = field(default_factory=dict)
-    """Of ``config.json``, which can only have these values."""
+    """Values that ``config.json`` must have."""
     needs_head_dim: bool = False
     """Whether ``head_dim`` must be given: its default is a fixed number, which may change."""
     needs_groups: bool = True
@@ -64,7 +64,7 @@ class Family:
     rotary_percent: float = 1.0
     window_tokens: int | None = None
     no_rope_layer_interval: int = 0
-    """Every so many layers one has no positions."""
+    """Period of the layers without positions; 0 if all have them."""
     qkv_bias_key: str | None = None
     """Key that says whether queries, keys and values have biases, by default they do. Without it
     they have them if the family's mark says so."""
@@ -75,7 +75,7 @@ class Family:
 
     @property
     def name(self) -> str:
-        """For messages."""
+        """The family's name in messages."""
         return self.architecture.removesuffix("ForCausalLM")
 
     @property
@@ -194,4 +194,4 @@ FAMILIES: Mapping[str, Family] = {
         needs_groups=False,
     ),
 }
-"""By model type; a model is of the first family whose marks it has."""
+"""Rows by model type; a model is of the first family whose marks it has."""

@@ -56,11 +56,11 @@ class _Source:
 
     file: str
     name: str
-    """In the file."""
+    """Its name in the file."""
     expert: int | None = None
     """Its number, if the tensor in the file has an axis for experts."""
     rows: slice = slice(None)
-    """Of the expert's."""
+    """Which of the expert's rows it has."""
 
 
 class SafetensorsFolder:

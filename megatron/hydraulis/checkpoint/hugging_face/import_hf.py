@@ -45,7 +45,7 @@ if TYPE_CHECKING:
 
 _LINE_WIDTH = 96
 EPSILON_OF_LATENTS = 1e-6
-"""Of the norms of latents in transformers (5.23), whatever the configuration says."""
+"""Epsilon of the norms of latents in transformers (5.23), whatever the configuration says."""
 _CHECKPOINT_VERSION = 3.0
 """Version of Megatron's state dict."""
 _ROPE_BUFFER = ".rotary_emb.inv_freq"

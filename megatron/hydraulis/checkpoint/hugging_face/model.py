@@ -47,7 +47,7 @@ class Experts:
     moe_layer_freq: tuple[int, ...]
     """1 for a layer with experts and 0 for the others."""
     moe_router_pre_softmax: bool = False
-    """Over all experts, so that the weights of a token's experts sum to less than 1."""
+    """Whether the softmax is over all experts, so that a token's weights sum to less than 1."""
     moe_router_score_function: str = _SCORES[0]
     moe_router_enable_expert_bias: bool = False
     """Whether biases, which are no weights, are added to the scores before the choice."""
@@ -55,9 +55,9 @@ class Experts:
     """Groups of experts of which a token chooses some first."""
     moe_router_group_topk: int | None = None
     moe_router_topk_scaling_factor: float | None = None
-    """Of the weights of a token's experts."""
+    """Factor of the weights of a token's experts."""
     moe_shared_expert_intermediate_size: int | None = None
-    """Of what all tokens pass; None for nothing."""
+    """Width of the experts that all tokens pass; None without them."""
     moe_shared_expert_gate: bool = False
 
     def __post_init__(self) -> None:
@@ -128,7 +128,7 @@ class HuggingFaceModel:
     num_layers: int
     hidden_size: int
     ffn_hidden_size: int
-    """Of an MLP; without effect if all layers have experts."""
+    """Width of an MLP; without effect if all layers have experts."""
     num_attention_heads: int
     num_query_groups: int
     kv_channels: int
@@ -144,12 +144,12 @@ class HuggingFaceModel:
     """Positions are divided by it; a whole number, since the flag takes no other."""
     untie_embeddings_and_output_weights: bool
     add_bias_linear: bool
-    """In every linear layer but the output layer."""
+    """Whether every linear layer but the output layer has biases."""
     add_qkv_bias: bool = False
-    """In the projections to query, key and value; always with `add_bias_linear`."""
+    """Whether projections to query, key and value have biases; always with `add_bias_linear`."""
     qk_layernorm: bool = False
     window_tokens: int | None = None
-    """To which a token attends in every layer, itself included; None for all before it."""
+    """Tokens to which one attends in every layer, itself included; None for all before it."""
     no_rope_freq: tuple[int, ...] = ()
     """1 for a layer without positions and 0 for the others; empty if all have them."""
     squared_relu: bool = False

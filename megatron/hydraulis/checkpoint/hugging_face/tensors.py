@@ -42,9 +42,9 @@ class Place:
     """A tensor of Megatron's, of one layer and one expert."""
 
     key: str
-    """Without the layer's number: ``mlp.linear_fc2.weight``."""
+    """The key without the layer's number: ``mlp.linear_fc2.weight``."""
     shape: tuple[int, ...]
-    """Without padding of the vocabulary."""
+    """The shape without padding of the vocabulary."""
     layer: int | None = None
     """None outside of layers."""
     expert: int | None = None
@@ -121,7 +121,7 @@ class _Module:
     prefix: str
     """Megatron's key without ``weight`` or ``bias`` at its end."""
     shape: tuple[int, ...]
-    """Of Megatron's weight."""
+    """Shape of Megatron's weight."""
     parts: str | Mapping[str, Runs]
     """Hugging Face's module, or those of which it has several, each with its rows."""
     has_bias: bool = False
@@ -175,7 +175,7 @@ def _modules(model: HuggingFaceModel, layer: int) -> Iterator[_Module]:
 
 
 def _attention(model: HuggingFaceModel) -> Iterator[_Module]:
-    """With the norm before it."""
+    """Modules of attention, with the norm before it."""
     hidden, at = model.hidden_size, "self_attention."
     qkv = _qkv_runs(model)
     shape = sum(map(_num_rows, qkv.values())), hidden
@@ -189,7 +189,7 @@ def _attention(model: HuggingFaceModel) -> Iterator[_Module]:
 
 
 def _latent_attention(model: HuggingFaceModel) -> Iterator[_Module]:
-    """Likewise. Both rotate pairs of adjacent channels, in the same order."""
+    """As `_attention`, with latents. Both rotate pairs of adjacent channels, in the same order."""
     latents, hidden, heads = model.latents, model.hidden_size, model.num_attention_heads
     assert latents is not None
     queries, q_rank, kv_rank = heads * model.kv_channels, latents.q_lora_rank, latents.kv_lora_rank
@@ -217,7 +217,7 @@ def _mlp(
     projections: tuple[str, str, str] = DENSE_PROJECTIONS,
     expert: int | None = None,
 ) -> Iterator[_Module]:
-    """Of an MLP or an expert; ``parent``: Hugging Face's module."""
+    """Modules of an MLP or an expert; ``parent``: Hugging Face's module."""
     hidden, has_biases = model.hidden_size, model.add_bias_linear
     gate, up, down = (f"{parent}.{each}" for each in projections)
     num_rows, parts = 2 * width, {gate: ((0, width),), up: ((width, 2 * width),)}
