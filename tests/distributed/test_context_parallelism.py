@@ -14,6 +14,7 @@ from megatron.hydraulis.runtime.executor import make_forward_step
 from megatron.hydraulis.strategy import Strategy
 from tests.support.gloo_pool import WorkerFailure, pool_of
 from tests.support.law import (
+    GPT2_LIKE,
     LENGTHS,
     SHORT_MODEL,
     SPLITS,
@@ -34,14 +35,7 @@ MODELS = {
         SHORT_MODEL, num_groups=2, sequence_parallel=False
     ),
     "q/k norms": replace(SHORT_MODEL, qk_layernorm=True),
-    "GPT-2 like": replace(
-        SHORT_MODEL,
-        normalization="LayerNorm",
-        swiglu=False,
-        bias=True,
-        tied=True,
-        position_embedding="learned_absolute",
-    ),
+    "GPT-2 like": GPT2_LIKE,
 }
 
 STRATEGIES = [

@@ -9,23 +9,13 @@ import pytest
 
 from tests.support.evaluation_probes import EvaluatedRun, run_evaluating
 from tests.support.gloo_pool import pool_of
-from tests.support.law import MAIN_MODEL, law_job
-from tests.support.models import Job, SmallModel
+from tests.support.law import MAIN_MODEL, changing
+from tests.support.models import SmallModel
 from tests.support.recomputed_models import recomputed
 
 pytestmark = pytest.mark.distributed
 
 TEXTS = ("tp2+2*tp1", "tp2@0,3+pp2:1,3@2,1", "pp3:2,1,1+idle")
-
-
-def job_of(model: SmallModel) -> Job:
-    jobs = [law_job(4, text, model) for text in TEXTS]
-    return replace(
-        jobs[0],
-        strategies=TEXTS,
-        schedule=(0, 1, 2),
-        assignments=tuple(job.assignments[i] for i, job in enumerate(jobs)),
-    )
 
 
 RECOMPUTED = recomputed(MAIN_MODEL, granularity="full", method="uniform", num_layers_recomputed=1)
@@ -41,7 +31,7 @@ RECOMPUTED = recomputed(MAIN_MODEL, granularity="full", method="uniform", num_la
     ],
 )
 def test_training_is_the_same_bit_by_bit(model: SmallModel, tells_next: bool) -> None:
-    job = job_of(model)
+    job = changing(TEXTS, model)
     plain: list[EvaluatedRun] = pool_of(4).run(run_evaluating, job, False, tells_next)
     between: list[EvaluatedRun] = pool_of(4).run(run_evaluating, job, True, tells_next)
     for expected, found in zip(plain, between, strict=True):

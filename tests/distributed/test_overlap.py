@@ -24,7 +24,6 @@ from tests.support.overlap_probes import (
     probe_change,
     probe_memory,
     run_there_and_back,
-    run_with_evaluation,
     spans_of_job,
 )
 
@@ -132,12 +131,6 @@ class TestThereAndBack:
         for stayed, returned in pool_of(num_ranks).run(run_there_and_back, job):
             for first, second in zip(stayed, returned, strict=True):
                 np.testing.assert_array_equal(first, second)
-
-
-def test_an_evaluation_in_between_changes_nothing() -> None:
-    job = changing_job(4, "tp2+2*tp1", "pp3:1,2,1+idle")
-    for losses in pool_of(4).run(run_with_evaluation, job):
-        np.testing.assert_allclose(losses, losses[0], rtol=1e-12)
 
 
 class TestSpans:

@@ -14,7 +14,7 @@ from megatron.hydraulis.runtime.engine import RuntimeEngine
 from megatron.hydraulis.runtime.executor import make_forward_step
 from megatron.hydraulis.runtime.passes import ScatterPass
 from tests.support.gloo_pool import pool_of
-from tests.support.law import MAIN_MODEL, assert_law, changing, law_job
+from tests.support.law import GPT2_LIKE, MAIN_MODEL, assert_law, changing, law_job
 from tests.support.models import (
     Job,
     SmallModel,
@@ -107,14 +107,7 @@ SETTINGS: dict[str, dict[str, object]] = {
 }
 STRATEGIES = ("pp2:3,1+2*tp1", "tp2@0,3+pp2:1,3@1,2", "tp2pp2:3,1")
 """One for each iteration."""
-GPT2_LIKE = replace(
-    MAIN_MODEL,
-    normalization="LayerNorm",
-    swiglu=False,
-    bias=True,
-    tied=True,
-    position_embedding="learned_absolute",
-)
+DEEP_GPT2_LIKE = replace(GPT2_LIKE, num_layers=MAIN_MODEL.num_layers)
 
 
 def check_law_recomputing(job: Job, settings: dict[str, object]) -> None:
@@ -133,7 +126,7 @@ def test_the_same_update_with_recompute(name: str) -> None:
     "model",
     [
         replace(MAIN_MODEL, sequence_parallel=False, qk_layernorm=True),
-        GPT2_LIKE,
+        DEEP_GPT2_LIKE,
     ],
     ids=["q/k norms, no sequence parallelism", "GPT-2 like"],
 )

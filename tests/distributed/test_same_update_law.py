@@ -31,6 +31,7 @@ from tests.support.broken_rules import Rule, described, forgotten, wrong_with
 from tests.support.comparison import relative_errors
 from tests.support.gloo_pool import WorkerFailure, pool_of
 from tests.support.law import (
+    GPT2_LIKE,
     MAIN_MODEL,
     NUM_ATOMS,
     SHORT_MODEL,
@@ -224,14 +225,6 @@ FP32_STRATEGIES = [
 """Each for one iteration; not those with other placements or idle ranks, which compute the same as
 another one."""
 
-GPT2_LIKE = replace(
-    SHORT_MODEL,
-    normalization="LayerNorm",
-    swiglu=False,
-    bias=True,
-    tied=True,
-    position_embedding="learned_absolute",
-)
 MODELS = {
     "no sequence parallelism": replace(SHORT_MODEL, sequence_parallel=False),
     "multi-head attention": replace(SHORT_MODEL, num_groups=8),

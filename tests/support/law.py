@@ -61,6 +61,7 @@ BIASED_MODEL = replace(
     bias=True,
 )
 """Learned positions, LayerNorm, GeLU and biases."""
+GPT2_LIKE = replace(BIASED_MODEL, tied=True)
 
 
 def model_for(num_ranks: int, *texts: str) -> SmallModel:

@@ -25,7 +25,7 @@ from megatron.hydraulis.runtime.regroup import OneStepRoute
 from megatron.hydraulis.runtime.spans import MemoryRecorder, RecordedSpan
 from tests.support.forked_ranks import ForkedRanks
 from tests.support.gloo_pool import prepare_parent
-from tests.support.models import Job, build_engine, packs_of_rank, spread, use_fp64_loss
+from tests.support.models import Job, build_engine, packs_of_rank, use_fp64_loss
 
 LATE_S = 0.2
 """Delay of one rank, so that the order of events is certain."""
@@ -210,24 +210,6 @@ def run_there_and_back(job: Job) -> tuple[list[np.ndarray], list[np.ndarray]]:
         tensors = (engine.shards.parameters, optimizer.exp_avg, optimizer.exp_avg_sq)
         found.append([tensor.numpy().copy() for tensor in tensors])
     return found[0], found[1]
-
-
-def run_with_evaluation(job: Job) -> list[float]:
-    """Every rank returns the losses of an evaluation in each strategy while gathers are running."""
-    use_fp64_loss()
-    engine = build_engine(job)
-    strategies = engine.pool.strategies
-    batches = packs_of_rank(strategies[0], job.assignments[0], job.batches[0], engine.rank)
-    engine.train_step(
-        strategies[0].name, batches, make_forward_step(), next_strategy=strategies[1].name
-    )
-    losses = []
-    for strategy in (strategies[0], strategies[1], strategies[0]):
-        assignment = spread(len(job.batches[0]), len(strategy.replicas))
-        mine = packs_of_rank(strategy, assignment, job.batches[0], engine.rank)
-        losses.append(engine.evaluate(strategy.name, mine, make_forward_step()).mean)
-    engine.close()
-    return losses
 
 
 class InjectedFault(RuntimeError):

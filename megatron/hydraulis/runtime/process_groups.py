@@ -22,19 +22,14 @@ GroupRanks = tuple[int, ...]
 
 def group_of_self(timeout: timedelta | None, description: str) -> dist.ProcessGroup:
     """A group of this rank alone; no other rank takes part in making it."""
-    return _as_member(
-        dist.new_group(
-            [dist.get_rank()],
-            timeout=timeout,
-            use_local_synchronization=True,
-            group_desc=description,
-        )
+    return _new_group(
+        [dist.get_rank()], timeout=timeout, use_local_synchronization=True, group_desc=description
     )
 
 
-def _as_member(group: Any) -> dist.ProcessGroup:
-    """torch's type of a new group allows for the marker that ranks outside get."""
-    return group
+def _new_group(ranks: list[int] | None = None, **named: Any) -> Any:
+    """A new group; ranks outside get a marker object, for which torch's type allows."""
+    return dist.new_group(ranks, **named)
 
 
 def _uses_nccl() -> bool:
@@ -62,8 +57,8 @@ class GroupRegistry:
         self._rank = dist.get_rank()
         self._groups: dict[GroupRanks, dist.ProcessGroup] = {}
         self._groups[(self._rank,)] = group_of_self(timeout, "hydraulis_self")
-        self.regroup: dist.ProcessGroup = _as_member(
-            dist.new_group(timeout=timeout, group_desc="hydraulis_regroup")
+        self.regroup: dist.ProcessGroup = _new_group(
+            timeout=timeout, group_desc="hydraulis_regroup"
         )
         """All ranks, for regrouping only: no other collectives are interleaved with it."""
         if _uses_nccl():
@@ -79,11 +74,9 @@ class GroupRegistry:
         for ranks in strategy.rank_groups:
             if ranks in self._groups:
                 continue
-            group = dist.new_group(
+            self._groups[ranks] = _new_group(
                 list(ranks), timeout=self._timeout, sort_ranks=False, group_desc="hydraulis"
             )
-            # Ranks outside get a marker object, which look-up returns as well.
-            self._groups[ranks] = _as_member(group)
             self.num_created += 1
         logger.info("process groups after strategy '%s': %d", strategy, self.num_created)
 

@@ -131,24 +131,17 @@ class StrategyAmounts:
         """All buckets, those together of which ranks exchange equal amounts."""
         return buckets_with_equal_plans(self.layout, self._roles)
 
-    def one_step(self, bucket: Bucket) -> tuple[RankAmounts, RankAmounts]:
-        """(gather, scatter) of a bucket in an uneven all-to-all."""
-        return self._one_step(bucket, False), self._one_step(bucket, True).inverse()
-
-    def two_step(self, bucket: Bucket) -> tuple[RankAmounts, RankAmounts]:
-        """(gather, scatter) of a bucket over relays, both steps together: `TwoStepPlan`."""
-        return self._two_step(bucket, False), self._two_step(bucket, True).inverse()
-
     @cached_property
     def across(self) -> tuple[int, int]:
         """Elements that cross nodes in a gather, of all nodes: (in one step, in two steps)."""
         one_step = two_steps = 0
         for buckets in self.equal_buckets:
-            one_step += len(buckets) * int(self._one_step(buckets[0], False).received_across.sum())
-            two_steps += len(buckets) * int(self._two_step(buckets[0], False).received_across.sum())
+            one_step += len(buckets) * int(self.one_step(buckets[0], False).received_across.sum())
+            two_steps += len(buckets) * int(self.two_step(buckets[0], False).received_across.sum())
         return one_step, two_steps
 
-    def _one_step(self, bucket: Bucket, contributed: bool) -> RankAmounts:
+    def one_step(self, bucket: Bucket, contributed: bool) -> RankAmounts:
+        """The gather of a bucket in an uneven all-to-all; contributed: the inverse of a scatter."""
         of_role = self._of_role(bucket, contributed)
         own = of_role[self._place, self._ranks]
         by_node = of_role.reshape(len(of_role), -1, self.ranks_per_node).sum(axis=2)
@@ -167,7 +160,8 @@ class StrategyAmounts:
             sent - sent_inside,
         )
 
-    def _two_step(self, bucket: Bucket, contributed: bool) -> RankAmounts:
+    def two_step(self, bucket: Bucket, contributed: bool) -> RankAmounts:
+        """`one_step` over relays, both steps of a `TwoStepPlan` together."""
         # Across: from an owner to the rank of its index in every node that needs its elements.
         of_kind = np.stack([self._needed(bucket, k, contributed) for k in self._roles_of_kind])
         across = of_kind[self._kind_of_node].reshape(

@@ -259,14 +259,13 @@ def amounts_by_rank(
     collective: Collective, amounts: StrategyAmounts, bucket: Bucket
 ) -> tuple[RankAmounts, RankAmounts]:
     """(gather, scatter) of a bucket: `link_elements` of every rank, without a plan."""
-    if collective is Collective.TWO_STEP:
-        return amounts.two_step(bucket)
-    if collective is Collective.ALL_TO_ALL:
-        return amounts.one_step(bucket)
-    plan = equal_shares(bucket, amounts.roles)
-    of_any = link_elements(plan, 0, ranks_per_node=amounts.ranks_per_node)
-    gather = RankAmounts(*(np.full(plan.num_ranks, each) for each in vars(of_any).values()))
-    return gather, gather.inverse()
+    if collective is Collective.ALL_GATHER:
+        plan = equal_shares(bucket, amounts.roles)
+        of_any = link_elements(plan, 0, ranks_per_node=amounts.ranks_per_node)
+        gather = RankAmounts(*(np.full(plan.num_ranks, each) for each in vars(of_any).values()))
+        return gather, gather.inverse()
+    count = amounts.two_step if collective is Collective.TWO_STEP else amounts.one_step
+    return count(bucket, False), count(bucket, True).inverse()
 
 
 def regroup_bytes(

@@ -96,13 +96,13 @@ class TestKindOfAStrategy:
     def test_gather_and_scatter_count_what_crosses_nodes_once(
         self, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        count, counted = StrategyAmounts._two_step, []
+        count, counted = StrategyAmounts.two_step, []
 
         def noted(amounts: StrategyAmounts, bucket: Bucket, contributed: bool) -> RankAmounts:
             counted.append(bucket.index)
             return count(amounts, bucket, contributed)
 
-        monkeypatch.setattr(StrategyAmounts, "_two_step", noted)
+        monkeypatch.setattr(StrategyAmounts, "two_step", noted)
         amounts = StrategyAmounts(LayoutAmounts(LAYOUT, 2), roles_of("2*tp2"))
         assert collective_of(amounts) is collective_of(amounts, may_reduce=False)
         assert counted == [0]
