@@ -111,7 +111,6 @@ _OPTIONS_OF_COMMANDS: dict[OptionRange, str] = {
     _FROM_1: "--max-tokens --num-sizes --short-tokens --num-repeats --top --iteration --call",
     _FROM_0: "--seed --num-warmup --matrix-size",
     _POSITIVE: "--timeout --max-file-gb --intra-node-gb-per-s --inter-node-gb-per-s",
-    _NOT_NEGATIVE: "--least-gb-per-s",
     OptionRange(1, 2**53): "--memory-limit-bytes",
     OptionRange(1, 1_000_000): "--iterations",
     OptionRange(1, 100_000): "--num-batches",

@@ -9,8 +9,8 @@ and say less.
 from __future__ import annotations
 
 import argparse
-import dataclasses
 import importlib.metadata
+import itertools
 import json
 import math
 import os
@@ -25,10 +25,8 @@ import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -57,6 +55,8 @@ _DRIVER_FILE = Path("/proc/driver/nvidia/version")
 _INFINIBAND_FOLDER = Path("/sys/class/infiniband")
 _MATRIX_SIZE = {"cuda": 8192, "cpu": 512}
 _NUM_PRODUCTS = 8
+_NUM_EXCHANGES = 3
+"""Of which the fastest counts, as the first one sets up connections."""
 LEAST_SHARE_OF_MEDIAN = 0.5
 """Of the rate of the median GPU, or pair of nodes, below which one is reported."""
 
@@ -69,13 +69,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         default=120.0,
         metavar="S",
         help="seconds that each step may take (default: %(default)s)",
-    )
-    parser.add_argument(
-        "--least-gb-per-s",
-        type=float,
-        metavar="RATE",
-        help="least rate at which a rank must exchange data with another node, GB/s "
-        "(default: half the median of all pairs of nodes)",
     )
     parser.add_argument(
         "--matrix-size",
@@ -92,7 +85,7 @@ def run(namespace: argparse.Namespace) -> int:
     limit_s: float = namespace.timeout
     check_launched("preflight")
     if os.environ["LOCAL_RANK"] == "0":
-        _warn_of_memory_lock()
+        _warn(memory_lock_problem(resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]))
     device = torch.device("cpu")
     problem = driver_problem(
         installed_driver(), torch.version.cuda, is_available=torch.cuda.is_available()
@@ -108,13 +101,13 @@ def run(namespace: argparse.Namespace) -> int:
     slowest_s = _check_rates(device, hosts, size, limit_s) if size else 0.0
     times_s = _check_collectives(device, limit_s)
     link_rates = _rates_between_nodes(device, hosts, limit_s)
-    _check_links(link_rates, namespace.least_gb_per_s)
+    _check_links(link_rates)
     if dist.get_rank() == 0:
         counts = Counter(hosts)
         print(
             f"preflight: {len(hosts)} ranks on {counted(len(counts), 'host')} "
             f"({', '.join(f'{host}: {count}' for host, count in counts.items())}), "
-            f"{own.device}, torch {own.torch}, megatron-core {own.megatron_core}"
+            f"{own['device']}, torch {own['torch']}, megatron-core {own['megatron_core']}"
         )
         if size:
             print(
@@ -129,36 +122,21 @@ def run(namespace: argparse.Namespace) -> int:
                 flush=True,
             )
         if device.type == "cuda":
-            _warn_of_slow_network(link_rates)
+            _warn(_slow_network(link_rates))
         for (one, other), rate in sorted(link_rates.items(), key=lambda item: item[1]):
             print(
-                f"preflight: all_to_all between {one} and {other}, {rate:.2f} GB/s a rank",
+                f"preflight: exchange between {one} and {other}, {rate:.2f} GB/s a rank",
                 flush=True,
             )
     dist.destroy_process_group()
     return 0
 
 
-@dataclass(frozen=True, slots=True)
-class RankFacts:
-    """What one rank runs on."""
-
-    rank: int
-    host: str
-    python: str
-    torch: str
-    megatron_core: str
-    transformer_engine: str
-    """Versions; an empty string for what is not installed."""
-    nccl: str
-    driver: str
-    device: str
-    """Name of the GPU, or ``cpu``."""
-    device_memory_gib: int
-    """Rounded; 0 for a CPU."""
+Facts = dict[str, str | int]
+"""What a rank runs on, by name; an empty version is that of what is not installed."""
 
 
-def _connect(device: torch.device, limit_s: float) -> tuple[RankFacts, list[str]]:
+def _connect(device: torch.device, limit_s: float) -> tuple[Facts, list[str]]:
     """Collective: the ranks meet, are compared, and make one process group.
 
     Returns:
@@ -168,23 +146,21 @@ def _connect(device: torch.device, limit_s: float) -> tuple[RankFacts, list[str]
     timeout = timedelta(seconds=limit_s)
     with _limited("the rendezvous", 2 * limit_s):
         store, rank, num_ranks = meet(timeout)
-        own = RankFacts(
-            rank=rank,
-            host=socket.gethostname(),
-            python=platform.python_version(),
-            torch=torch.__version__,
-            megatron_core=importlib.metadata.version("megatron-core"),
-            transformer_engine=_version_of("transformer-engine"),
-            nccl=".".join(map(str, torch.cuda.nccl.version())) if has_cuda else "",
-            driver=installed_driver() or "",
-            device=torch.cuda.get_device_name() if has_cuda else "cpu",
-            device_memory_gib=(
+        own: Facts = {
+            "python": platform.python_version(),
+            "torch": torch.__version__,
+            "megatron_core": _version_of("megatron-core"),
+            "transformer_engine": _version_of("transformer-engine"),
+            "nccl": ".".join(map(str, torch.cuda.nccl.version())) if has_cuda else "",
+            "driver": installed_driver() or "",
+            "device": torch.cuda.get_device_name() if has_cuda else "cpu",
+            "device_memory_gib": (
                 round(torch.cuda.get_device_properties(device).total_memory / 2**30)
                 if has_cuda
                 else 0
             ),
-        )
-        hosts = compare_ranks(own, store, num_ranks)
+        }
+        hosts = compare_ranks(own, store, rank, num_ranks)
         dist.init_process_group(
             "nccl" if has_cuda else "gloo",
             store=store,
@@ -195,7 +171,7 @@ def _connect(device: torch.device, limit_s: float) -> tuple[RankFacts, list[str]
     return own, hosts
 
 
-def compare_ranks(own: RankFacts, store: dist.Store, num_ranks: int) -> list[str]:
+def compare_ranks(own: Facts, store: dist.Store, rank: int, num_ranks: int) -> list[str]:
     """The host of every rank, after rank 0 has compared what the ranks run on.
 
     Only rank 0 reads what the others wrote. If all did, requests to the store would grow with the
@@ -204,50 +180,42 @@ def compare_ranks(own: RankFacts, store: dist.Store, num_ranks: int) -> list[str
     Raises HydraulisError for ranks that do not answer within the store's timeout, and
     ConfigurationError that names those that differ.
     """
-    store.set(f"{_KEY}/{own.rank}", json.dumps(dataclasses.asdict(own)))
+    store.set(f"{_KEY}/{rank}", json.dumps([socket.gethostname(), own]))
 
-    def hosts() -> str:
+    def compared() -> str:
         keys = [f"{_KEY}/{rank}" for rank in range(num_ranks)]
         try:
             texts = store.multi_get(keys)
         except dist.DistStoreError as error:
-            silent = listed(
-                [str(rank) for rank, key in enumerate(keys) if not store.check([key])],
-                most=MAX_NAMED,
-            )
+            silent = [str(rank) for rank, key in enumerate(keys) if not store.check([key])]
             raise HydraulisError(
                 f"preflight: all {num_ranks} ranks say what they run on but these did not: "
-                f"{silent}; see their logs, or raise --timeout"
+                f"{listed(silent, most=MAX_NAMED)}; see their logs, or raise --timeout"
             ) from error
-        ranks = [RankFacts(**json.loads(text)) for text in texts]
-        _check_equal(ranks)
-        return json.dumps([facts.host for facts in ranks])
+        hosts, facts = zip(*map(json.loads, texts), strict=True)
+        _check_equal(hosts, facts)
+        return json.dumps(hosts)
 
     found: list[str] = json.loads(
-        made_by_rank_0(hosts, "preflight", "the comparison of ranks", rank=own.rank, store=store)
+        made_by_rank_0(compared, "preflight", "the comparison of ranks", rank=rank, store=store)
     )
     return found
 
 
-def _check_equal(ranks: Sequence[RankFacts]) -> None:
+def _check_equal(hosts: Sequence[str], facts: Sequence[Facts]) -> None:
     """Raise ConfigurationError unless all ranks have the same software and kind of device."""
-    for field in dataclasses.fields(RankFacts):
-        if field.name in ("rank", "host"):
-            continue
-        counts = Counter(getattr(facts, field.name) for facts in ranks)
-        if len(counts) > 1:
-            usual = counts.most_common(1)[0][0]
-            odd = [facts for facts in ranks if getattr(facts, field.name) != usual]
-            named = listed(
-                [
-                    f"rank {facts.rank} on {facts.host} has {getattr(facts, field.name)}"
-                    for facts in odd
-                ],
-                most=MAX_NAMED,
-            )
+    for name in facts[0]:
+        values = [found[name] for found in facts]
+        ((usual, count),) = Counter(values).most_common(1)
+        odd = [
+            f"rank {rank} on {hosts[rank]} has {value}"
+            for rank, value in enumerate(values)
+            if value != usual
+        ]
+        if odd:
             raise ConfigurationError(
-                f"all ranks need the same {field.name} but {counts[usual]} of {len(ranks)} have "
-                f"{usual} and {named}; use one environment and one kind of node"
+                f"all ranks need the same {name} but {count} of {len(facts)} have {usual} and "
+                f"{listed(odd, most=MAX_NAMED)}; use one environment and one kind of node"
             )
 
 
@@ -299,15 +267,14 @@ def memory_lock_problem(limit_bytes: int, adapters: Path = _INFINIBAND_FOLDER) -
     if limit_bytes == resource.RLIM_INFINITY or not any(adapters.glob("*")):
         return None
     return (
-        f"InfiniBand needs locked memory without a limit but a rank may lock {limit_bytes} bytes "
-        "(ulimit -l); set LimitMEMLOCK=infinity for slurmd"
+        f"{socket.gethostname()}: InfiniBand needs locked memory without a limit but a rank may "
+        f"lock {limit_bytes} bytes (ulimit -l); set LimitMEMLOCK=infinity for slurmd"
     )
 
 
-def _warn_of_memory_lock() -> None:
-    problem = memory_lock_problem(resource.getrlimit(resource.RLIMIT_MEMLOCK)[0])
+def _warn(problem: str | None) -> None:
     if problem is not None:
-        print(f"warning: preflight: {socket.gethostname()}: {problem}", file=sys.stderr, flush=True)
+        print(f"warning: preflight: {problem}", file=sys.stderr, flush=True)
 
 
 def _version_of(package: str) -> str:
@@ -315,6 +282,13 @@ def _version_of(package: str) -> str:
         return importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:
         return ""
+
+
+def _of_all_ranks[Value](own: Value) -> list[Value]:
+    """As the runtime's, without importing megatron-core."""
+    everyone: list[Value] = [own] * dist.get_world_size()
+    dist.all_gather_object(everyone, own)
+    return everyone
 
 
 def _check_rates(device: torch.device, hosts: Sequence[str], size: int, limit_s: float) -> float:
@@ -330,20 +304,16 @@ def _check_rates(device: torch.device, hosts: Sequence[str], size: int, limit_s:
         start_s = time.perf_counter()
         (matrix @ matrix)[0, 0].item()
         best_s = min(best_s, time.perf_counter() - start_s)
-    times_s: list[float] = [0.0] * len(hosts)
     with _limited("comparing the ranks' speeds", limit_s):
-        dist.all_gather_object(times_s, best_s)
-    slow = slow_ranks(times_s)
+        times_s = _of_all_ranks(best_s)
+    slow = [f"rank {r} on {hosts[r]}: {times_s[r] * 1e3:.1f} ms" for r in slow_ranks(times_s)]
     # Ranks on CPUs share cores, so that one's time says little of its node.
     if slow and device.type == "cuda":
-        named = ", ".join(
-            f"rank {rank} on {hosts[rank]}: {times_s[rank] * 1e3:.1f} ms"
-            for rank in slow[:MAX_NAMED]
-        )
         raise ConfigurationError(
             f"all GPUs need the same speed but one product of {size} x {size} takes "
-            f"{statistics.median(times_s) * 1e3:.1f} ms in the median and {named}; look at clocks, "
-            "temperature and other processes (nvidia-smi -q), or take the node out of the job"
+            f"{statistics.median(times_s) * 1e3:.1f} ms in the median and "
+            f"{listed(slow, most=MAX_NAMED)}; look at clocks, temperature and other processes "
+            "(nvidia-smi -q), or take the node out of the job"
         )
     return max(times_s)
 
@@ -357,84 +327,81 @@ def slow_ranks(times_s: Sequence[float]) -> list[int]:
     )
 
 
-def pairs_of_nodes(num_nodes: int) -> list[list[tuple[int, int]]]:
-    """Two rounds of disjoint pairs of neighbouring nodes, in which each node meets two others."""
-    chain = [(node, node + 1) for node in range(num_nodes - 1)]
-    return [chain[0::2], chain[1::2]]
-
-
 def _rates_between_nodes(
     device: torch.device, hosts: Sequence[str], limit_s: float
 ) -> dict[tuple[str, str], float]:
-    """Collective: GB/s at which a rank of a pair of nodes exchanges data with the other node."""
+    """Collective: GB/s at which ranks of neighbouring nodes exchange a block, by the slowest rank.
+
+    Each rank has a partner in the other node. There are two rounds, in which every node meets one
+    other.
+    """
     ranks_of: dict[str, list[int]] = {}
     for rank, host in enumerate(hosts):
         ranks_of.setdefault(host, []).append(rank)
-    nodes = list(ranks_of)
     own_rank = dist.get_rank()
-    rates: dict[tuple[str, str], float] = {}
-    for pairs in pairs_of_nodes(len(nodes)):
-        groups = {
-            (nodes[a], nodes[b]): dist.new_group(sorted(ranks_of[nodes[a]] + ranks_of[nodes[b]]))
-            for a, b in pairs
+    block = torch.zeros(NUM_BYTES_PER_RANK // 4, device=device)
+    received = torch.empty_like(block)
+    own_rates: dict[tuple[str, str], float] = {}
+    for first in range(2):
+        partners = {
+            rank: (pair, sum(ranks) - rank)
+            for pair in list(itertools.pairwise(ranks_of))[first::2]
+            for ranks in zip(ranks_of[pair[0]], ranks_of[pair[1]], strict=False)
+            for rank in ranks
         }
-        own_rates: dict[tuple[str, str], float] = {}
-        for pair, group in groups.items():
-            if not isinstance(group, dist.ProcessGroup):  # this rank is not in it
-                continue
-            num_members = dist.get_world_size(group)
-            num_numbers = NUM_BYTES_PER_RANK // 4 // num_members * num_members
-            block = torch.zeros(num_numbers, device=device)
-            received = torch.empty_like(block)
-            time_s = math.inf
-            with _limited(f"all_to_all between {pair[0]} and {pair[1]}", limit_s):
-                for _ in range(3):
-                    dist.barrier(group)
+        pair, partner = partners.get(own_rank, (None, None))
+        time_s = math.inf
+        with _limited("the exchange between nodes", limit_s):
+            for _ in range(_NUM_EXCHANGES):
+                dist.barrier()
+                if partner is not None:
                     start_s = time.perf_counter()
-                    dist.all_to_all_single(received, block, group=group)
-                    received[-1].item()
+                    _exchange(block, received, partner)
                     time_s = min(time_s, time.perf_counter() - start_s)
-            own_host = hosts[own_rank]
-            share = len(ranks_of[pair[1] if pair[0] == own_host else pair[0]]) / num_members
-            own_rates[pair] = block.nbytes * share / time_s / 1e9
-        everyone: list[Any] = [None] * len(hosts)
-        dist.all_gather_object(everyone, own_rates)
-        for found in everyone:
-            for pair, rate in found.items():
-                rates[pair] = min(rate, rates.get(pair, math.inf))
+        if pair is not None:
+            own_rates[pair] = block.nbytes / time_s / 1e9
+    rates: dict[tuple[str, str], float] = {}
+    for found in _of_all_ranks(own_rates):
+        for pair, rate in found.items():
+            rates[pair] = min(rate, rates.get(pair, math.inf))
     return rates
 
 
-def _check_links(rates: dict[tuple[str, str], float], least_gb_per_s: float | None) -> None:
+def _exchange(block: torch.Tensor, received: torch.Tensor, partner: int) -> None:
+    """Send a block to another rank and wait for its block."""
+    sent = dist.P2POp(dist.isend, block, partner)
+    for work in dist.batch_isend_irecv([sent, dist.P2POp(dist.irecv, received, partner)]):
+        work.wait()
+    received[-1].item()
+
+
+def _check_links(rates: dict[tuple[str, str], float]) -> None:
     """Raise ConfigurationError that names slow pairs, and the node that they have in common."""
-    if not rates:
-        return
-    median = statistics.median(rates.values())
-    least = LEAST_SHARE_OF_MEDIAN * median if least_gb_per_s is None else least_gb_per_s
+    median = statistics.median(rates.values() or [0.0])
+    least = LEAST_SHARE_OF_MEDIAN * median
     slow = {pair: rate for pair, rate in rates.items() if rate < least}
     if slow:
         counts = Counter(host for pair in slow for host in pair)
         suspects = [host for host, count in counts.items() if count == max(counts.values())]
-        named = ", ".join(f"{a} and {b}: {rate:.2f}" for (a, b), rate in list(slow.items())[:8])
+        named = listed([f"{a} and {b}: {rate:.2f}" for (a, b), rate in slow.items()], most=8)
         raise ConfigurationError(
             f"nodes must exchange at least {least:.2f} GB/s a rank (median {median:.2f}) but "
-            f"{named}; check the network cards and cables of {', '.join(suspects[:MAX_NAMED])} and "
-            "NCCL_SOCKET_IFNAME or NCCL_IB_HCA, or take the node out of the job"
+            f"{named}; check the network cards and cables of {listed(suspects, most=MAX_NAMED)} "
+            "and NCCL_SOCKET_IFNAME or NCCL_IB_HCA, or take the node out of the job"
         )
 
 
-def _warn_of_slow_network(rates: dict[tuple[str, str], float]) -> None:
-    """Warn if all links are slow, as over the wrong interface, where pairs do not differ."""
+def _slow_network(rates: dict[tuple[str, str], float]) -> str | None:
+    """Whether all links are slow, as over the wrong interface, where pairs do not differ."""
     constants = constants_of_this_rank(has_cuda=True, speaks=False)
     usual = constants.inter_node.bytes_per_s * constants.link_fraction / 1e9
-    if rates and statistics.median(rates.values()) < LEAST_SHARE_OF_USUAL * usual:
-        print(
-            f"warning: preflight: nodes of {constants.name} usually exchange {usual:.1f} GB/s a "
-            f"rank but these {statistics.median(rates.values()):.2f}; is it the right interface? "
-            "(NCCL_SOCKET_IFNAME, NCCL_IB_HCA, ulimit -l)",
-            file=sys.stderr,
-            flush=True,
-        )
+    if not rates or statistics.median(rates.values()) >= LEAST_SHARE_OF_USUAL * usual:
+        return None
+    return (
+        f"nodes of {constants.name} usually exchange {usual:.1f} GB/s a rank but these "
+        f"{statistics.median(rates.values()):.2f}; is it the right interface? "
+        "(NCCL_SOCKET_IFNAME, NCCL_IB_HCA, ulimit -l)"
+    )
 
 
 def _check_collectives(device: torch.device, limit_s: float) -> dict[str, float]:
