@@ -24,7 +24,7 @@ import pytest
 
 from megatron.hydraulis.checkpoint import saving
 from megatron.hydraulis.loop import entry
-from megatron.hydraulis.loop.batch_reader import PlannedData, RankBatch
+from megatron.hydraulis.loop.planned_data import PlannedData, RankBatch
 from megatron.hydraulis.optimizer.sharded_adamw import ShardedAdamW
 from megatron.hydraulis.runtime import engine as engine_module
 from megatron.hydraulis.runtime.regroup import EqualSharesRoute, OneStepRoute
@@ -133,8 +133,8 @@ class FaultInjector:
         original = PlannedData.next_batch
 
         def faulty(data: PlannedData) -> RankBatch:
-            if data.reader.corpus.name == "train":
-                self._step = data.reader.batches.iteration + 1
+            if data.corpus.name == "train":
+                self._step = data.batches.iteration + 1
                 self._at("planning")
             return original(data)
 

@@ -47,8 +47,8 @@ from megatron.hydraulis.flags.defaults import UPSTREAMS_ROPE_FACTOR
 from megatron.hydraulis.flags.describe import block_lines
 from megatron.hydraulis.flags.samples import counts_iterations
 from megatron.hydraulis.library.planning import Planning
-from megatron.hydraulis.loop.batch_reader import PlannedData
 from megatron.hydraulis.loop.model_container import ModelContainer
+from megatron.hydraulis.loop.planned_data import PlannedData
 from megatron.hydraulis.optimizer.sharded_adamw import ShardedAdamW
 
 
@@ -133,7 +133,7 @@ class RunCheckpoints:
                     "consumed_valid_samples": args.consumed_valid_samples,
                     "num_skipped": self.counters.num_skipped,
                     "num_skipped_in_a_row": self.counters.num_skipped_in_a_row,
-                    "sampler": train_data_iterator.reader.batches.state,
+                    "sampler": train_data_iterator.batches.state,
                     "data": list(map(asdict, self._data)),
                     "planner": {
                         "pool": {s.name: str(s) for s in self._planning.pool.strategies},

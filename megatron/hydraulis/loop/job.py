@@ -61,14 +61,17 @@ from megatron.hydraulis.library.planning import (
     profiled_model,
     read_cost_profile,
 )
-from megatron.hydraulis.loop.batch_reader import BatchReader, PlannedData
 from megatron.hydraulis.loop.checkpoints import RunCheckpoints
 from megatron.hydraulis.loop.drift import RunDrift
-from megatron.hydraulis.loop.faults import heed_signals
-from megatron.hydraulis.loop.hang_guard import HangGuard
+from megatron.hydraulis.loop.faults import HangGuard, heed_signals
 from megatron.hydraulis.loop.memory_safety import MemorySafety
 from megatron.hydraulis.loop.model_container import ContainerConfig
-from megatron.hydraulis.loop.plan_feed import PlanExchange, PlanFeed, SampledBatches
+from megatron.hydraulis.loop.planned_data import (
+    PlanExchange,
+    PlanFeed,
+    PlannedData,
+    SampledBatches,
+)
 from megatron.hydraulis.loop.sft_data import convert_data
 from megatron.hydraulis.loop.step import Iterators, RunParts, TrainingLoop
 from megatron.hydraulis.loop.tracing import RunTrace
@@ -594,16 +597,16 @@ class Job:
                 num_ahead=hydraulis.plan_ahead if is_training else 0,
             )
             plan_dir = hydraulis.plan_dir if is_training else None
-        reader = BatchReader(
+        data = PlannedData(
             corpus=corpus,
             batches=batches,
             exchange=exchange,
+            feed=feed,
             pool=planning.pool,
             limits=planning.limits,
             device=device_of_job(),
             plan_dir=plan_dir,
         )
-        data = PlannedData(reader, feed)
         parts.memory.watch(data, is_training=is_training)
         return data
 

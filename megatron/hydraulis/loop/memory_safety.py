@@ -18,7 +18,7 @@ from megatron.hydraulis.cost_model.limits import Limits, MemoryTrial, after_fail
 from megatron.hydraulis.errors import OutOfMemoryError, StrategyError
 from megatron.hydraulis.flags.config import HydraulisConfig
 from megatron.hydraulis.library.planning import Planning, planners
-from megatron.hydraulis.loop.batch_reader import PlannedData
+from megatron.hydraulis.loop.planned_data import PlannedData
 from megatron.hydraulis.runtime.engine import RuntimeEngine
 from megatron.hydraulis.runtime.executor import ForwardStep
 from megatron.hydraulis.runtime.memory import (

@@ -28,12 +28,12 @@ from megatron.hydraulis.data.sampler import GlobalBatch
 from megatron.hydraulis.errors import HydraulisError, NonFiniteLossError, listed
 from megatron.hydraulis.flags.arguments import Resolved
 from megatron.hydraulis.flags.samples import counts_iterations, num_iterations, sample_tokens
-from megatron.hydraulis.loop.batch_reader import PlannedData, RankBatch
 from megatron.hydraulis.loop.checkpoints import LoopCounters, RunCheckpoints
 from megatron.hydraulis.loop.drift import RunDrift
-from megatron.hydraulis.loop.hang_guard import HangGuard
+from megatron.hydraulis.loop.faults import HangGuard
 from megatron.hydraulis.loop.memory_safety import MemorySafety
 from megatron.hydraulis.loop.model_container import ModelContainer
+from megatron.hydraulis.loop.planned_data import PlannedData, RankBatch
 from megatron.hydraulis.loop.tracing import RunTrace
 from megatron.hydraulis.model_shape import AttentionWindow
 from megatron.hydraulis.observability.console import EtaEstimator, compact_line, iteration_suffix
@@ -176,7 +176,7 @@ class TrainingLoop:
                 number,
                 planned,
                 outcome,
-                data_iterator.reader.corpus,
+                data_iterator.corpus,
                 self._checkpoints.counters,
                 num_allowed=self._max_skipped_in_a_row,
             )
@@ -265,7 +265,7 @@ class TrainingLoop:
         timers("evaluate", log_level=0).start(barrier=True)
         engine = model[0].engine
         model[0].eval()
-        data_iterator.reader.batches.sampler.reset()  # type: ignore[union-attr]
+        data_iterator.batches.sampler.reset()  # type: ignore[union-attr]
         loss_sum = weight_sum = 0.0
         with nullcontext() if self._trace is None else self._trace.evaluation():
             for _ in range(args.eval_iters if eval_iters is None else eval_iters):
@@ -361,7 +361,7 @@ class TrainingLoop:
         """
         if args.train_samples is None:
             return
-        batches = data.reader.batches
+        batches = data.batches
         num_consumed = batches.state[f"num_{self._sizes.unit}"]
         args.train_iters = batches.iteration + num_iterations(args, self._sizes, num_consumed)
 

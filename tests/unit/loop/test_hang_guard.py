@@ -17,7 +17,7 @@ import pytest
 import torch.distributed as dist
 
 from megatron.hydraulis.errors import HydraulisError
-from megatron.hydraulis.loop.hang_guard import HangGuard, RankPlace, missing_ranks, report_of
+from megatron.hydraulis.loop.faults import HangGuard, RankPlace, missing_ranks, report_of
 from megatron.hydraulis.loop.startup import fresh_store, meet
 from tests.support.counted_store import CountedStore
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from datetime import timedelta
 from types import SimpleNamespace
 from typing import Any, cast
@@ -14,8 +15,12 @@ from megatron.hydraulis.cost_model import ProfileCostModel
 from megatron.hydraulis.cost_model.limits import Limits
 from megatron.hydraulis.data.sampler import GlobalBatch
 from megatron.hydraulis.errors import PlanError
-from megatron.hydraulis.loop.batch_reader import BatchReader, PlannedData
-from megatron.hydraulis.loop.plan_feed import PlanExchange, PlanFeed, SampledBatches
+from megatron.hydraulis.loop.planned_data import (
+    PlanExchange,
+    PlanFeed,
+    PlannedData,
+    SampledBatches,
+)
 from megatron.hydraulis.loop.step import LogInterval
 from megatron.hydraulis.model_shape import AttentionWindow
 from megatron.hydraulis.planner.plan import PlanText
@@ -92,16 +97,15 @@ def data(store: dist.Store, planner: SlowFirst, monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(dist, "get_rank", lambda: 0)
     batches = SampledBatches(cast(Any, Sampler()))
     exchange = PlanExchange(store, "train")
-    reader = BatchReader(
+    return PlannedData(
         corpus=cast(Any, None),
         batches=batches,
         exchange=exchange,
+        feed=PlanFeed(cast(Any, planner), exchange, batches, num_ahead=NUM_AHEAD),
         pool=POOL,
         limits=Limits(MODEL),
         device=torch.device("cpu"),
     )
-    feed = PlanFeed(cast(Any, planner), exchange, batches, num_ahead=NUM_AHEAD)
-    return PlannedData(reader, feed)
 
 
 def test_plans_that_are_ready_reach_the_ranks_before_their_iteration(
@@ -170,17 +174,17 @@ def test_squares_leave_out_what_a_window_hides() -> None:
 
 
 def test_batches_planned_ahead_do_not_count_as_consumed(data: PlannedData) -> None:
-    assert data.reader.batches.state == {"num_batches": 0}
+    assert data.batches.state == {"num_batches": 0}
     for num_taken in (1, 2, 3):
         data.next_batch()
-        assert data.reader.batches.sampler.state_dict() == {"num_batches": num_taken + NUM_AHEAD}
-        assert data.reader.batches.state == {"num_batches": num_taken}
+        assert data.batches.sampler.state_dict() == {"num_batches": num_taken + NUM_AHEAD}
+        assert data.batches.state == {"num_batches": num_taken}
 
 
 def test_a_plan_made_during_an_iteration_is_known_before_its_end(data: PlannedData) -> None:
     first = data.next_batch()
     assert data.publish_ready() == first.plan.strategy
-    assert PlannedData(data.reader, None).publish_ready() is None
+    assert replace(data, feed=None).publish_ready() is None
 
 
 def test_lower_limits_repeat_the_last_batch_with_new_plans(
@@ -193,7 +197,7 @@ def test_lower_limits_repeat_the_last_batch_with_new_plans(
     planner.taken.clear()
     data.lower_limits(POOL, Limits(MODEL), cast(Any, ("planner", "stand-in")), repeats_last=True)
     assert replaced == [("planner",)]
-    assert data.reader.batches.iteration == 1
+    assert data.batches.iteration == 1
     assert [data.next_batch().plan.iteration for _ in range(3)] == [1, 2, 3]
     assert planner.taken == [1, 2, 3, 4, 5]
-    assert data.reader.batches.sampler.state_dict() == {"num_batches": 4 + NUM_AHEAD}
+    assert data.batches.sampler.state_dict() == {"num_batches": 4 + NUM_AHEAD}
