@@ -58,7 +58,7 @@ from megatron.hydraulis.profiler.measurements import (
     profile_tables,
     survey,
 )
-from megatron.hydraulis.profiler.rig import EngineRig, Repeats
+from megatron.hydraulis.profiler.rig import EngineRig
 from megatron.hydraulis.runtime.core_attention import CoreAttentionName
 from megatron.hydraulis.runtime.engine import RuntimeEngine
 from megatron.hydraulis.runtime.memory import MemoryMeter, memory_meter
@@ -247,31 +247,22 @@ class _Job:
     @classmethod
     def of(cls, namespace: argparse.Namespace, *, num_ranks: int, rank: int) -> _Job:
         """Raises ConfigurationError, DataError."""
-        for option, value, least in (
-            ("--num-warmup", namespace.num_warmup, 0),
-            ("--num-repeats", namespace.num_repeats, 1),
-        ):
-            if value < least:
-                raise ConfigurationError(
-                    f"{option} must be at least {least} but is {value}; give more"
-                )
         resolved = parse_arguments(
             training_defaults(namespace.model_flags),
             num_ranks=num_ranks,
             rank=rank,
             needs_data=False,
         )
-        pool: Pool | None = resolved.pool
-        if namespace.pool is not None:
-            pool = Pool.read(namespace.pool)
+        pool = resolved.pool if namespace.pool is None else Pool.read(namespace.pool)
+        strategies = pool.strategies
+        schemes = [scheme for strategy in strategies for scheme in strategy.schemes]
         if namespace.schemes is not None:
+            strategies = ()
             schemes = [parse_scheme(text, label="--schemes") for text in namespace.schemes]
-            pool = None
-        else:
-            assert pool is not None
-            schemes = [s for strategy in pool.strategies for s in strategy.schemes]
         ranks_per_node = resolved.pool.ranks_per_node
-        filling, all_strategies, skipped = _profiled_pool(schemes, pool, num_ranks, ranks_per_node)
+        filling, all_strategies, skipped = _profiled_pool(
+            schemes, strategies, num_ranks, ranks_per_node
+        )
         all_strategies.check_model(resolved.shape)
         check_vocabulary_parts(all_strategies, resolved.vocabulary.padded_size)
         limit = resolved.hydraulis.max_tokens_per_micro_batch
@@ -318,8 +309,9 @@ class _Job:
         rig = EngineRig(
             partial(self._engine, core_attention.name),
             {str(scheme): strategy for scheme, strategy in self.filling.items()},
-            Repeats(num_warmup=self.namespace.num_warmup, num_measured=self.namespace.num_repeats),
             meter,
+            num_warmup=self.namespace.num_warmup,
+            num_measured=self.namespace.num_repeats,
             vocab_size=self.resolved.vocabulary.size,
             seed=args.seed,
         )
@@ -447,14 +439,15 @@ def training_defaults(model_flags: Sequence[str]) -> list[str]:
 
 def _profiled_pool(
     schemes: Iterable[Scheme],
-    pool: Pool | None,
+    strategies: Iterable[Strategy],
     num_ranks: int,
-    ranks_per_node: int | None,
+    ranks_per_node: int,
 ) -> tuple[dict[Scheme, Strategy], Pool, tuple[str, ...]]:
     """A strategy to measure each scheme with, all strategies, and a line for each skipped scheme.
 
-    Of a scheme that splits its cp ranks, every size of group is measured as a separate scheme. If
-    the pool is for the ranks of this job, the overheads of its strategies are measured as well.
+    Of a scheme that splits its cp ranks, every size of group is measured as a separate scheme. The
+    given strategies that are for the ranks of this job are among all, so that their overheads are
+    measured as well.
 
     Raises ConfigurationError where no scheme can be measured.
     """
@@ -470,19 +463,15 @@ def _profiled_pool(
             f"a profile needs at least 1 scheme that can be run but has 0: {'; '.join(skipped)}; "
             f"start more ranks or name other schemes with --schemes"
         )
-    used_ranks_per_node = next(iter(filling.values())).ranks_per_node
     named = {strategy.name: strategy for strategy in filling.values()}
-    if pool is not None and (pool.num_ranks, pool.ranks_per_node) == (
-        num_ranks,
-        used_ranks_per_node,
-    ):
-        for strategy in pool.strategies:
-            if {scheme.group_schemes[0] for scheme in strategy.schemes} <= set(filling):
-                named.setdefault(strategy.name, strategy)
+    for strategy in strategies:
+        is_of_job = (strategy.num_ranks, strategy.ranks_per_node) == (num_ranks, ranks_per_node)
+        if is_of_job and {scheme.group_schemes[0] for scheme in strategy.schemes} <= set(filling):
+            named.setdefault(strategy.name, strategy)
     return filling, Pool.of(*named.values()), tuple(skipped)
 
 
-def _filling_strategy(scheme: Scheme, num_ranks: int, ranks_per_node: int | None) -> Strategy:
+def _filling_strategy(scheme: Scheme, num_ranks: int, ranks_per_node: int) -> Strategy:
     """As many replicas of a scheme as the ranks hold, so that the machine is busy as in training.
 
     A group of fewer than ep ranks runs next to others like it. Raises StrategyError where the ranks

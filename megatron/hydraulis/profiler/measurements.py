@@ -372,18 +372,8 @@ def grid(
         sample_from: lengths of a corpus in tokens, from which each size is packed as well.
         seed: of that sample.
 
-    Raises ConfigurationError for a number below 1 and a short sequence longer than max_tokens.
+    Raises ConfigurationError for a short sequence longer than max_tokens.
     """
-    for what, value in (
-        ("the most tokens", max_tokens),
-        ("the longest sequence", longest),
-        ("a short sequence", short),
-        ("the number of sizes", num_sizes),
-    ):
-        if value < 1:
-            raise ConfigurationError(
-                f"grid of a profile: {what} must be at least 1 but is {value}; give more"
-            )
     if short > min(max_tokens, longest):
         raise ConfigurationError(
             f"grid of a profile: a short sequence fits the smallest micro-batch but has {short} "

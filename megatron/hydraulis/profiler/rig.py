@@ -48,16 +48,6 @@ _MOST_MICRO_BATCHES = 64
 steady; next to a much slower scheme, more of them only lengthen the profile."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class Repeats:
-    """How often a measurement is repeated."""
-
-    num_warmup: int
-    """Runs that are not counted."""
-    num_measured: int
-    """Runs whose median is the result."""
-
-
 @dataclass(frozen=True)
 class _RankTimes:
     """The times of a point on one rank."""
@@ -101,6 +91,8 @@ class EngineRig:
         make_engine: builds an engine that records its work; called again after memory has run
             out, because the state of the engine is then unknown.
         strategies: by scheme, the strategy that fills the job with its replicas.
+        num_warmup: runs of a measurement that are not counted.
+        num_measured: runs whose median is the result.
         vocab_size: random tokens are below it.
     """
 
@@ -108,15 +100,16 @@ class EngineRig:
         self,
         make_engine: Callable[[SpanRecorder], RuntimeEngine],
         strategies: Mapping[str, Strategy],
-        repeats: Repeats,
         meter: MemoryMeter,
         *,
+        num_warmup: int,
+        num_measured: int,
         vocab_size: int,
         seed: int,
     ) -> None:
         self._make_engine = make_engine
         self._strategies = strategies
-        self._repeats = repeats
+        self._num_warmup, self._num_measured = num_warmup, num_measured
         self._vocab_size = vocab_size
         self._seed = seed
         self._forward_step = make_forward_step()
@@ -183,7 +176,7 @@ class EngineRig:
             batches = [packed] * numbers[mine.scheme]
         found: list[RankIteration] = []
         self._recorder.take()
-        for number in range(self._repeats.num_warmup + 1 + self._repeats.num_measured):
+        for number in range(self._num_warmup + 1 + self._num_measured):
             dist.barrier()
             start_s = time.perf_counter()
             outcome = engine.train_step(
@@ -194,7 +187,7 @@ class EngineRig:
             wall_ms = (time.perf_counter() - start_s) * _MS_PER_S
             spans = self._recorder.take()
             # In later iterations the parameters are gathered already.
-            if number > self._repeats.num_warmup:
+            if number > self._num_warmup:
                 found.append(RankIteration.of(spans, wall_ms, num_micro_batches=len(batches)))
         regroup = self._regroup_speed(strategy)
         everyone, speeds = zip(*of_all_ranks((found, regroup)), strict=True)
@@ -227,9 +220,8 @@ class EngineRig:
         engine = self.engine
         mine = strategy.replica_of(self._rank)
         scheme = strategy.schemes[0]
-        num_measured = self._repeats.num_measured
         # One more than the pipeline is deep: the last ones are left out.
-        num_micro_batches = self._repeats.num_warmup + num_measured + scheme.pp
+        num_micro_batches = self._num_warmup + self._num_measured + scheme.pp
         batches: list[PackedBatch] = []
         if mine is not None:
             batches = [self._packed(point, mine, context_size)] * num_micro_batches
@@ -246,7 +238,7 @@ class EngineRig:
             return _RankTimes(None, 0, 0.0, 0.0, peak_bytes)
         position = mine.position_of(self._rank)
         assert position is not None
-        counted = range(self._repeats.num_warmup, self._repeats.num_warmup + num_measured)
+        counted = range(self._num_warmup, self._num_warmup + self._num_measured)
         forward_ms = _median_ms(spans, "forward", counted)
         return _RankTimes(
             strategy.replicas.index(mine),
@@ -259,7 +251,7 @@ class EngineRig:
     def _regroup_speed(self, strategy: Strategy) -> RegroupSpeed:
         engine = self.engine
         gathers_ms, scatters_ms = [], []
-        for _ in range(self._repeats.num_warmup + self._repeats.num_measured):
+        for _ in range(self._num_warmup + self._num_measured):
             engine.parameters_changed()
             self._recorder.take()
             dist.barrier()
@@ -272,12 +264,11 @@ class EngineRig:
             engine.discard_gradients()
             scatters_ms.append(_extent_ms(_named(self._recorder.take(), "scatter")))
         traffic = engine.runtime_of(strategy.name).regrouper.traffic
-        num_warmup = self._repeats.num_warmup
         return RegroupSpeed(
             gather_bytes=traffic.gather_received_bytes,
-            gather_ms=statistics.median(gathers_ms[num_warmup:]),
+            gather_ms=statistics.median(gathers_ms[self._num_warmup :]),
             scatter_bytes=traffic.scatter_sent_bytes,
-            scatter_ms=statistics.median(scatters_ms[num_warmup:]),
+            scatter_ms=statistics.median(scatters_ms[self._num_warmup :]),
         )
 
     def _packed(self, point: GridPoint, replica: Replica, context_size: int) -> PackedBatch:
