@@ -204,25 +204,19 @@ class IterationRecord:
         Raises `HydraulisError` if a key without a default is missing or a value breaks its rule.
         """
         values = {"trained_tokens": values.get("num_tokens"), **values}
-        fields = dataclasses.fields(cls)
-        required = [
-            field.name
-            for field in fields
-            if field.default is field.default_factory is dataclasses.MISSING
-        ]
-        missing = [name for name in required if name not in values]
+        known, missing = {}, []
+        for field in dataclasses.fields(cls):
+            if field.name in values:
+                value = values[field.name]
+                _check_type(field.name, str(field.type), value)
+                known[field.name] = tuple(value) if isinstance(value, list) else value
+            elif field.default is field.default_factory is dataclasses.MISSING:
+                missing.append(field.name)
         if missing:
             raise HydraulisError(
-                f"iteration record: {len(missing)} of {len(required)} keys are missing "
-                f"({', '.join(missing)}); the file was written by another version or by hand"
+                f"iteration record: {len(missing)} keys are missing ({', '.join(missing)}); the "
+                "file was written by another version or by hand"
             )
-        known = {field.name: values[field.name] for field in fields if field.name in values}
-        for field in fields:
-            if field.name in known:
-                _check_type(field.name, str(field.type), known[field.name])
-        known["replica_times_s"] = tuple(known["replica_times_s"])
-        if known.get("router_bias_range") is not None:
-            known["router_bias_range"] = tuple(known["router_bias_range"])
         return cls(**known)
 
 

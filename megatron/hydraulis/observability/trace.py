@@ -193,23 +193,16 @@ class TraceWriter(UnbufferedFile):
             keeps_lines=False,
         )
         self._lanes = Lanes()
-        self._is_empty = True
+        self._separator = "\n"
         self.append(b"[")
 
     def write(self, spans: Iterable[Span]) -> None:
         """Appends spans; they use the fewest lanes if those of a track are sorted by start."""
-        lines: list[str] = []
-        for span in spans:
-            thread_id, new_lane, is_new_process = self._lanes.assign(span)
-            events = [event_of_span(span, thread_id)]
-            if new_lane is not None:
-                events += _metadata_events(span, thread_id, new_lane, is_new_process)
-            for event in events:
-                separator = "\n" if self._is_empty else ",\n"
-                self._is_empty = False
-                lines.append(separator + json.dumps(event, allow_nan=False))
-        if lines:
-            self.append("".join(lines).encode())
+        events = [event for span in spans for event in self._lanes.events_of(span)]
+        if events:
+            lines = ",\n".join(json.dumps(event, allow_nan=False) for event in events)
+            self.append(f"{self._separator}{lines}".encode())
+            self._separator = ",\n"
 
     def close(self) -> None:
         if not self._file.closed:
@@ -372,30 +365,6 @@ def _process_id(span: Span) -> int:
     return span.rank + PLANNED_PROCESS_OFFSET if span.is_planned else span.rank
 
 
-def _metadata_events(
-    span: Span, thread_id: int, lane: int, is_new_process: bool
-) -> list[dict[str, Any]]:
-    """Names of a span's thread in the view, and of its process if it is new."""
-
-    def metadata(kind: str, tid: int, **what: int | str) -> dict[str, Any]:
-        return {"ph": "M", "name": kind, "pid": _process_id(span), "tid": tid, "args": what}
-
-    thread = span.track if lane == 0 else f"{span.track} ({lane + 1})"
-    events = [
-        metadata("thread_name", thread_id, name=thread),
-        metadata("thread_sort_index", thread_id, sort_index=thread_id),
-    ]
-    if is_new_process:
-        name = f"rank {span.rank} planned" if span.is_planned else f"rank {span.rank}"
-        # The plan of a rank is shown right above what was measured.
-        place = 2 * span.rank + (not span.is_planned)
-        events += [
-            metadata("process_name", 0, name=name),
-            metadata("process_sort_index", 0, sort_index=place),
-        ]
-    return events
-
-
 def free_lane(ends_us: list[float], span: Span) -> int:
     """The first lane that is free from the span's start on; a new one if there is none.
 
@@ -411,26 +380,38 @@ def free_lane(ends_us: list[float], span: Span) -> int:
 
 
 class Lanes:
-    """Assigns each span to a lane of its track.
+    """Assigns each span to a lane of its track, which is a thread of the view.
 
     A viewer draws spans of one thread as nested calls. Spans that overlap in another way would be
     drawn wrongly or not at all.
     """
 
     def __init__(self) -> None:
-        self._ends_us: dict[tuple[int, bool, str], list[float]] = {}
-        self._processes: set[tuple[int, bool]] = set()
+        self._ends_us: dict[int, dict[str, list[float]]] = {}
 
-    def assign(self, span: Span) -> tuple[int, int | None, bool]:
-        """Returns (thread id, number of the lane if it is new, whether its process is new too)."""
-        track = TRACKS.index(span.track) if span.track in TRACKS else len(TRACKS)
-        process = (span.rank, span.is_planned)
-        ends_us = self._ends_us.setdefault((*process, span.track), [])
+    def events_of(self, span: Span) -> list[dict[str, Any]]:
+        """The span's event; then, if they are new, the names of its thread and process."""
+        process = _process_id(span)
+        is_new_process = process not in self._ends_us
+        ends_us = self._ends_us.setdefault(process, {}).setdefault(span.track, [])
         num_lanes = len(ends_us)
         lane = free_lane(ends_us, span)
-        is_new_process = process not in self._processes
-        self._processes.add(process)
-        return 1 + track * MAX_LANES + lane, lane if lane == num_lanes else None, is_new_process
+        track = TRACKS.index(span.track) if span.track in TRACKS else len(TRACKS)
+        thread = 1 + track * MAX_LANES + lane
+        events = [event_of_span(span, thread)]
+
+        def name(kind: str, thread: int, text: str, place: int) -> None:
+            for what, value in (("name", text), ("sort_index", place)):
+                args = {"pid": process, "tid": thread, "args": {what: value}}
+                events.append({"ph": "M", "name": f"{kind}_{what}", **args})
+
+        if lane == num_lanes:
+            name("thread", thread, f"{span.track} ({lane + 1})" if lane else span.track, thread)
+        if is_new_process:
+            # The plan of a rank is shown right above what was measured.
+            place = 2 * span.rank + (not span.is_planned)
+            name("process", 0, f"rank {span.rank}" + " planned" * span.is_planned, place)
+        return events
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -77,35 +77,18 @@ def write_trace(
 def _spans(record: IterationRecord, rank: int, start_us: float, scale: float) -> list[Span]:
     detail: dict[str, int | str] = {"iteration": record.iteration, "strategy": record.strategy}
     end_us = start_us + record.iteration_time_s * 1e6
-    spans = [
-        Span(
-            rank=rank,
-            track="iteration",
-            name="iteration",
-            start_us=start_us,
-            end_us=end_us,
-            detail=detail,
-        )
-    ]
+    whole: dict[str, Any] = {"track": "iteration", "name": "iteration", "detail": detail}
+    spans = [Span(rank=rank, start_us=start_us, end_us=end_us, **whole)]
     for (_, ranks), time_s in zip(REPLICAS[record.strategy], record.replica_times_s, strict=True):
         if rank not in ranks or not time_s:
             continue
         middle_us = start_us + 0.5 * scale * time_s * 1e6
         last_us = start_us + 2.0 * scale * time_s * 1e6
-        for name, begin_us, stop_us in (
-            ("forward", start_us, middle_us),
-            ("backward", middle_us, last_us),
-        ):
-            spans.append(
-                Span(
-                    rank=rank,
-                    track="compute",
-                    name=name,
-                    start_us=begin_us,
-                    end_us=stop_us,
-                    detail={"iteration": record.iteration, "micro_batch": 0},
-                )
-            )
+        work: dict[str, Any] = {"track": "compute", "detail": {**detail, "micro_batch": 0}}
+        spans += [
+            Span(rank=rank, name="forward", start_us=start_us, end_us=middle_us, **work),
+            Span(rank=rank, name="backward", start_us=middle_us, end_us=last_us, **work),
+        ]
     return spans
 
 

@@ -22,6 +22,7 @@ def test_suffix_continues_upstreams_line() -> None:
         " strategy: tp2+2*tp1 | tokens: 24,310 | padding: 0.4% | imbalance: 1.07"
         " | plan time (ms): 1.2 | ETA 0:01:23 |"
     )
+    assert iteration_suffix(make_record(), None).endswith(" ETA unknown |")
 
 
 def test_tokens_without_weight_are_told_apart() -> None:
@@ -33,10 +34,6 @@ def test_tokens_without_weight_are_told_apart() -> None:
     untrained = make_record(2, num_tokens=1000, trained_tokens=0, lm_loss=None, grad_norm=None)
     rows = rows_of(closing_table(make_run(record, untrained)))
     assert rows["iterations without a trained token"] == "1"
-
-
-def test_suffix_without_an_estimate() -> None:
-    assert iteration_suffix(make_record(), None).endswith(" ETA unknown |")
 
 
 def test_peaks_of_memory_are_shown_if_known() -> None:
@@ -126,30 +123,18 @@ def test_closing_table_sums_up_the_run(tmp_path: Path) -> None:
 
 
 def test_closing_table_has_strategies_waits_gaps_and_plans_cut_short() -> None:
-    def record(iteration: int, strategy: str, **changes: Any) -> IterationRecord:
-        return make_record(iteration, strategy=strategy, **changes)
-
-    records = [
+    names = ("strategy", "plan_wait_s", "plan_gap", "plan_status", "num_marked_plans")
+    rows_of_plans: list[tuple[Any, ...]] = [
         # The first plan waits for the planner to start.
-        record(1, "short", plan_wait_s=3.0, plan_gap=0.0),
-        record(
-            2,
-            "long",
-            plan_wait_s=0.001,
-            plan_gap=0.02,
-            plan_status="time limit",
-            num_marked_plans=1,
-        ),
-        record(3, "short", plan_wait_s=0.002, plan_gap=None, num_marked_plans=1),
-        record(
-            4,
-            "short",
-            plan_wait_s=0.005,
-            plan_gap=0.01,
-            plan_status="greedy: KeyError",
-            num_marked_plans=2,
-        ),
-        record(5, "short", plan_wait_s=0.002, plan_gap=0.01, num_marked_plans=2),
+        ("short", 3.0, 0.0, "certified", 0),
+        ("long", 0.001, 0.02, "time limit", 1),
+        ("short", 0.002, None, "certified", 1),
+        ("short", 0.005, 0.01, "greedy: KeyError", 2),
+        ("short", 0.002, 0.01, "certified", 2),
+    ]
+    records = [
+        make_record(number, **dict(zip(names, row, strict=True)))
+        for number, row in enumerate(rows_of_plans, start=1)
     ]
     rows = rows_of(closing_table(make_run(*records)))
     assert rows["iterations of short"] == "4"

@@ -23,9 +23,7 @@ from tests.unit.observability.run_folders import (
 
 
 def test_a_finished_run_needs_no_note(tmp_path: Path) -> None:
-    write_run(tmp_path, make_records())
-    write_config(tmp_path)
-    run = read_run(tmp_path)
+    run = run_of(tmp_path, make_records())
     assert run.notes == ()
     assert run.starts == {1}
     assert [record.iteration for record in run.steady] == [2, 3, 4, 5, 6, 7, 8]
@@ -58,10 +56,7 @@ def test_an_interrupted_run_shows_its_progress(tmp_path: Path) -> None:
 
 def test_iterations_that_ran_twice_count_once(tmp_path: Path) -> None:
     write_run(tmp_path, make_records(6))
-    again = [make_record(number, lm_loss=1.0) for number in (5, 6, 7, 8)]
-    write_run(tmp_path, again)
-    write_config(tmp_path)
-    run = read_run(tmp_path)
+    run = run_of(tmp_path, [make_record(number, lm_loss=1.0) for number in (5, 6, 7, 8)])
     assert [record.iteration for record in run.records] == [1, 2, 3, 4, 5, 6, 7, 8]
     assert [record.lm_loss for record in run.records[4:]] == [1.0] * 4
     assert run.starts == {1, 5}
@@ -104,15 +99,24 @@ def test_independent_earlier_runs_are_only_named(tmp_path: Path) -> None:
 def test_a_damaged_earlier_folder_is_skipped(tmp_path: Path) -> None:
     (tmp_path / "earlier.1").mkdir()
     (tmp_path / "earlier.1" / METRICS_FILE_NAME).write_text("no json\n")
-    write_run(tmp_path, [make_record(number) for number in (5, 6)])
-    write_config(tmp_path, train_iters=6)
-    run = read_run(tmp_path)
+    run = run_of(tmp_path, [make_record(number) for number in (5, 6)])
     assert len(run.records) == 2
     (note,) = run.notes
     assert "earlier.1 is not included" in note
 
 
-@pytest.mark.parametrize("content", [None, "{", "[]", '{"strategies": [{"name": "a"}]}'])
+@pytest.mark.parametrize(
+    "content",
+    [
+        None,
+        "{",
+        "[]",
+        '{"strategies": [{"name": "a"}]}',
+        '{"model": "text"}',
+        "[" * 100_000,
+        '{"settings": [1]}',
+    ],
+)
 def test_a_configuration_that_cannot_be_read_is_a_note(tmp_path: Path, content: str | None) -> None:
     write_run(tmp_path, make_records())
     if content is not None:

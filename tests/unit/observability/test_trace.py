@@ -221,15 +221,13 @@ def test_foreign_events_are_refused(event: dict[str, Any]) -> None:
 def test_spans_of_a_lane_follow_one_another(drawn: list[tuple[int, int, bool]]) -> None:
     lanes = Lanes()
     end_us: dict[tuple[bool, int], float] = {}
-    named: set[tuple[bool, int]] = set()
     for start, length, is_planned in sorted(drawn):
         given_ = gather_span(start, start + length, is_planned=is_planned)
-        thread_id, new_lane, is_new_process = lanes.assign(given_)
-        lane = (is_planned, thread_id)
+        event, *names = lanes.events_of(given_)
+        lane = (is_planned, event["tid"])
         assert end_us.get(lane, -1.0) <= given_.start_us
-        assert (new_lane is not None) == (lane not in named)
-        assert is_new_process == (not any(process == is_planned for process, _ in named))
-        named.add(lane)
+        is_new_process = not any(process == is_planned for process, _ in end_us)
+        assert len(names) == 2 * (lane not in end_us) + 2 * is_new_process
         end_us[lane] = given_.end_us
 
 
