@@ -204,7 +204,8 @@ class IterationRecord:
         Raises `HydraulisError` if a key without a default is missing or a value breaks its rule.
         """
         values = {"trained_tokens": values.get("num_tokens"), **values}
-        known, missing = {}, []
+        known: dict[str, Any] = {}
+        missing = []
         for field in dataclasses.fields(cls):
             if field.name in values:
                 value = values[field.name]
