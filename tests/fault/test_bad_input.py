@@ -76,69 +76,49 @@ def _only_error(outcome: JobOutcome) -> str:
 
 # --- flags ------------------------------------------------------------------------------------
 
-_FLAGS = [
-    pytest.param(
-        ["--strategy", "2*tp2+tp1"],
+_FLAGS: dict[str, tuple[str, list[str]]] = {
+    "more ranks in the strategy than in the job": (
+        "--strategy 2*tp2+tp1",
         ["strategy '2*tp2+tp1'", "5 ranks", "4", "remove"],
-        id="more ranks in the strategy than in the job",
     ),
-    pytest.param(
-        ["--strategy", "tp2+tp1"],
+    "fewer ranks in the strategy than in the job": (
+        "--strategy tp2+tp1",
         ["strategy 'tp2+tp1'", "3 ranks", "4", "idle"],
-        id="fewer ranks in the strategy than in the job",
     ),
-    pytest.param(
-        ["--strategy", "tp4", "--num-attention-heads", "2", "--num-query-groups", "2"],
+    "tp does not divide the heads": (
+        "--strategy tp4 --num-attention-heads 2 --num-query-groups 2",
         ["tp", "4", "2", "attention heads"],
-        id="tp does not divide the heads",
     ),
-    pytest.param(
-        ["--strategy", "tp4"],
-        ["tp", "4", "2", "query groups"],
-        id="tp does not divide the query groups",
-    ),
-    pytest.param(
-        [
-            *("--strategy", "tp4", "--hidden-size", "30", "--kv-channels", "8"),
-            *("--num-query-groups", "4"),
-        ],
+    "tp does not divide the query groups": ("--strategy tp4", ["tp", "4", "2", "query groups"]),
+    "tp does not divide the hidden size": (
+        "--strategy tp4 --hidden-size 30 --kv-channels 8 --num-query-groups 4",
         ["tp", "4", "30", "hidden"],
-        id="tp does not divide the hidden size",
     ),
-    pytest.param(
-        ["--strategy", "pp4"],
-        ["4 stages", "2 layers"],
-        id="more stages than layers",
-    ),
-    pytest.param(
-        ["--strategy", "pp2:1,2+2*tp1"],
+    "more stages than layers": ("--strategy pp4", ["4 stages", "2 layers"]),
+    "stages with more layers than the model": (
+        "--strategy pp2:1,2+2*tp1",
         ["3", "2", "layers"],
-        id="stages with more layers than the model",
     ),
-    pytest.param(
-        ["--strategy", "4*tp1", "--max-tokens-per-micro-batch", "64"],
+    "a micro-batch that cannot hold the longest sequence": (
+        "--strategy 4*tp1 --max-tokens-per-micro-batch 64",
         ["--seq-length", "96", "--max-tokens-per-micro-batch", "64"],
-        id="a micro-batch that cannot hold the longest sequence",
     ),
-    pytest.param(
-        ["--strategy", "4*tp1", "--mtp-num-layers", "1"],
+    "an upstream flag that is not honoured": (
+        "--strategy 4*tp1 --mtp-num-layers 1",
         ["--mtp-num-layers"],
-        id="an upstream flag that is not honoured",
     ),
-    pytest.param(
-        ["--strategy", "4*tp1", "--padded-vocab-size", "32", "--vocab-size", "61"],
+    "a tokenizer larger than the model's vocabulary": (
+        "--strategy 4*tp1 --padded-vocab-size 32 --vocab-size 61",
         ["61", "--padded-vocab-size", "32"],
-        id="a tokenizer larger than the model's vocabulary",
     ),
-]
+}
 
 
-@pytest.mark.parametrize(("flags", "expected"), _FLAGS)
-def test_wrong_flags_are_refused(
-    flags: list[str], expected: list[str], command: Command, tmp_path: Path
-) -> None:
+@pytest.mark.parametrize("case", _FLAGS)
+def test_wrong_flags_are_refused(case: str, command: Command, tmp_path: Path) -> None:
+    flags, expected = _FLAGS[case]
     without = ["--make-vocab-size-divisible-by"] if "--padded-vocab-size" in flags else []
-    error = _refused(command(*flags, without=without), 4, tmp_path)
+    error = _refused(command(*flags.split(), without=without), 4, tmp_path)
     for words in expected:
         assert words in error, error
     assert ";" in error, f"no fix is named: {error}"
@@ -179,40 +159,34 @@ def _without_documents(content: bytearray) -> bytes:
 
 NUM_TOKENS = sum(length + 1 for length in document_lengths())
 
-_DATA = [
-    pytest.param(
+_DATA: dict[str, tuple[Callable[[Path], str], list[str]]] = {
+    "an .idx cut short": (
         lambda path: _damaged(write_corpus(path), _cut_short),
         ["bytes", "cut short", "copy the dataset again"],
-        id="an .idx cut short",
     ),
-    pytest.param(
+    "an .idx of another version": (
         lambda path: _damaged(write_corpus(path), _of_version_2),
         ["version 2", "version 1"],
-        id="an .idx of another version",
     ),
-    pytest.param(
+    "no documents": (
         lambda path: _damaged(write_corpus(path), _without_documents),
         ["0 documents", "check the input"],
-        id="no documents",
     ),
-    pytest.param(
+    "nothing to predict": (
         lambda path: write_corpus(path, [0, 0, 0]),
         ["3 of fewer than 2 tokens"],
-        id="nothing to predict",
     ),
-    pytest.param(lambda path: str(path), [".idx", "correct the prefix"], id="no files"),
-    pytest.param(
+    "no files": (str, [".idx", "correct the prefix"]),
+    "weights of another length": (
         lambda path: write_weights(write_corpus(path, [4, 5]), [1.0] * 10),
         ["one weight a token", "10 for 11 tokens", "remove the file"],
-        id="weights of another length",
     ),
-]
+}
 
 
-@pytest.mark.parametrize(("make", "expected"), _DATA)
-def test_wrong_data_are_refused(
-    make: Callable[[Path], str], expected: list[str], command: Command, tmp_path: Path
-) -> None:
+@pytest.mark.parametrize("case", _DATA)
+def test_wrong_data_are_refused(case: str, command: Command, tmp_path: Path) -> None:
+    make, expected = _DATA[case]
     data = make(tmp_path / "wrong")
     error = _refused(command("--strategy", "2*tp1", data=data), 2, tmp_path)
     for words in [*expected, data]:

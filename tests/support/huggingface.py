@@ -239,92 +239,74 @@ def _sizes(model: SmallModel) -> dict[str, Any]:
     }
 
 
-def _epsilon(model: SmallModel) -> float:
-    return model.transformer().layernorm_epsilon
+def _built(family: str, model: SmallModel, **settings: Any) -> Any:
+    """A model of transformers in fp32, whose settings replace or extend `_sizes`."""
+    config = _sizes(model) | {"rms_norm_eps": model.transformer().layernorm_epsilon} | settings
+    made = getattr(transformers, f"{family}Config")(**config)
+    return getattr(transformers, f"{family}ForCausalLM")(made).float()
 
 
 def _build(model: SmallModel) -> torch.nn.Module:
-    return transformers.LlamaForCausalLM(
-        transformers.LlamaConfig(**_sizes(model), rms_norm_eps=_epsilon(model))
-    ).float()
+    return _built("Llama", model)
 
 
 def mistral(model: SmallModel) -> torch.nn.Module:
     """Mistral has a window in all layers; it counts a token's own key."""
     window = model.transformer().window_size
     assert window is not None
-    config = transformers.MistralConfig(
-        **_sizes(model), rms_norm_eps=_epsilon(model), sliding_window=window[0] + 1
-    )
-    return transformers.MistralForCausalLM(config).float()
+    return _built("Mistral", model, sliding_window=window[0] + 1)
 
 
 def nemotron(model: SmallModel) -> torch.nn.Module:
     """Nemotron has squared ReLU and layer norms around one."""
-    return transformers.NemotronForCausalLM(
-        transformers.NemotronConfig(**_sizes(model), norm_eps=_epsilon(model))
-    ).float()
+    return _built("Nemotron", model, norm_eps=model.transformer().layernorm_epsilon)
 
 
 def smollm3(model: SmallModel) -> torch.nn.Module:
     """SmolLM3 has layers without positions."""
     no_rope = model.transformer().no_rope_freq
     assert isinstance(no_rope, list)
-    config = transformers.SmolLM3Config(
-        **_sizes(model),
-        rms_norm_eps=_epsilon(model),
-        no_rope_layers=[1 - skips for skips in no_rope],
-    )
-    return transformers.SmolLM3ForCausalLM(config).float()
+    return _built("SmolLM3", model, no_rope_layers=[1 - skips for skips in no_rope])
 
 
 def qwen3_next(model: SmallModel) -> torch.nn.Module:
     """Qwen3-Next has gated attention and norms around one; here in full layers without experts."""
-    config = transformers.Qwen3NextConfig(
-        **_sizes(model),
-        rms_norm_eps=_epsilon(model),
-        layer_types=["full_attention"] * model.num_layers,
-        mlp_only_layers=list(range(model.num_layers)),
-    )
-    return transformers.Qwen3NextForCausalLM(config).float()
+    layers = range(model.num_layers)
+    types = ["full_attention" for _ in layers]
+    return _built("Qwen3Next", model, layer_types=types, mlp_only_layers=list(layers))
 
 
 def mixtral(model: SmallModel) -> torch.nn.Module:
     """Mixtral has experts in all layers."""
     settings = model.transformer()
-    config = transformers.MixtralConfig(
-        **_sizes(model) | {"intermediate_size": settings.moe_ffn_hidden_size},
-        rms_norm_eps=_epsilon(model),
+    return _built(
+        "Mixtral",
+        model,
+        intermediate_size=settings.moe_ffn_hidden_size,
         num_local_experts=settings.num_moe_experts,
         num_experts_per_tok=settings.moe_router_topk,
         sliding_window=None,
     )
-    return transformers.MixtralForCausalLM(config).float()
 
 
 def qwen2_moe(model: SmallModel) -> torch.nn.Module:
     """Qwen2-MoE has a shared expert and its gate; here without biases."""
-    settings = model.transformer()
-    config = transformers.Qwen2MoeConfig(
-        **_qwen_experts(model),
-        shared_expert_intermediate_size=settings.moe_shared_expert_intermediate_size,
-        qkv_bias=False,
+    width = model.transformer().moe_shared_expert_intermediate_size
+    experts = _qwen_experts(model)
+    return _built(
+        "Qwen2Moe", model, **experts, shared_expert_intermediate_size=width, qkv_bias=False
     )
-    return transformers.Qwen2MoeForCausalLM(config).float()
 
 
 def qwen3_moe(model: SmallModel) -> torch.nn.Module:
     """Qwen3-MoE has norms of queries and keys."""
-    return transformers.Qwen3MoeForCausalLM(
-        transformers.Qwen3MoeConfig(**_qwen_experts(model))
-    ).float()
+    return _built("Qwen3Moe", model, **_qwen_experts(model))
 
 
 def _qwen_experts(model: SmallModel) -> dict[str, Any]:
     settings = model.transformer()
     frequency = settings.moe_layer_freq
-    return _sizes(model) | {
-        "rms_norm_eps": _epsilon(model),
+    return {
         "num_experts": settings.num_moe_experts,
         "num_experts_per_tok": settings.moe_router_topk,
         "moe_intermediate_size": settings.moe_ffn_hidden_size,
@@ -340,9 +322,7 @@ def _qwen_experts(model: SmallModel) -> dict[str, Any]:
 
 def deepseek_v2(model: SmallModel) -> torch.nn.Module:
     """DeepSeek-V2, without experts."""
-    return transformers.DeepseekV2ForCausalLM(
-        transformers.DeepseekV2Config(**_latents(model))
-    ).float()
+    return _built("DeepseekV2", model, **_latents(model))
 
 
 def deepseek_v3(model: SmallModel) -> torch.nn.Module:
@@ -359,23 +339,22 @@ def deepseek_v3(model: SmallModel) -> torch.nn.Module:
             "topk_group": settings.moe_router_group_topk,
             "first_k_dense_replace": 0,
         }
-    return transformers.DeepseekV3ForCausalLM(transformers.DeepseekV3Config(**config)).float()
+    return _built("DeepseekV3", model, **config)
 
 
 def _latents(model: SmallModel) -> dict[str, Any]:
     settings: Any = model.transformer()
-    sizes = _sizes(model) | {
-        "rms_norm_eps": _epsilon(model),
+    latents = {
         "first_k_dense_replace": model.num_layers,
+        "head_dim": settings.qk_pos_emb_head_dim,  # which transformers derives, and is rotated
         "q_lora_rank": settings.q_lora_rank,
         "kv_lora_rank": settings.kv_lora_rank,
         "qk_nope_head_dim": settings.qk_head_dim,
         "qk_rope_head_dim": settings.qk_pos_emb_head_dim,
         "v_head_dim": settings.v_head_dim,
     }
-    del sizes["head_dim"]
     if settings.rope_type == "yarn":
-        sizes["rope_parameters"] |= {
+        latents["rope_parameters"] = _sizes(model)["rope_parameters"] | {
             "rope_type": "yarn",
             "factor": settings.rotary_scaling_factor,
             "mscale": settings.mscale,
@@ -384,7 +363,7 @@ def _latents(model: SmallModel) -> dict[str, Any]:
             "beta_slow": settings.beta_slow,
             "original_max_position_embeddings": settings.original_max_position_embeddings,
         }
-    return sizes
+    return latents
 
 
 def gpt_oss(model: SmallModel) -> torch.nn.Module:
@@ -392,15 +371,14 @@ def gpt_oss(model: SmallModel) -> torch.nn.Module:
     MLP."""
     settings = model.transformer()
     assert settings.window_size is not None
-    config = transformers.GptOssConfig(
-        **_sizes(model),
-        rms_norm_eps=_epsilon(model),
+    built = _built(
+        "GptOss",
+        model,
         sliding_window=settings.window_size[0] + 1,
         swiglu_limit=settings.activation_func_clamp_value,
         num_local_experts=1,
         num_experts_per_tok=1,
     )
-    built = transformers.GptOssForCausalLM(config)
     for layer in built.model.layers:
         layer.mlp = _DenseGptOss(layer.mlp.experts)
     return built.float()
