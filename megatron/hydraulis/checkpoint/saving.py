@@ -113,8 +113,6 @@ def optimizer_entry(optimizer: ShardedAdamW, pool: Pool) -> dict[str | int, Any]
 
 
 _BYTES_PER_MB = 1e6
-_FAILED, _BUSY, _DONE = -1, 0, 1
-"""Votes of the ranks about the step at hand; the minimum counts."""
 _NICENESS = 5
 """Niceness of forks: training goes first if there are few cores."""
 _SIGNALS_OF_THE_JOB = ("SIGINT", "SIGTERM", "SIGUSR1", "SIGUSR2")
@@ -152,14 +150,11 @@ class _Save:
     """An all-reduce under way: whether all ranks have completed the step at hand."""
 
     @property
-    def own_vote(self) -> int:
+    def is_done(self) -> bool:
+        """Whether this rank has completed the step at hand, or has failed."""
         if not self.written:
-            return _DONE if self.background is None or self.background.is_done else _BUSY
-        if self.describing is None:
-            return _DONE
-        if not self.describing.done():
-            return _BUSY
-        return _DONE if self.describing.exception() is None else _FAILED
+            return self.background is None or self.background.is_done
+        return self.describing is None or self.describing.done()
 
 
 class CheckpointSaver:
@@ -234,10 +229,7 @@ class CheckpointSaver:
         if current is None:
             return
         start_s = time.perf_counter()
-        outcome = self._outcome(current)
-        if outcome == _DONE and current.written:
-            self._end(current)
-        elif outcome != _BUSY:
+        if self._all_are_done(current):
             self._advance(current)
         if self._current is not None:
             self._vote(current)
@@ -246,7 +238,7 @@ class CheckpointSaver:
     def finish(self) -> None:
         """Wait until the save that has begun is complete. Raises as `save`."""
         if self._current is not None and self._current.vote is not None:
-            self._outcome(self._current)
+            self._all_are_done(self._current)
         while self._current is not None:
             self._advance(self._current)
         if self._deleting is not None:
@@ -290,15 +282,16 @@ class CheckpointSaver:
         return objects | {COMMON_STATE: common}
 
     def _vote(self, current: _Save) -> None:
-        vote = torch.tensor([current.own_vote], device=self._engine.device)
+        vote = torch.tensor([int(current.is_done)], device=self._engine.device)
         current.vote = (vote, dist.all_reduce(vote, op=dist.ReduceOp.MIN, async_op=True))
 
-    def _outcome(self, current: _Save) -> int:
+    def _all_are_done(self, current: _Save) -> bool:
+        """The answer to the last vote."""
         assert current.vote is not None
         vote, work = current.vote
         work.wait()
         current.vote = None
-        return int(vote.item())
+        return bool(vote.item())
 
     def _advance(self, current: _Save) -> None:
         """Take the next step, waiting for what it needs; the same on every rank."""

@@ -170,8 +170,16 @@ class StoredCheckpoint:
         """All tensors by key."""
         with _reading(self.folder):
             for key, entry in self._metadata.state_dict_metadata.items():
-                if isinstance(entry, TensorStorageMetadata):
-                    self.tensors[key] = self._stored_tensor(key, entry)
+                if not isinstance(entry, TensorStorageMetadata):
+                    continue
+                shape, num_wanted = tuple(entry.size), math.prod(entry.size)
+                num_found = sum(math.prod(chunk.sizes) for chunk in entry.chunks)
+                if num_found != num_wanted:
+                    raise CheckpointError(
+                        f"{folder}: tensor {key} has {num_wanted} elements but its chunks have "
+                        f"{num_found}; load another checkpoint"
+                    )
+                self.tensors[key] = StoredTensor(shape, entry.properties.dtype, len(entry.chunks))
 
     @property
     def parameters(self) -> dict[str, StoredTensor]:
@@ -276,15 +284,6 @@ class StoredCheckpoint:
                 f"{type(common).__name__}; load another checkpoint"
             )
         return common
-
-    def _stored_tensor(self, key: str, entry: TensorStorageMetadata) -> StoredTensor:
-        num_elements = sum(math.prod(chunk.sizes) for chunk in entry.chunks)
-        if num_elements != math.prod(entry.size):
-            raise CheckpointError(
-                f"{self.folder}: tensor {key} has {math.prod(entry.size)} elements but its chunks "
-                f"have {num_elements}; load another checkpoint"
-            )
-        return StoredTensor(tuple(entry.size), entry.properties.dtype, len(entry.chunks))
 
     def _read_chunk(self, file: IO[bytes], reads: list[tuple[_StorageInfo, Any, Tensor]]) -> None:
         """Copy parts of one stored chunk to where they belong."""
