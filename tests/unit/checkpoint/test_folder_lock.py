@@ -94,9 +94,7 @@ def test_the_lock_names_its_job_has_a_heartbeat_and_is_released(locks: Locks) ->
 
 def test_a_job_that_is_running_keeps_its_folder(locks: Locks) -> None:
     locks.lock(OTHER).acquire()
-    with pytest.raises(
-        ConfigurationError, match=r"in use by Slurm's job 7 \(process 11 on node3\), which is run"
-    ):
+    with pytest.raises(ConfigurationError, match=r"Slurm's job 7 \(process 11 on node3\)"):
         locks.lock(OURS).acquire()
     assert locks.holder == OTHER.job
     assert "waiting for a sign of life for 0.5 s" in locks.messages[0]
@@ -106,9 +104,7 @@ def test_a_job_takes_the_locks_of_all_its_folders_or_of_none(locks: Locks, run_d
     theirs = locks.lock(OTHER)
     theirs.acquire()
     ours = locks.lock(OURS, save=locks.folder, run_dir=run_dir)
-    with pytest.raises(
-        ConfigurationError, match=r"--save .* in use .* running; .* another --save,"
-    ):
+    with pytest.raises(ConfigurationError, match=r"--save .* running; .* --save,"):
         ours.acquire()
     assert os.listdir(run_dir) == []
     theirs.release()

@@ -125,11 +125,8 @@ def test_a_template_that_rewrites_earlier_turns_is_refused(documents: DocumentEn
         {"role": "user", "content": "Sure?"},
         {"role": "assistant", "content": "<think>yes</think>Yes"},
     ]
-    with pytest.raises(
-        DataError,
-        match=r"chats.jsonl, line 3: .*no {% generation %} marks.*first 2 of 4 turns.*token 25 of "
-        r"\d+ on they are '<think>e' there and '4<\|im_end\|>.*--chat-template FILE, or .*last$",
-    ):
+    says = r"line 3: .* 2 of 4 .* 25 of \d+ .*'<think>e'.*'4<\|im_end\|>.*--chat-template .*last$"
+    with pytest.raises(DataError, match=says):
         parts_of(documents, turns, chat_template=FORGETFUL)
     parts = parts_of(documents, turns, chat_template=FORGETFUL, train_on="last")
     assert parts[1] == (f"<think>yes</think>Yes{END}\n", True)
@@ -138,11 +135,8 @@ def test_a_template_that_rewrites_earlier_turns_is_refused(documents: DocumentEn
 def test_a_template_that_ignores_the_prompt_is_refused_if_roles_would_be_trained(
     documents: DocumentEncoder,
 ) -> None:
-    with pytest.raises(
-        DataError,
-        match=r"chats.jsonl, line 3: .*prompt must render .* turn 3 of 7 begins with "
-        r"'<\|im_start\|>assistant\\n', which would be trained; .*--chat-template FILE$",
-    ):
+    says = r"line 3: .*_prompt .* turn 3 of 7 .*'<\|im_start\|>assistant\\n'.*--chat-template"
+    with pytest.raises(DataError, match=says):
         parts_of(documents, TURNS, chat_template=HEADED)
     parts = parts_of(documents, TURNS, chat_template=BARE, train_on="last")
     assert parts[1] == (f"Bye.{END}", True)
@@ -156,7 +150,7 @@ def test_a_template_that_renders_nothing_names_the_conversation(
     documents: DocumentEncoder, options: Any
 ) -> None:
     encoder = ConversationEncoder(documents, chat_template="{# nothing #}", **options)
-    with pytest.raises(DataError, match=r"line 3: .*at least 1 token but the tokenizer gave 0;"):
+    with pytest.raises(DataError, match=r"line 3: .* 1 token .* gave 0;"):
         encoder.encode(line({"messages": TURNS}))
 
 
@@ -197,19 +191,19 @@ USER, ANSWER = TURNS[1], TURNS[2]
 @pytest.mark.parametrize(
     ("value", "says"),
     [
-        ({"messages": [ANSWER]}, "assistant comes after user or tool but turn 1 of 1 comes after"),
-        ({"messages": [USER, USER]}, "but turn 2 of 2 comes after user; merge"),
-        ({"messages": [USER, TURNS[0]]}, "system comes after the beginning but turn 2"),
-        ({"messages": [USER, TURNS[3]]}, "tool comes after assistant or tool but turn 2"),
-        ({"messages": [{"role": "bot", "content": ""}]}, "turn 1 of 1 has 'bot'; rename"),
+        ({"messages": [ANSWER]}, "assistant .* user or tool .* turn 1 of 1"),
+        ({"messages": [USER, USER]}, "user .* turn 2 of 2 .* user"),
+        ({"messages": [USER, TURNS[0]]}, "system .* turn 2"),
+        ({"messages": [USER, TURNS[3]]}, "tool .* assistant or tool .* turn 2"),
+        ({"messages": [{"role": "bot", "content": ""}]}, "turn 1 of 1 .*'bot'"),
         ({"messages": [{"role": "user"}]}, "turn 1 of 1 in 'messages' is .*user"),
         ({"messages": [{"role": "user", "content": None}]}, "turn 1 of 1 in 'messages' is .*null"),
-        ({"messages": None}, "but 'messages' is null; convert the data"),
-        ({"messages": []}, "at least 1 turn but this one has 0"),
-        ({"messages": 5}, "'messages' holds a list of turns but is int"),
-        ({"text": "a"}, "under 'messages' or 'conversations', or in prompt .* keys are text;"),
-        ([1], "a JSON object but here is list"),
-        ({"messages": [USER], "tools": "{"}, "tools are a list, or one in JSON"),
+        ({"messages": None}, "'messages' is null"),
+        ({"messages": []}, "1 turn .* 0"),
+        ({"messages": 5}, "'messages' .* list .* int"),
+        ({"text": "a"}, "'messages' or 'conversations', .*prompt .* text;"),
+        ([1], "JSON object .* list"),
+        ({"messages": [USER], "tools": "{"}, "tools .* JSON"),
     ],
 )
 def test_what_is_no_conversation_is_refused(
@@ -221,19 +215,19 @@ def test_what_is_no_conversation_is_refused(
 
 def test_a_template_that_raises_is_quoted(documents: DocumentEncoder) -> None:
     encoder = ConversationEncoder(documents, chat_template="{{ raise_exception('no tools') }}")
-    with pytest.raises(DataError, match=r"line 3: .*cannot render the conversation \(no tools\)"):
+    with pytest.raises(DataError, match=r"line 3: .*\(no tools\)"):
         encoder.encode(line({"messages": TURNS}))
 
 
 def test_a_template_that_is_not_jinja_is_named(documents: DocumentEncoder) -> None:
     encoder = ConversationEncoder(documents, chat_template="a\n{% for m in messages %}")
-    with pytest.raises(ConfigurationError, match=r"a chat template is Jinja but line 2 of this"):
+    with pytest.raises(ConfigurationError, match=r"Jinja .* line 2 "):
         encoder.encode(line({"messages": TURNS}))
 
 
 def test_a_tokenizer_without_template_needs_one(documents: DocumentEncoder) -> None:
     documents.hugging_face.chat_template = None
-    with pytest.raises(ConfigurationError, match="give one by --chat-template FILE"):
+    with pytest.raises(ConfigurationError, match="--chat-template"):
         ConversationEncoder(documents)
 
 
@@ -245,7 +239,7 @@ def test_the_last_answer_needs_one_mark_an_answer(documents: DocumentEncoder) ->
         "{% generation %}{{ m.content }}",
         "{% generation %}{{ m.content[0] }}{% endgeneration %}-{% generation %}{{ m.content }}",
     )
-    with pytest.raises(DataError, match="marks 6 spans in 3 answers; use --train-on assistant"):
+    with pytest.raises(DataError, match="6 spans in 3 answers"):
         parts_of(documents, TURNS, chat_template=twice, train_on="last")
 
 
@@ -261,8 +255,7 @@ def test_conversations_that_are_too_long(documents: DocumentEncoder) -> None:
     assert encode(length, "error")[1] == ChatCounts(num_trained_tokens=6)
     with pytest.raises(
         DataError,
-        match=rf"at most --seq-length {length - 2} tokens but this conversation has {length}, so "
-        r"2 of the 6 trained tokens of its answers would be cut off; raise --seq-length, or",
+        match=rf"--seq-length {length - 2} .* {length}, .* 2 of the 6 .*--seq-length",
     ):
         encode(length - 2, "error")
     example, counts = encode(length - 2, "truncate")

@@ -81,7 +81,7 @@ def test_drop(tmp_path: Path) -> None:
 
 
 def test_error_names_the_first_long_document(tmp_path: Path) -> None:
-    with pytest.raises(DataError, match="2 documents are longer, the first being document 0"):
+    with pytest.raises(DataError, match=r"2 documents .* document 0"):
         make(tmp_path, "error")
 
 
@@ -164,8 +164,7 @@ def test_token_outside_the_vocabulary_is_found_at_start(tmp_path: Path) -> None:
     corpus.check_vocabulary(21)
     with pytest.raises(
         DataError,
-        match=r"document 5, tokens 0 to 3: token ids must be below the model's vocabulary of 20 "
-        r"but there is 20",
+        match=r"document 5, tokens 0 to 3: .*vocabulary of 20 .* 20;",
     ):
         corpus.check_vocabulary(20)
 
@@ -178,7 +177,7 @@ def test_token_outside_the_vocabulary_is_found_when_read(
     corpus = make(tmp_path, "split")
     corpus.check_vocabulary(20)
     assert corpus.tokens(5).tolist() == [15, 16]
-    with pytest.raises(DataError, match="vocabulary of 20 but there is 20"):
+    with pytest.raises(DataError, match=r"vocabulary of 20 .* 20;"):
         corpus.tokens(6)
 
 

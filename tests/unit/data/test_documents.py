@@ -81,7 +81,7 @@ def test_bad_json_lines(tmp_path: Path, line: str, message: str) -> None:
 def test_text_that_is_not_utf_8(tmp_path: Path, name: str) -> None:
     path = tmp_path / name
     path.write_bytes('{"text": "café"}'.encode("latin-1"))
-    with pytest.raises(DataError, match="text is UTF-8 but byte 13 is 0xe9"):
+    with pytest.raises(DataError, match="byte 13 is 0xe9"):
         texts(path)
 
 
@@ -106,9 +106,9 @@ def test_parquet(tmp_path: Path) -> None:
 def test_bad_parquet(tmp_path: Path) -> None:
     path = tmp_path / "a.parquet"
     pyarrow.parquet.write_table(pyarrow.table({"id": [1], "body": ["x"]}), path)
-    with pytest.raises(DataError, match="column 'text' but the columns are id, body"):
+    with pytest.raises(DataError, match=r"'text' .* id, body"):
         texts(path)
-    with pytest.raises(DataError, match="column 'id' holds text but is of type int64"):
+    with pytest.raises(DataError, match=r"'id' .* int64"):
         texts(path, "id")
     path.write_bytes(path.read_bytes()[:-20])
     with pytest.raises(DataError, match="not a whole Parquet file"):

@@ -92,9 +92,9 @@ def test_types_and_device() -> None:
 
 
 def test_refused_input() -> None:
-    with pytest.raises(DataError, match="at least 1 sequence but was given 0"):
+    with pytest.raises(DataError, match=r"1 sequence .* 0"):
         pack([])
-    with pytest.raises(DataError, match="number 1 of the micro-batch has 1"):
+    with pytest.raises(DataError, match=r"2 tokens.* 1 .* has 1"):
         pack([np.array([1, 2]), np.array([3])])
     with pytest.raises(ValueError, match="pad_multiple is at least 1 but is 0"):
         pack(SEQUENCES, 0)
@@ -183,5 +183,5 @@ def test_a_part_knows_its_group() -> None:
     assert pack(SEQUENCES).in_group(alone).context_group is None
     other: Any = Group(2, 0)
     for wrong in (None, other):
-        with pytest.raises(DataError, match="cut for rank 1 of 2 was given"):
+        with pytest.raises(DataError, match="rank 1 of 2"):
             part.in_group(wrong)

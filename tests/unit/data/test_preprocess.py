@@ -108,7 +108,7 @@ def test_bad_line_leaves_nothing_behind(
     tmp_path: Path, folder: Path, encoder: DocumentEncoder, num_workers: int
 ) -> None:
     (folder / "b.jsonl").write_text('{"text": "3"}\n{"text": "4 4"\n')
-    with pytest.raises(DataError, match=r"b\.jsonl, line 2: a line is one JSON object"):
+    with pytest.raises(DataError, match=r"b\.jsonl, line 2: .*JSON"):
         run(folder, tmp_path / "out" / "x", encoder, num_workers=num_workers)
     assert written(tmp_path / "out") == []
 
@@ -120,7 +120,7 @@ def test_failure_keeps_an_earlier_dataset(
     run(folder, prefix, encoder)
     before = [Path(f"{prefix}.{suffix}").read_bytes() for suffix in ("bin", "idx")]
     (folder / "z.txt").write_bytes(b"\xff")
-    with pytest.raises(DataError, match=r"z\.txt: text is UTF-8 but byte 0 is 0xff"):
+    with pytest.raises(DataError, match=r"z\.txt: .*byte 0 is 0xff"):
         run(folder, prefix, encoder)
     assert [Path(f"{prefix}.{suffix}").read_bytes() for suffix in ("bin", "idx")] == before
     assert written(prefix.parent) == ["x.bin", "x.idx"]
@@ -156,7 +156,7 @@ def test_success_replaces_an_earlier_dataset(
 def test_input_without_text(tmp_path: Path, encoder: DocumentEncoder) -> None:
     (tmp_path / "in").mkdir()
     (tmp_path / "in" / "a.txt").write_text("")
-    with pytest.raises(DataError, match="at least one document with text but the 1 documents in 1"):
+    with pytest.raises(DataError, match=r"one document .* 1 documents in 1 files"):
         run(tmp_path / "in", tmp_path / "x", encoder)
     assert written(tmp_path) == ["in"]
 
@@ -183,7 +183,7 @@ def write_one_document(prefix: Path, num_tokens: int) -> None:
 def test_full_disk(tmp_path: Path, num_tokens: int) -> None:
     with (
         largest_file(8192),
-        pytest.raises(DataError, match="File too large; free space, or choose"),
+        pytest.raises(DataError, match="File too large"),
     ):
         write_one_document(tmp_path / "out" / "x", num_tokens)
     assert written(tmp_path / "out") == []
@@ -194,7 +194,7 @@ def test_index_that_does_not_fit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
         raise OSError(errno.ENOSPC, "No space left on device")
 
     monkeypatch.setattr(preprocess_module, "_flush_to_disk", full)
-    with pytest.raises(DataError, match="No space left on device; free space"):
+    with pytest.raises(DataError, match="No space left on device"):
         write_one_document(tmp_path / "out" / "x", 3)
     assert written(tmp_path / "out") == []
 

@@ -208,7 +208,7 @@ def test_state_of_another_seed_or_corpus_is_refused() -> None:
     state = sampler(global_batch_size=3).state_dict()
     with pytest.raises(ConfigurationError, match="resume with --seed 7"):
         sampler(global_batch_size=3, seed=8).load_state_dict(state)
-    with pytest.raises(DataError, match=r"datasets of \[10\] sequences but this run has \[4, 6\]"):
+    with pytest.raises(DataError, match=r"\[10\] .* \[4, 6\]"):
         sampler(groups=TWO_GROUPS, global_batch_size=3).load_state_dict(state)
 
 
@@ -218,8 +218,8 @@ def test_state_of_another_seed_or_corpus_is_refused() -> None:
         ({}, "neither of --global-batch-size and --global-batch-tokens"),
         ({"global_batch_size": 2, "global_batch_tokens": 20}, "give one"),
         ({"global_batch_size": 0}, "--global-batch-size is 0"),
-        ({"global_batch_tokens": 8}, "9 tokens are more than --global-batch-tokens 8"),
-        ({"global_batch_size": 2, "seed": -1}, "a seed is at least 0 but is -1"),
+        ({"global_batch_tokens": 8}, "9 tokens .* --global-batch-tokens 8"),
+        ({"global_batch_size": 2, "seed": -1}, "seed .* 0 .* -1"),
     ],
 )
 def test_refused_settings(settings: dict[str, Any], message: str) -> None:
@@ -228,7 +228,7 @@ def test_refused_settings(settings: dict[str, Any], message: str) -> None:
 
 
 def test_empty_corpus() -> None:
-    with pytest.raises(DataError, match="at least one sequence but the corpus holds 0"):
+    with pytest.raises(DataError, match=r"one sequence .* 0;"):
         sampler(np.empty(0, dtype=np.int64), (), global_batch_size=2)
 
 

@@ -79,7 +79,7 @@ def test_ids_are_stored_as_megatron_does(vocab_size: int) -> None:
     ("text", "message"),
     [
         ("5 x", r"a\.txt: the tokenizer refuses the text"),
-        ("5 100", r"a\.txt: token ids must be below the vocabulary of 100 but .* gave 100"),
+        ("5 100", r"a\.txt: .* vocabulary of 100 .* gave 100"),
         ("5 -1", r"gave -1"),
     ],
 )
@@ -90,9 +90,7 @@ def test_refused_texts(text: str, message: str) -> None:
 
 def test_tokenizer_without_end_of_document() -> None:
     tokenizer = SimpleNamespace(eod=None, vocab_size=9)
-    with pytest.raises(
-        DataError, match="it has none; choose another tokenizer or give --no-append-eod"
-    ):
+    with pytest.raises(DataError, match="--no-append-eod"):
         DocumentEncoder(tokenizer)
     assert DocumentEncoder(tokenizer, append_eod=False).vocab_size == 9
 
