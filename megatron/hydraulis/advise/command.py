@@ -64,14 +64,19 @@ class Choice:
     """One way to train, with mean times over the batches."""
 
     name: str
-    strategy: str
-    """Of a pool the strategies by their number of batches."""
+    strategies: tuple[Strategy, ...]
+    """One, or those of a pool by their number of batches."""
     makespan_s: float
     regroup_s: dict[str, float]
     """What regrouping and optimizer add, by how it counts."""
     memory_bytes: float
     """Estimated, of the fullest rank with the largest micro-batch that its schemes hold, or that
     rows of fixed length fill."""
+
+    @property
+    def strategy(self) -> str:
+        """The strategies in notation."""
+        return " ".join(map(str, self.strategies))
 
     def time_s(self, kind: str) -> float:
         """Mean time of an iteration."""
@@ -95,15 +100,15 @@ class Advice:
     bound_s: float
     """No plan of these schemes is faster, see `least_makespan_ms`."""
     num_tokens: float
-    """Of a batch, mean."""
+    """Mean of a batch."""
     model_flops: float
-    """Of a batch, mean, see `ModelShape.causal_flops`."""
+    """Mean of a batch, see `ModelShape.causal_flops`."""
     kinds: tuple[str, ...]
     """How regrouping can count, see `ProfileCostModel.readings`."""
 
     @property
     def choices(self) -> tuple[Choice, ...]:
-        """From the least freedom to the most."""
+        """All ways, from the least freedom to the most."""
         return self.fixed_rows, self.packing, self.static, self.pool
 
     @property
@@ -152,7 +157,7 @@ def advise(
         the largest."""
         return Choice(
             name=name,
-            strategy=" ".join(str(strategy) for strategy, _ in shares),
+            strategies=tuple(strategy for strategy, _ in shares),
             makespan_s=makespan_s,
             regroup_s={
                 kind: math.fsum(share * model.overhead_ms(each) for each, share in shares)
@@ -251,7 +256,7 @@ def _fastest(
 
 _NUM_BATCHES, _FEWEST_BATCHES = 16, 4
 _MOST_SEQUENCES = 1 << 16
-"""Of all batches that are drawn, unless these are the fewest."""
+"""Most sequences of all batches that are drawn, unless these are the fewest."""
 _WORTH_A_POOL = 1.03
 """Gain over the best static strategy below which the verdict is to train with that one."""
 _NEAR_CEILING = 0.9
@@ -329,8 +334,8 @@ def run(namespace: argparse.Namespace) -> int:
             f"--out needs a writable folder: {namespace.out}: {error.strerror}; give another folder"
         ) from error
     write_output(namespace.out / POOL_FILE_NAME, {"version": 1, **pool.to_json()})
-    static = _static_strategy(advice)
-    of_replicas = {strategy.replicas: strategy for strategy in (static, *pool.strategies)}
+    used = (*advice.static.strategies, *pool.strategies)
+    of_replicas = {strategy.replicas: strategy for strategy in used}
     kept = profile.only_for(Pool.of(*of_replicas.values()))
     write_output(namespace.out / PROFILE_FILE_NAME, kept.to_json())
     peak = request.num_ranks * costs.model.peak_flops_per_s
@@ -369,15 +374,8 @@ def _request(namespace: argparse.Namespace) -> ProposalRequest:
     return replace(request, num_batches=max(_FEWEST_BATCHES, min(num_batches, _NUM_BATCHES)))
 
 
-def _static_strategy(advice: Advice) -> Strategy:
-    pool = advice.proposal.pool
-    return Strategy.parse(
-        advice.static.strategy, pool.num_ranks, ranks_per_node=pool.ranks_per_node
-    )
-
-
 def _costs(namespace: argparse.Namespace, request: ProposalRequest) -> JobCosts:
-    """By the given profile or an estimate, with all widths of cp."""
+    """The costs by the given profile or an estimate, with all widths of cp."""
     options = job_options(namespace)
     num_ranks, ranks_per_node = request.num_ranks, request.ranks_per_node
     if namespace.cost_profile is not None:
@@ -412,7 +410,7 @@ def _costs(namespace: argparse.Namespace, request: ProposalRequest) -> JobCosts:
 
 
 def is_worth_a_pool(advice: Advice) -> bool:
-    """Whether to train with the pool, or else with the best static strategy."""
+    """The pool is advised, and not the best static strategy."""
     return advice.gain(advice.static) >= _WORTH_A_POOL
 
 
@@ -570,14 +568,14 @@ def _words_of_search(namespace: argparse.Namespace, sizes: BatchSizes) -> list[s
 def _print_commands(
     namespace: argparse.Namespace, request: ProposalRequest, advice: Advice
 ) -> None:
-    """From here to a run: measure unless that was done, propose with that, train."""
+    """Prints the way to a run: measure unless that was done, propose with that, train."""
     pool, words = advice.proposal.pool, namespace.training_words
     num_ranks, ranks_per_node = pool.num_ranks, pool.ranks_per_node
     pool_path, profile_path = namespace.out / POOL_FILE_NAME, namespace.out / PROFILE_FILE_NAME
     is_worth_it, static_text = is_worth_a_pool(advice), advice.static.strategy
     if namespace.cost_profile is None:
         pool_path, profile_path = Path(POOL_FILE_NAME), Path(_MEASURED_FILE_NAME)
-        strategies = (_static_strategy(advice), *pool.strategies)
+        strategies = (*advice.static.strategies, *pool.strategies)
         used = (scheme for each in strategies for scheme in each.schemes)
         schemes = {str(scheme): scheme.num_ranks for scheme in used}
         print_next(

@@ -120,7 +120,7 @@ class LengthStatistics:
 def _percentiles(
     lengths: npt.NDArray[np.int64], weights: FloatArray
 ) -> tuple[tuple[float, int], ...]:
-    """Of each percentage, the shortest length with so much of the weight at or below it."""
+    """The shortest length with so much of the weight at or below it, for each percentage."""
     below = np.cumsum(weights)
     # Rounded sums may fall below a share that exact ones reach.
     wanted = below[-1] * np.array(PERCENTILES) / 100.0 * (1.0 - 1e-12)

@@ -53,7 +53,7 @@ class LengthCounts:
 
     @classmethod
     def of(cls, lengths: npt.ArrayLike, counts: npt.ArrayLike | None = None) -> "LengthCounts":
-        """From lengths in any order, each once or with its count; counts of 0 are dropped.
+        """Counts lengths in any order, each given once or with its count; counts of 0 are dropped.
 
         lengths, counts: shape (num,), whole numbers.
         """

@@ -1,4 +1,4 @@
-"""From flags to the definition of the model and the engine that holds it."""
+"""Makes the definition of the model and the engine that holds it from flags."""
 
 from __future__ import annotations
 

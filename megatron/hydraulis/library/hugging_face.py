@@ -68,7 +68,7 @@ class BuiltEngine:
     resolved: Resolved
     model: HuggingFaceModel
     places: Mapping[str, StoredParameter]
-    """Of parameters in a checkpoint with a tensor for every layer."""
+    """Parameters in a checkpoint with a tensor for every layer."""
 
 
 def build_from_folder(
@@ -81,7 +81,7 @@ def build_from_folder(
     max_tokens_per_micro_batch: int | None,
     options: Sequence[str],
 ) -> BuiltEngine:
-    """As the training program would build it; see `library.engine.Engine.from_hf`."""
+    """Builds an engine as the training program would; see `library.engine.Engine.from_hf`."""
     has_cuda = torch.cuda.is_available()
     if not has_cuda:
         apply_cpu_backend()

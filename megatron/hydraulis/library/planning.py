@@ -274,7 +274,7 @@ def _planner(planning: Planning, names: Sequence[str], make: Callable[[Pool], Pl
 
 
 def row_quantum_tokens(resolved: Resolved, device: DeviceConstants) -> int:
-    """To which planned rows are rounded up, in tokens."""
+    """Planned rows are rounded up to a multiple of this many tokens."""
     quantum = resolved.hydraulis.row_quantum_tokens
     if quantum is None:
         return 1 if device.name == "cpu" else CUDA_ROW_QUANTUM
@@ -284,7 +284,7 @@ def row_quantum_tokens(resolved: Resolved, device: DeviceConstants) -> int:
 def analytic_cost_model(
     resolved: Resolved, device: DeviceConstants, core_attention: str | None = None
 ) -> AnalyticCostModel:
-    """Of the run on a device; core_attention as for `Planning.of`."""
+    """The cost model of the run on a device; core_attention as for `Planning.of`."""
     pool = resolved.pool
     args, hydraulis = resolved.args, resolved.hydraulis
     return AnalyticCostModel(

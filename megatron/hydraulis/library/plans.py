@@ -279,7 +279,7 @@ def simulate(
 
 
 def as_pool(pool: PoolLike, ranks_per_node: int | None = None) -> Pool:
-    """Of strategies in notation the largest gives the ranks of the job.
+    """Reads a path or strategies in notation, of which the largest gives the ranks of the job.
 
     ranks_per_node: of strategies in notation; None for the default of the commands.
 

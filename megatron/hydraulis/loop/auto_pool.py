@@ -149,14 +149,14 @@ def _write(path: Path, content: dict[str, Any]) -> None:
 
 
 def _training_lengths(resolved: Resolved) -> npt.NDArray[np.integer[Any]]:
-    """Of all sequences, in tokens."""
+    """Lengths of all sequences, in tokens."""
     how = resolved.hydraulis.long_sequences
     corpora = load_corpora_from_arguments(resolved.args, long_sequences=how)
     return np.asarray(corpora.train.lengths)
 
 
 def _proposed(resolved: Resolved, device: DeviceConstants, counts: LengthCounts) -> Pool:
-    """Of the training data's lengths and this device, or the cost profile's schemes."""
+    """A pool for the training data's lengths and this device, or the cost profile's schemes."""
     hydraulis = resolved.hydraulis
     num_ranks, ranks_per_node = resolved.pool.num_ranks, resolved.pool.ranks_per_node
     # The pool is unknown: each scheme as if it filled the job.
@@ -209,8 +209,8 @@ def _allowed(resolved: Resolved, profile: ProfileCostModel) -> ProfileCostModel:
 
 
 def _is_allowed(resolved: Resolved, scheme: Scheme) -> bool:
-    """Whether the vocabulary and --cp-comm-type allow a scheme, or the smallest replica with it as
-    a group, of at most the job's ranks."""
+    """The vocabulary and --cp-comm-type allow a scheme, or the smallest replica with it as a group,
+    of at most the job's ranks."""
     scheme = scheme.as_replica
     if scheme.num_ranks > resolved.pool.num_ranks or resolved.vocabulary.padded_size % scheme.tp:
         return False

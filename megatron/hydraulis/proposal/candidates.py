@@ -156,7 +156,7 @@ class Candidates:
         return self.num_ranks - int(math.sumprod(mix, self.sizes))
 
     def is_static(self, mix: Mix) -> bool:
-        """Whether a mix is one scheme on all ranks that Megatron has too: ``~`` only with ep."""
+        """A mix is one scheme on all ranks that Megatron has, too: ``~`` only with ep."""
         used = [scheme for num, scheme in zip(mix, self.schemes, strict=True) if num]
         return (
             len(used) == 1 and not self.num_idle(mix) and (used[0].ep > 1 or not used[0].splits_cp)
@@ -224,7 +224,7 @@ def _cost(scheme: Scheme, cost_model: ProfileCostModel) -> SchemeCost:
 def _overhead_ms(
     scheme: Scheme, cost_model: ProfileCostModel, num_ranks: int, ranks_per_node: int
 ) -> float:
-    """Of a strategy of as many replicas of the scheme as possible."""
+    """The overhead of a strategy of as many replicas of the scheme as possible."""
     num_replicas, num_idle = divmod(num_ranks, scheme.num_ranks)
     text = f"{num_replicas}*{scheme}" + (f"+{num_idle}*idle" if num_idle else "")
     return cost_model.overhead_ms(Strategy.parse(text, num_ranks, ranks_per_node=ranks_per_node))
@@ -257,7 +257,7 @@ def _least_iteration_ms(
 
 
 def _beats(rival: _Rated, mine: _Rated, iteration_ms: float, wins_ties: bool) -> bool:
-    """Whether the rival is worse in nothing, and better in something unless it wins ties.
+    """Returns whether the rival is worse in nothing, and better in something unless it wins ties.
 
     Compared are, for sequences of every length that mine holds, the time of one alone and the rank
     time per token, see `_pace`; ranks and overhead. Replicas of mine must give way to whole ones of
@@ -393,7 +393,7 @@ def _doubling(most: int) -> Iterator[int]:
 def _with_room(
     candidates: Candidates, mix: Mix, added: int, num: int, taken: int, present: list[int]
 ) -> list[int] | None:
-    """With num more replicas of added, removing those of taken first; None without room."""
+    """The mix with num more replicas of added; those of taken go first. None without room."""
     counts = list(mix)
     missing = num * candidates.sizes[added] - candidates.num_idle(mix)
     for index in (taken, *(other for other in present if other not in (taken, added))):

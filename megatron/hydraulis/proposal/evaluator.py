@@ -51,7 +51,7 @@ _FULL = 0.97
 """Tokens of a well-packed micro-batch, as a share of its limit."""
 _LEAST_SHARE = 1e-4
 _LEAST_STEADY_SHARE = 0.3
-"""Of work, from which dividing by it converges."""
+"""Least share of work at which dividing by it converges."""
 _AT_FLOOR = 1.005
 """Nothing is learnt from times within this factor of the longest sequence's own time."""
 _RIDGE = 1.0
@@ -67,7 +67,7 @@ _BOUND_GAP = 0.02
 _TIGHT = 3e-3
 """A quick plan this close to its bound is expected to be as good as the full one."""
 _QUICK_EFFORT = 6e6
-"""Of a quick plan: chosen by hand, much less than what a full one may take."""
+"""Effort of a quick plan, chosen by hand: much less than what a full one may take."""
 _QUICK_STEPS = 200
 _PLAN_ABOVE_BOUND = 0.75
 """Assumed position of plans between bound and quick plan, to select what to plan: chosen by eye
@@ -107,7 +107,7 @@ class Estimator:
         self._grid_ms, self._grid_shares = _work_shares(costs, batches)
         self._parts: dict[tuple[tuple[Mix, ...], tuple[int, ...]], tuple[FloatArray, FloatArray]]
         self._parts = {}
-        """By mixes and batches: a search returns to the same neighbours after it has learned."""
+        """Times by mixes and batches: a search returns to the neighbours after it has learned."""
         # Of each scheme, of pipelines, constant.
         self._stretches = np.zeros(len(costs) + 2)
 
@@ -334,7 +334,7 @@ class Bounded:
 
     @property
     def is_tight(self) -> bool:
-        """Whether there is hardly a better plan than the quick one."""
+        """The quick plan can hardly be improved."""
         return self.quick_ms * (1.0 - _TIGHT) <= self.bound_ms
 
     @property
@@ -377,7 +377,7 @@ class Evaluator:
         self._packers: dict[tuple[SchemeCost, int], ReplicaPacker] = {}
         self._solver = Solver(Deadline(None), seed=seed)
         self._fastest_ms = [math.inf] * len(batches)
-        """Of the quick plans known for each batch."""
+        """Least time of the quick plans known for each batch."""
 
     def evaluated(self) -> Iterator[tuple[Mix, int, Bounded]]:
         """Yields mixes and batches with their bounds, in the order in which they were computed."""
@@ -395,7 +395,7 @@ class Evaluator:
         return len(self._plans_ms)
 
     def holds(self, mix: Mix, batch: int) -> bool:
-        """Whether some replica holds the longest sequence of a batch."""
+        """Returns whether some replica holds the longest sequence of a batch."""
         return self._candidates.limit(mix) >= self.longest[batch]
 
     def overhead_ms(self, mix: Mix) -> float:
@@ -415,7 +415,7 @@ class Evaluator:
         return self._bounds[mix, batch]
 
     def is_planned(self, mix: Mix, batch: int) -> bool:
-        """Whether the time of the full plan is known."""
+        """Returns whether the time of the full plan is known."""
         return (mix, batch) in self._plans_ms
 
     def plan_ms(self, mix: Mix, batch: int) -> float:

@@ -212,7 +212,7 @@ def regimes_of(
 
 
 def single_scheme_mixes(candidates: Candidates) -> tuple[Mix, ...]:
-    """For each plain scheme as many replicas as possible, remaining ranks filled with others."""
+    """As many replicas of each plain scheme as possible; others fill the remaining ranks."""
     empty = (0,) * len(candidates.schemes)
     return tuple(dict.fromkeys(candidates.filled(empty, (i,)) for i in candidates.plain))
 

@@ -1,4 +1,4 @@
-"""From lengths, a cost profile and a cluster to a pool of strategies."""
+"""The pool of strategies for lengths, a cost profile and a cluster."""
 
 import math
 import time
@@ -91,7 +91,7 @@ class PoolSize:
 
     names: tuple[str, ...]
     mean_s: float
-    """With these alone, over all batches; from bounds if a batch has no plan."""
+    """Mean time of all batches with these alone; from bounds if a batch has no plan."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -103,11 +103,11 @@ class RegimeChoice:
     num_batches: int
     replicas: str
     name: str | None
-    """In the pool; None if it is not in the pool."""
+    """Its name in the pool; None if it is not in the pool."""
     mean_s: float
-    """With this strategy alone; from bounds if a batch has no plan."""
+    """Mean time with this strategy alone; from bounds if a batch has no plan."""
     pool_mean_s: float
-    """With the pool."""
+    """Mean time with the pool."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, repr=False)
@@ -118,7 +118,7 @@ class Proposal:
     profile: ProfileCostModel
     """What it was proposed with, without assumed rows that the pool does not need."""
     members: tuple[PoolMember, ...]
-    """In the order of the pool, which starts with the one used most."""
+    """The strategies in the order of the pool, which starts with the one used most."""
     mean_s: float
     """Mean predicted iteration time over all batches, by full plans."""
     sizes: tuple[PoolSize, ...]
@@ -136,7 +136,7 @@ class Proposal:
     """Strategy of the pool and predicted iteration time in s of each batch."""
     num_batches: int
     num_tokens: float
-    """Of a batch, mean."""
+    """Mean of a batch."""
     num_mixes: int
     """Number of strategies that were estimated for all batches."""
     num_bounds: int
@@ -151,7 +151,7 @@ class Proposal:
 
     @property
     def shares(self) -> dict[Strategy, float]:
-        """Of the batches, by strategy of the pool."""
+        """Shares of the batches by strategy of the pool."""
         return {
             self.pool.strategy(member.name): member.num_batches / self.num_batches
             for member in self.members
@@ -492,7 +492,7 @@ class _PoolSearch:
         return self.evaluator.bounded(mix, batch, estimate_ms).expected_ms
 
     def _beats(self, mix: Mix, batches: Sequence[int], most_ms: float) -> bool:
-        """Whether the mix is expected to need less than most_ms for the batches together."""
+        """The mix is expected to need less than most_ms for the batches together."""
         sum_ms = 0.0
         for batch in batches:
             sum_ms += self._expected_ms(mix, batch)

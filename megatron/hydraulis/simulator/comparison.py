@@ -57,11 +57,11 @@ class Comparison:
     """What ways to train take for the same batches; a notebook draws it, ``print`` shows tables."""
 
     results: tuple[WayResult, ...]
-    """In the order of `WAYS`."""
+    """One for each way, in the order of `WAYS`."""
     skipped: dict[str, str]
     """Why a way is skipped, by its name."""
     ways: Ways
-    """With the batches."""
+    """All ways, with the batches."""
 
     @property
     def reference(self) -> WayResult:
@@ -69,7 +69,7 @@ class Comparison:
         return next((each for each in self.results if each.name == PACKING), self.results[0])
 
     def result(self, way: str) -> WayResult:
-        """Of a way; ConfigurationError if it was not simulated or is skipped."""
+        """The result of a way; ConfigurationError if it was not simulated or is skipped."""
         for each in self.results:
             if each.name == way:
                 return each
@@ -140,9 +140,9 @@ class SimulationRequest(BatchesRequest):
     pool: Pool
     """Strategies of the way ``pool``."""
     costs: JobCosts
-    """Of the pool's job."""
+    """Costs of the pool's job."""
     shape: ModelShape | None = None
-    """Of the model, if costs do not know it."""
+    """The model's, if costs do not know it."""
     seq_length: Annotated[
         int | None,
         Flag(

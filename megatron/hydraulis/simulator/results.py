@@ -43,7 +43,7 @@ class WayResult:
     name: str
     accounts: tuple[IterationAccount, ...]
     iterations: tuple[IterationTasks, ...]
-    """Those whose tasks were kept."""
+    """Iterations whose tasks were kept."""
     strategies: dict[str, str]
     """Notation of each used strategy by name."""
     num_row_shapes: int
@@ -220,11 +220,11 @@ class IterationAccount:
     """Trained tokens."""
     num_padding: int
     time_ms: float
-    """From the end of the previous iteration to the end of this one."""
+    """Time from the end of the previous iteration to the end of this one."""
     makespan_ms: float
-    """From the beginning of the iteration to the end of its slowest replica."""
+    """Time from the beginning of the iteration to the end of its slowest replica."""
     replica_times_ms: tuple[float, ...]
-    """From the beginning of the iteration to the end of each replica; 0.0 without work."""
+    """Times from the beginning of the iteration to the end of each replica; 0.0 without work."""
     imbalance: float
     """Makespan over the rank-weighted mean of the replica times: 1.0 is perfect."""
     work_ms: float
@@ -233,7 +233,7 @@ class IterationAccount:
     regroup_ms: float
     planning_ms: float
     received_bytes: float
-    """In gather and scatter together, mean over ranks; 0.0 if regrouping is not simulated."""
+    """Mean over ranks of gather and scatter; 0.0 if regrouping is not simulated."""
 
     @property
     def idle_ms(self) -> float:

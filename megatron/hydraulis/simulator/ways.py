@@ -96,13 +96,13 @@ class LaneLayout:
 
     strategy: Strategy
     scheme: Scheme
-    """Of a lane."""
+    """A lane's."""
     cost: SchemeCost
-    """Of a lane."""
+    """A lane's."""
 
     @property
     def num_lanes(self) -> int:
-        """Of the job."""
+        """Number of lanes of the job."""
         return self.strategy.num_ranks // self.scheme.num_ranks
 
     def work(self, shares: Shares) -> IterationWork:
@@ -243,11 +243,11 @@ class Ways:
     seq_length: int | None = None
     """Most tokens of a sequence of the corpus; None for the longest of the batches."""
     shape: ModelShape | None = None
-    """If given, strategies that cannot split the model are left out."""
+    """Strategies that cannot split the model are left out if it is given."""
     plan_time_s: float | None = None
     """Time of a plan; None for the CPU time that it takes here."""
     row_quantum: int = 1
-    """To which planned rows are rounded up, in tokens."""
+    """Planned rows are rounded up to a multiple of this."""
     planning: BatchPlanning = field(default_factory=BatchPlanning)
     on_progress: OnProgress = lambda what, done, total: None
     """The name of a phase begins with its way."""
@@ -327,7 +327,7 @@ class Ways:
             self.on_progress(what, done, num)
 
     def _in_rows(self, way: str, layout: LaneLayout, num_rows: int) -> Works:
-        """In micro-batches of num_rows rows of fixed length."""
+        """The work in micro-batches of num_rows rows of fixed length."""
 
         def work(rows: Sequence[Sequence[int]], batch: Sequence[int]) -> MicroBatchWork:
             lengths = [batch[i] for row in rows for i in row]
@@ -398,8 +398,8 @@ class Ways:
                 yield row.scheme
 
     def _splitting_schemes(self) -> Iterator[Scheme]:
-        """By tp, ep and pp the narrowest that holds the longest sequence, and that of all ranks,
-        which has no replicas to balance."""
+        """Yields by tp, ep and pp the narrowest scheme that holds the longest sequence, and that of
+        all ranks, which has no replicas to balance."""
         known: set[Scheme] = set()
         for scheme in self.profile.splitting_schemes:  # narrow ones first
             if scheme.ep > 1 and self.profile.max_tokens(scheme) >= self.limit:
@@ -417,8 +417,8 @@ class Ways:
         ]
 
     def layouts(self) -> Iterator[LaneLayout]:
-        """Those whose lanes hold the longest sequence; with ``~`` the replicas are the smallest
-        that hold all ep ranks."""
+        """Yields layouts whose lanes hold the longest sequence; with ``~`` the replicas are the
+        smallest that hold all ep ranks."""
         for strategy in self.homogeneous():
             (scheme,) = strategy.schemes
             whole = scheme.of_context_group(scheme.cp)
@@ -455,7 +455,7 @@ class Ways:
         return {tuple(each): first_fit_decreasing(each, self.limit) for each in self.batches}
 
     def _fastest(self, pools: Sequence[Pool]) -> Sequence[Pool]:
-        """By greedy plans of the first batches; bounds exclude most pools without one."""
+        """The fastest by greedy plans of the first batches; bounds exclude most without a plan."""
         if len(pools) <= _NUM_BALANCED:
             return pools
         batches = self.batches[:_NUM_GREEDY_BATCHES]
@@ -478,7 +478,7 @@ class Ways:
         return [pools[place] for _, place in known_ms[:_NUM_BALANCED]]
 
     def _megatron_context(self) -> Iterator[Variant]:
-        """Of every tp, ep and limit of a rank."""
+        """Yields a variant for every tp, ep and limit of a rank."""
         num_ranks, per_node = self.pool.num_ranks, self.pool.ranks_per_node
         made: list[Callable[[], Works]] = []
         plain = (row.scheme for row in self.profile.schemes if row.scheme.pp == 1)
@@ -561,7 +561,7 @@ def _bound_ms(costs: PoolCosts, batch: Sequence[int]) -> float:
 def _wave_works(
     waves: Iterable[Wave], batch: Sequence[int], rank_tokens: int
 ) -> Iterator[MicroBatchWork]:
-    """As many micro-batches a wave as its groups need rows of rank_tokens a rank."""
+    """Yields as many micro-batches a wave as its groups need rows of rank_tokens a rank."""
     for wave in waves:
         sizes = [size for size, _ in wave]
         shares = [best_fit(indices, batch, rank_tokens * size) for size, indices in wave]

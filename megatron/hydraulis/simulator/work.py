@@ -39,7 +39,7 @@ class CeilingCosts:
 
     @classmethod
     def of(cls, costs: StageCosts, schemes: Iterable[Scheme], num_ranks: int) -> CeilingCosts:
-        """At the least rank time per token, and per squared token, of any of the schemes."""
+        """The least rank time per token, and per squared token, of any of the schemes."""
         a_ms, b_ms, window = [], [], None
         for scheme in schemes:
             stages = costs.coefficients(scheme)
@@ -50,7 +50,7 @@ class CeilingCosts:
         return cls(Coefficients(min(a_ms), min(b_ms), 0.0, window))
 
     def coefficients(self, scheme: Scheme) -> Coefficients:
-        """Of all ranks together, whatever the scheme."""
+        """The coefficients of all ranks together, whatever the scheme."""
         return self.all_ranks
 
     def max_tokens(self, scheme: Scheme) -> int:
@@ -58,7 +58,7 @@ class CeilingCosts:
         return sys.maxsize
 
     def overhead_ms(self, strategy: Strategy) -> float:
-        """Nothing."""
+        """The ceiling has no overhead."""
         return 0.0
 
 
@@ -194,7 +194,7 @@ class IterationWork:
         return cls(strategy, replicas, plan.plan_time_s if plan_time_s is None else plan_time_s)
 
     def makespan_ms(self, cost_model: CostModel) -> float:
-        """Of the slowest replica if all its stages are as slow as the slowest, as in plans."""
+        """Time of the slowest replica if all its stages are as slow as the slowest, as in plans."""
 
         def replica_ms(scheme: Scheme, rows: Sequence[MicroBatchWork]) -> float:
             of_rows_ms = [
