@@ -1,8 +1,14 @@
-"""Ways to train the same batches, and assumed costs of context parallelism."""
+"""Ways to train the same batches, assumed costs of context parallelism, processes that plan."""
 
 import gc
-from collections.abc import Iterator
+import multiprocessing
+import os
+import random
+import re
+import signal
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -14,15 +20,18 @@ from megatron.hydraulis.cost_model import (
     JobCosts,
     device_constants,
 )
+from megatron.hydraulis.cost_model.interface import CostModel
+from megatron.hydraulis.cost_model.limits import Limits
 from megatron.hydraulis.cost_model.profile import ProfileCostModel, ProfiledScheme, ProfiledStrategy
 from megatron.hydraulis.data.sampler import BatchSizes
-from megatron.hydraulis.errors import ConfigurationError
+from megatron.hydraulis.errors import ConfigurationError, PlanError
 from megatron.hydraulis.lengths.counts import LengthCounts
 from megatron.hydraulis.simulator.comparison import SimulationRequest, compare_ways
 from megatron.hydraulis.simulator.results import SimulationSettings, WayResult, simulate_way
 from megatron.hydraulis.simulator.ways import (
     BALANCED,
     CEILING,
+    FEWEST_BATCHES_PER_PROCESS,
     FIXED_ROWS,
     MEGATRON_CP,
     PACKING,
@@ -38,6 +47,9 @@ from tests.support.simulation import SMALL_SHAPE
 NUM_RANKS = 4
 RATES = {1: 1.0, 2: 0.9, 4: 0.8}
 BATCHES = ((90, 20, 20, 10, 10, 10), (30, 30, 20, 20), (100, 5, 5, 5))
+
+NUM_PROCESSES = 2
+NUM_BATCHES = NUM_PROCESSES * FEWEST_BATCHES_PER_PROCESS + 1
 
 
 def profile(*, overhead_ms: float = 0.0) -> ProfileCostModel:
@@ -269,3 +281,68 @@ def test_a_sequence_beyond_the_limit_is_refused() -> None:
 
 def test_megatron_s_groups_are_skipped_if_their_cost_is_unknown() -> None:
     assert not list(ways(context=False).candidates(MEGATRON_CP))
+
+
+def batches() -> list[list[int]]:
+    draw = random.Random(7)
+    return [[draw.randint(2, 90) for _ in range(12)] for _ in range(NUM_BATCHES)]
+
+
+def without_times(timed: Sequence[TimedPlan]) -> list[tuple[object, ...]]:
+    plans = [each.plan for each in timed]
+    return [(plan.iteration, plan.strategy, plan.replicas, plan.predicted_time_s) for plan in plans]
+
+
+class DyingCostModel(ProfileCostModel):
+    """Kills the process that plans with it."""
+
+    def overhead_ms(self, strategy: Strategy, times: CostModel | None = None) -> float:
+        assert multiprocessing.parent_process() is not None
+        os.kill(os.getpid(), signal.SIGKILL)
+        return 0.0
+
+
+def test_plans_do_not_depend_on_the_number_of_processes() -> None:
+    def plans_of(planning: BatchPlanning) -> list[TimedPlan]:
+        return list(planning.plans(pool(), Limits(profile()), batches()))
+
+    alone = plans_of(BatchPlanning())
+    before = multiprocessing.active_children()
+    with BatchPlanning(NUM_PROCESSES) as planning:
+        several = plans_of(planning)
+        children = set(multiprocessing.active_children()).difference(before)
+        assert len(children) == NUM_PROCESSES
+        for child in children:  # before they import anything, too
+            status = Path(f"/proc/{child.pid}/status").read_text()
+            blocked = int(re.findall(r"SigBlk:\s*(\w+)", status)[0], 16)
+            assert blocked >> (signal.SIGINT - 1) & 1
+    assert without_times(several) == without_times(alone)
+    assert [each.plan.iteration for each in alone] == list(range(NUM_BATCHES))
+    assert min(each.cpu_s for each in several) > 0.0
+    assert len(multiprocessing.active_children()) == len(before)
+
+
+def test_a_batch_that_fits_nowhere_is_an_error_in_any_process() -> None:
+    too_long = Pool.of(Strategy.parse("4*tp1", 4, name="short"))
+    with (
+        BatchPlanning(NUM_PROCESSES) as planning,
+        pytest.raises(PlanError, match="sequence"),
+    ):
+        list(planning.plans(too_long, Limits(profile()), [*batches(), [90]]))
+
+
+def test_a_killed_process_is_an_error() -> None:
+    found = profile()
+    dying = DyingCostModel(
+        device="d", source="s", date="t", schemes=found.schemes, strategies=found.strategies
+    )
+    with (
+        BatchPlanning(NUM_PROCESSES) as planning,
+        pytest.raises(PlanError, match="one of 2 planning processes was killed"),
+    ):
+        list(planning.plans(pool(), Limits(dying), batches()))
+
+
+def test_no_process() -> None:
+    with pytest.raises(ConfigurationError, match="at least 1 process but has 0"):
+        BatchPlanning(0)
