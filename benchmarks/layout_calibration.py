@@ -343,7 +343,7 @@ def fits(row: Measured, device: DeviceConstants, software: Software) -> bool:
     """
     job, layout, scheme = row.job, row.layout, row.layout.scheme
     memory = cost_model_of(job, layout, device).memory
-    layer = LayerMemory(model=memory, scheme=scheme, expert_load=1.0)
+    layer = LayerMemory(model=memory, scheme=scheme)
     scores = software.score_bytes * job.sequence_tokens * job.shape.num_attention_heads / layout.tp
     more = (HIDDEN_STATES + software.norm_states) * layer.hidden_part
     more += software.attention_states * (layer.query + layer.key) / 2

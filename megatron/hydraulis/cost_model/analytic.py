@@ -13,9 +13,9 @@ query heads, f width of the MLP, P entries of a layer's matrices; lower-case con
                  and reduce-scatter around attention and MLP (arXiv 2205.05198 §4.2.2; an all-reduce
                  without sequence parallelism moves as much as the two); latent attention gathers
                  latents and rotated channels instead of h
-    copies       hidden states that copies of tokens for experts move (experts.py) · h · bytes/cp
+    copies       hidden states that copies of tokens for experts move · h · bytes/cp
                  · Σ s / memory bandwidth
-    ep           an all-to-all of tokens to whole experts and back (experts.py); the matrices of
+    ep           an all-to-all of tokens to whole experts and back; the matrices of
                  experts count by the busiest rank
     cp           a ring of keys and values, or an all-to-all of heads (context.py)
     launch       a constant, and one for each expert that the rank holds
@@ -42,21 +42,11 @@ from functools import partial
 
 from megatron.hydraulis.cluster import Cluster
 from megatron.hydraulis.cost_model.context import Exchange, exchange_of
-from megatron.hydraulis.cost_model.experts import (
-    EXPERT_LOAD,
-    NUM_EXCHANGES_FORWARD,
-    SAFE_EXPERT_LOAD,
-    exchanged_bytes_per_token,
-    moved_copies,
-    num_layer_parameters,
-    num_local_experts,
-    rank_load,
-)
 from megatron.hydraulis.cost_model.interface import Coefficients, usual_times_ms
 from megatron.hydraulis.cost_model.memory import MemoryModel
 from megatron.hydraulis.cost_model.pipeline import split_layers
 from megatron.hydraulis.cost_model.regrouping import FP32_BYTES, RegroupCosts
-from megatron.hydraulis.cost_model.trained_model import TrainedModel
+from megatron.hydraulis.cost_model.trained_model import SAFE_EXPERT_LOAD, TrainedModel
 from megatron.hydraulis.strategy import Scheme, Strategy
 
 _MS_PER_S = 1e3
@@ -70,6 +60,9 @@ _BACKWARD_LAUNCHES = 1.5
 _NUM_TP_COLLECTIVES_FORWARD = 4
 # Of queries' latents, those of keys and values, and rotated channels, one after the other.
 _NUM_LATENT_GATHERS = 3
+# Tokens go to their experts and come back; their gradients likewise.
+_NUM_EXCHANGES_FORWARD = 2
+_TO_COPIES, _TO_JOIN, _TO_SORT, _TO_SUMS = 2, 2, 4, 3
 # The activation to the next stage and its gradient back.
 _NUM_PP_MESSAGES = 2
 # Gate, up and down: ffn_passes is for three matrices.
@@ -156,9 +149,6 @@ class AnalyticCostModel(TrainedModel):
 
     cluster: Cluster
     kernels: KernelConstants = KERNELS
-    expert_load: float = EXPERT_LOAD
-    """Tokens of a layer's busiest expert over the mean of its experts. Limits of memory allow for
-    `SAFE_EXPERT_LOAD` at least."""
     regroup: RegroupCosts | None = None
     """Affects the overhead of strategies only."""
 
@@ -186,12 +176,12 @@ class AnalyticCostModel(TrainedModel):
 
     @property
     def memory(self) -> MemoryModel:
-        """The memory model of the same job."""
+        """The memory model of the same job, whose limits allow for `SAFE_EXPERT_LOAD` at least."""
+        shared = {name: getattr(self, name) for name in _SHARED}
         return MemoryModel(
-            **{name: getattr(self, name) for name in _SHARED},
+            **shared | {"expert_load": max(self.expert_load, SAFE_EXPERT_LOAD)},
             num_ranks=self.cluster.num_ranks,
             ranks_per_node=self.cluster.ranks_per_node,
-            expert_load=max(self.expert_load, SAFE_EXPERT_LOAD),
         )
 
     def regroup_costs(
@@ -337,7 +327,7 @@ class AnalyticCostModel(TrainedModel):
 
     def _expert_launch_share(self, scheme: Scheme) -> float:
         """Constant cost of a rank's experts, mean over the layers, over the device's of a layer."""
-        num_experts = num_local_experts(self.shape, scheme) * self._share_with_experts
+        num_experts = self.shape.num_experts / scheme.ep * self._share_with_experts
         if self.groups_experts:
             return self.kernels.grouped_expert_launch_share * num_experts
         return self.kernels.expert_launch_share * num_experts
@@ -345,7 +335,7 @@ class AnalyticCostModel(TrainedModel):
     def _matrix_bytes(self, scheme: Scheme) -> float:
         """Of a layer on a rank, mean over the layers: all experts are passed by some token."""
         num_layers, norms = self.shape.num_layers, 2 * self.shape.hidden_size
-        num_entries = num_layer_parameters(self.shape, scheme, num_layers) / num_layers - norms
+        num_entries = self.num_layer_parameters(scheme, num_layers) / num_layers - norms
         return num_entries * self.parameter_bytes
 
     def _excess_entries(self, scheme: Scheme) -> float:
@@ -356,10 +346,7 @@ class AnalyticCostModel(TrainedModel):
             return 0.0
         routed = shape.num_routed_entries * self._share_with_experts
         passed = routed * shape.experts_per_token / shape.num_experts
-        return (self._rank_load(scheme) - 1.0) * passed
-
-    def _rank_load(self, scheme: Scheme) -> float:
-        return rank_load(self.shape, scheme, self.expert_load)
+        return (self.rank_load(scheme) - 1.0) * passed
 
     @property
     def _share_with_experts(self) -> float:
@@ -367,14 +354,29 @@ class AnalyticCostModel(TrainedModel):
         return self.shape.num_expert_layers / self.shape.num_layers
 
     def _expert_copies(self, scheme: Scheme) -> CostTerm:
-        """Copies of tokens for experts, mean over the layers."""
-        num_states = moved_copies(self.shape, scheme, self.expert_load) * self._share_with_experts
+        """Copies of tokens for experts in the forward, mean over the layers; the backward moves as
+        many.
+
+        A token is read and written once per copy (2), outputs of experts are joined (2), and each
+        is read and added to its token's sum, which is read and written (3). With ep the first and
+        the last are of the tp rank's own tokens, and the copies that arrive are sorted by expert,
+        and their outputs back (2 + 2). Source: operations of megatron-core's dispatchers and
+        ``SequentialMLP``.
+        """
+        copies, own = self.num_copies(scheme), self.shape.experts_per_token / scheme.tp
+        num_states = (_TO_COPIES + _TO_JOIN + _TO_SUMS) * copies
+        if scheme.ep > 1:
+            num_states = (_TO_COPIES + _TO_SUMS) * own + (_TO_JOIN + _TO_SORT) * copies
+        num_states *= self._share_with_experts
         return self._moved(num_states * self.shape.hidden_size / scheme.cp)
 
     def _expert_exchange(self, scheme: Scheme) -> CostTerm:
-        """Tokens to whole experts and back; messages to all ranks of a group travel together."""
+        """Tokens to whole experts and back, mean over the layers: a copy for each expert that a
+        token passes on another rank. Messages to all ranks of a group travel together."""
         cluster, share_of_layers = self.cluster, self._share_with_experts
-        num_bytes = exchanged_bytes_per_token(self.shape, scheme, self.parameter_bytes)
+        copies = self.shape.experts_per_token * (scheme.ep - 1) / scheme.ep
+        num_bytes = copies * share_of_layers * self.shape.hidden_size * self.parameter_bytes
+        num_bytes = _NUM_EXCHANGES_FORWARD * num_bytes / (scheme.tp * scheme.cp)
         num_inside = min(scheme.ep, cluster.ranks_per_node) - 1
         share_inside = num_inside / (scheme.ep - 1)
         s_per_byte = share_inside / cluster.intra_node.bytes_per_s
@@ -382,8 +384,8 @@ class AnalyticCostModel(TrainedModel):
         per_token_s = num_bytes * s_per_byte / self.device.link_fraction
         latency_s = cluster.point_to_point(scheme.ep).latency_s
         return CostTerm(
-            per_token_s=self._rank_load(scheme) * per_token_s,
-            constant_s=NUM_EXCHANGES_FORWARD * share_of_layers * latency_s,
+            per_token_s=self.rank_load(scheme) * per_token_s,
+            constant_s=_NUM_EXCHANGES_FORWARD * share_of_layers * latency_s,
         )
 
     def _num_tp_collectives(self, scheme: Scheme) -> float:

@@ -35,7 +35,6 @@ from megatron.hydraulis.cost_model.device import (
     described_device,
     device_constants,
 )
-from megatron.hydraulis.cost_model.experts import EXPERT_LOAD
 from megatron.hydraulis.cost_model.interface import Coefficients, usual_times_ms
 from megatron.hydraulis.cost_model.model_arguments import (
     add_model_arguments,
@@ -45,6 +44,7 @@ from megatron.hydraulis.cost_model.model_arguments import (
 )
 from megatron.hydraulis.cost_model.profile import ProfileCostModel, ProfiledModel, ProfiledScheme
 from megatron.hydraulis.cost_model.regrouping import FP32_BYTES, wire_bytes
+from megatron.hydraulis.cost_model.trained_model import EXPERT_LOAD
 from megatron.hydraulis.errors import ConfigurationError, StrategyError
 from megatron.hydraulis.model_shape import ModelShape
 from megatron.hydraulis.strategy import Pool, Scheme, Strategy

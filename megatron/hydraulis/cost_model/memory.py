@@ -60,16 +60,9 @@ from megatron.hydraulis.cost_model.context import (
     te_all_to_all_refusal,
 )
 from megatron.hydraulis.cost_model.device import Precision
-from megatron.hydraulis.cost_model.experts import (
-    SAFE_EXPERT_LOAD,
-    copies_at_once,
-    num_copies,
-    num_layer_parameters,
-    routing_bytes,
-)
 from megatron.hydraulis.cost_model.regrouping import FP32_BYTES
 from megatron.hydraulis.cost_model.staging import PoolFootprint, footprint_of_scheme
-from megatron.hydraulis.cost_model.trained_model import TrainedModel
+from megatron.hydraulis.cost_model.trained_model import SAFE_EXPERT_LOAD, TrainedModel
 from megatron.hydraulis.strategy import Scheme
 
 # Master weight, first moment, second moment, summed gradient: all fp32.
@@ -92,6 +85,11 @@ _GATED_ACTIVATION_TENSORS, _PLAIN_ACTIVATION_TENSORS, _SEPARATE_ACTIVATION_TENSO
 LOSS_CHUNK_BYTES = 2**30
 """Of the fp32 logits of a chunk on a rank. A chunk's products then take ten times as long as adding
 to the weight's gradient once, or longer, with up to 128K columns on a rank."""
+# Per token and expert: a place (int64) and a choice (bool).
+_ROUTING_BYTES_PER_EXPERT = 8 + 1
+# Per token and expert that it passes: the expert's number and the token's place (int64), two
+# weights (fp32).
+_ROUTING_BYTES_PER_CHOICE = 2 * 8 + 2 * FP32_BYTES
 # Mean and inverse deviation of a norm; one of them for RMSNorm.
 _NORM_BYTES = 2 * FP32_BYTES
 OFFSET_CHANNELS = 8
@@ -138,8 +136,6 @@ class LayerMemory:
 
     model: TrainedModel
     scheme: Scheme
-    expert_load: float
-    """Tokens of a layer's busiest expert over the mean of its experts."""
 
     @cached_property
     def hidden(self) -> float:
@@ -239,13 +235,15 @@ class LayerMemory:
     def _kept_by_experts(self) -> float:
         """What the experts of a layer keep, and the router."""
         shape, tp = self.model.shape, self.scheme.tp
-        routed = self.num_copies * shape.expert_ffn_hidden_size
+        routed = self.model.num_copies(self.scheme) * shape.expert_ffn_hidden_size
         if self.scheme.ep == 1:
             routed /= tp
         width = routed + shape.shared_expert_ffn_hidden_size / tp
         inside = self.model.num_inside_tensors * width * self.model.parameter_bytes
-        routing = routing_bytes(shape, self.model.num_score_tensors) / self.num_shares
-        return inside + self.copies + routing
+        scores = self.model.num_score_tensors * FP32_BYTES
+        routing = (_ROUTING_BYTES_PER_EXPERT + scores) * shape.num_experts
+        routing += _ROUTING_BYTES_PER_CHOICE * shape.experts_per_token
+        return inside + self.copies + routing / self.num_shares
 
     def kept_by_mlps(self, num_layers: int, *, are_first: bool = False) -> float:
         """What the MLPs and experts of so many layers keep at most; are_first: of the model."""
@@ -266,14 +264,30 @@ class LayerMemory:
         return self.kept_by_mlps(num_kept, are_first=are_first) - others
 
     @cached_property
-    def num_copies(self) -> float:
-        """Of a token that passes experts, see `experts.num_copies`."""
-        return num_copies(self.model.shape, self.scheme, self.expert_load)
+    def copies(self) -> float:
+        """A hidden state for each expert that a token passes."""
+        return self.model.num_copies(self.scheme) * self.hidden
 
     @cached_property
-    def copies(self) -> float:
-        """A hidden state for each of them."""
-        return self.num_copies * self.hidden
+    def outputs_of_experts(self) -> float:
+        """Hidden states that exist when experts have run, besides their inputs, which layers keep:
+        see "outputs of experts" above."""
+        model, scheme = self.model, self.scheme
+        copies, own = model.num_copies(scheme), model.shape.experts_per_token / scheme.tp
+        # The precision in which tp ranks add up outputs, over that of the model.
+        width = max(1.0, model.router_bytes / model.parameter_bytes)
+        if 1 < scheme.ep == model.shape.num_experts:
+            number = copies + 2 * own
+        elif scheme.ep > 1:
+            number = 3 * copies + own
+        elif scheme.tp == 1:
+            number = 3 * copies
+        else:
+            in_wide = 0.0
+            if width > 1.0:  # the outputs again, and their flat copy and its sum
+                in_wide = width * copies + (width - 1) * (copies + own)
+            number = 3 * copies + 2 * own + in_wide
+        return self.hidden * number
 
     @cached_property
     def _per_head(self) -> float:
@@ -539,7 +553,7 @@ class MemoryModel(TrainedModel):
         # With one stage, tied embeddings are one matrix.
         if is_last and not (shape.tied_embeddings and is_first):
             num_embeddings += 1
-        num_parameters = num_layer_parameters(shape, scheme, num_layers, are_first=is_first)
+        num_parameters = self.num_layer_parameters(scheme, num_layers, are_first=is_first)
         num_parameters += num_embeddings * shape.num_embedding_parameters / scheme.tp
         return num_parameters + is_last * shape.hidden_size
 
@@ -593,18 +607,16 @@ class MemoryModel(TrainedModel):
         num_tensors = _GATED_ACTIVATION_TENSORS if shape.gated_mlp else _PLAIN_ACTIVATION_TENSORS
         num_tensors = _SEPARATE_ACTIVATION_TENSORS if self.num_gate_tensors else num_tensors
         if shape.num_experts:
-            width = max(1.0, self.router_bytes / self.parameter_bytes)
-            outputs = layer.hidden * copies_at_once(shape, scheme, self.expert_load, width)
             # A forward has no gradient, a recompute no output yet. Before the last stage, the
             # schedule holds the gradient received last during the next forward.
             gradient = layer.hidden_part if is_last else 0.0
             shared = layer.hidden_part if shape.shared_expert_ffn_hidden_size else 0.0
-            alive = sum((*in_layer, outputs, -gradient, shared))
+            alive = sum((*in_layer, layer.outputs_of_experts, -gradient, shared))
             yield Moment("outputs of experts", state, alive)
             share = 1 / scheme.tp if scheme.ep == 1 else 1
             expert = shape.expert_ffn_hidden_size * share * self.parameter_bytes
             is_one = scheme.ep == 1 and not self.groups_experts
-            chosen = expert * (1 if is_one else layer.num_copies)
+            chosen = expert * (1 if is_one else self.num_copies(scheme))
             weight = 0.0 if self.has_te_layers else shape.hidden_size * expert
             alive = sum((*in_layer, layer.copies, num_tensors * chosen))
             yield Moment("an expert", state + weight, alive)
@@ -634,7 +646,7 @@ class MemoryModel(TrainedModel):
             yield Moment("attention to many keys", state, attention + sums, above_tokens=above)
 
     def _layer(self, scheme: Scheme) -> LayerMemory:
-        return LayerMemory(model=self, scheme=scheme, expert_load=self.expert_load)
+        return LayerMemory(model=self, scheme=scheme)
 
     def _kept_per_token(self, scheme: Scheme, stage: int, num_layers: int) -> float:
         """What one micro-batch keeps on a stage."""

@@ -5,16 +5,25 @@ from dataclasses import dataclass, replace
 from typing import Literal, get_args
 
 from megatron.hydraulis.cost_model.device import DeviceConstants, Precision
-from megatron.hydraulis.cost_model.experts import MOST_SCORE_TENSORS
 from megatron.hydraulis.cost_model.regrouping import FP32_BYTES
 from megatron.hydraulis.cost_model.staging import PoolFootprint
 from megatron.hydraulis.errors import ConfigurationError
 from megatron.hydraulis.model_shape import ModelShape
+from megatron.hydraulis.strategy import Scheme
 
 CoreAttentionName = Literal["te", "torch", "sdpa"]
 """Kernel of core attention, the best first: Transformer Engine's, torch's ``varlen_attn``, and
 ``scaled_dot_product_attention`` sequence by sequence. Its class is in runtime/core_attention.py."""
 CORE_ATTENTIONS: tuple[CoreAttentionName, ...] = get_args(CoreAttentionName)
+EXPERT_LOAD = 1.5
+"""Tokens of a layer's busiest expert over the mean of its experts, where no profile has measured
+it: an assumption. The log of a run has its own."""
+SAFE_EXPERT_LOAD = 2.6
+"""Least that limits of memory allow for. Logs of runs had 1.8 to 2.6; a profile measures random
+tokens on fresh routers, whose loads are nearly equal, so it must not lower the limit's load."""
+MOST_SCORE_TENSORS = 4
+"""What a router may keep of scores, in fp32 tensors of all experts: those by which it chooses
+(sigmoid, or softmax before the choice), two of the balancing loss and one of the z-loss."""
 SELECTIVE_MODULES = ("core_attn", "mlp")
 """Modules that selective recompute can name."""
 KEPT_WITH_EXPERTS = ("mlp",)
@@ -145,6 +154,8 @@ class TrainedModel:
     that of parameters."""
     num_score_tensors: int = MOST_SCORE_TENSORS
     """What a router keeps of scores, in fp32 tensors of all experts."""
+    expert_load: float = EXPERT_LOAD
+    """Tokens of a layer's busiest expert over the mean of its experts."""
     has_optimizer: bool = True
     """Whether the job trains; otherwise there are no gradients and moments."""
 
@@ -183,3 +194,36 @@ class TrainedModel:
     def num_inside_tensors(self) -> int:
         """As wide as an MLP, that it keeps: the output of fc1 and the input of fc2."""
         return self.num_gate_tensors or (3 if self.shape.gated_mlp else 2)
+
+    def rank_load(self, scheme: Scheme) -> float:
+        """Tokens of the busiest ep rank over the mean of the ranks; 1 without ep.
+
+        Loads of experts are assumed to be independent, so that the excess of n experts together is
+        1/√n of that of one.
+        """
+        if scheme.ep == 1:
+            return 1.0
+        return 1.0 + (self.expert_load - 1.0) / math.sqrt(self.shape.num_experts / scheme.ep)
+
+    def num_copies(self, scheme: Scheme) -> float:
+        """Experts that a token passes on the busiest rank, for every token of its cp rank.
+
+        Without ep, tp cuts every expert like an MLP: a rank works for all tokens of the tp ranks.
+        With ep it has whole experts and works for the tokens that choose them.
+        """
+        if scheme.ep == 1:
+            return self.shape.experts_per_token
+        return self.rank_load(scheme) * self.shape.experts_per_token / scheme.tp
+
+    def num_layer_parameters(
+        self, scheme: Scheme, num_layers: int, *, are_first: bool = False
+    ) -> float:
+        """Parameters of so many layers on a rank; are_first: of the model."""
+        shape = self.shape
+        num_with_experts = shape.num_with_experts(num_layers, are_first=are_first)
+        routed = num_with_experts * shape.num_routed_entries
+        whole = num_layers * (2 * shape.hidden_size + shape.num_whole_attention_entries)
+        whole += num_with_experts * shape.num_router_entries
+        others = shape.num_parameters_of_layers(num_layers, are_first=are_first) - routed - whole
+        num_routed = routed / (scheme.tp if scheme.ep == 1 else scheme.ep)
+        return whole + others / scheme.tp + num_routed

@@ -6,7 +6,6 @@ import pytest
 
 from megatron.hydraulis.cluster import Cluster, Link
 from megatron.hydraulis.cost_model import AnalyticCostModel, Coefficients, JobCosts
-from megatron.hydraulis.cost_model.context import ring_bytes_per_token
 from megatron.hydraulis.cost_model.device import device_constants
 from megatron.hydraulis.cost_model.profile import ProfileCostModel, ProfiledScheme, ProfiledStrategy
 from megatron.hydraulis.errors import StrategyError
@@ -118,11 +117,6 @@ def test_schemes_with_different_layers_per_stage_are_distinct() -> None:
 def test_overhead_is_that_of_the_profile() -> None:
     costs = JobCosts(profile=profile({Scheme(): (TIMES, 100)}))
     assert costs.overhead_ms(Strategy.parse("tp1", 1, name="long")) == 7.0
-
-
-def test_a_ring_moves_all_but_a_share_of_keys_and_values() -> None:
-    for cp in (2, 4, 8):
-        assert ring_bytes_per_token(SMALL_SHAPE, Scheme(cp=cp), 2) == (cp - 1) / cp * 64 * 2
 
 
 @pytest.mark.parametrize("narrow", [Scheme(), Scheme(tp=2, pp=2), Scheme(pp=4)])

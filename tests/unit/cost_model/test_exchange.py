@@ -1,11 +1,17 @@
-"""Elements that a group exchanges, by hand; its cost and memory in the analytic model."""
+"""How a context-parallel group exchanges: elements by hand, ways, and what they cost."""
 
 from dataclasses import replace
 
 import pytest
 
 from megatron.hydraulis.cost_model import AnalyticCostModel, ModelShape, device_constants
-from megatron.hydraulis.cost_model.context import exchange_of
+from megatron.hydraulis.cost_model.context import (
+    all_to_all_elements,
+    all_to_all_refusal,
+    choose_way,
+    exchange_of,
+    gather_elements,
+)
 from megatron.hydraulis.errors import ConfigurationError
 from megatron.hydraulis.strategy import Scheme
 from tests.support.planning import LLAMA_7B
@@ -23,28 +29,79 @@ SHAPE = ModelShape(
 )
 
 
+@pytest.mark.parametrize(
+    ("heads", "groups", "size", "gathered", "exchanged"),
+    [
+        (8, 8, 2, 48, 32),  # three times one rank's 8 + 8; twice half of 8·4
+        (32, 8, 8, 336, 140),  # seven ranks' 8 + 8; seven eighths of 32 + 8 + 8 + 32
+        (32, 2, 8, 84, 140),  # 2 groups are repeated up to 8
+        (32, 8, 1, 0, 0),
+    ],
+)
+def test_elements_written_out(
+    heads: int, groups: int, size: int, gathered: float, exchanged: float
+) -> None:
+    assert gather_elements(groups, size) == gathered
+    assert all_to_all_elements(heads, groups, size) == exchanged
+
+
+@pytest.mark.parametrize(
+    ("heads", "groups", "size", "way"),
+    [
+        (32, 8, 8, "a2a"),
+        (32, 2, 8, "all_gather"),
+        (32, 8, 2, "all_gather"),
+        (32, 8, 4, "a2a"),
+        (8, 8, 2, "a2a"),
+        (6, 6, 4, "all_gather"),  # heads cannot be shared out
+    ],
+)
+def test_the_cheaper_way_that_heads_allow(heads: int, groups: int, size: int, way: str) -> None:
+    assert choose_way("auto", heads, groups, size) == way
+    assert choose_way("p2p", heads, groups, size) == "all_gather"
+    assert choose_way("all_gather", heads, groups, size) == "all_gather"
+
+
+@pytest.mark.parametrize(
+    ("heads", "groups", "allowed"),
+    [(8, 8, True), (8, 4, True), (8, 2, True), (8, 1, True), (6, 6, False), (12, 3, False)],
+)
+def test_heads_of_an_all_to_all(heads: int, groups: int, allowed: bool) -> None:
+    assert (all_to_all_refusal(heads, groups, 4) is None) is allowed
+
+
+def test_refusals_say_rule_numbers_and_fix() -> None:
+    with pytest.raises(ConfigurationError, match=r"multiple of 4 query heads .* there are 6; use"):
+        choose_way("a2a", 6, 6, 4)
+    with pytest.raises(ConfigurationError, match="multiple or a divisor of 4 but there are 3; use"):
+        choose_way("a2a", 12, 3, 4)
+    assert choose_way("auto", 12, 3, 4) == "all_gather"
+
+
 def test_a_single_rank_exchanges_nothing() -> None:
     alone = exchange_of(SHAPE, Scheme(tp=2), 2, "a2a")
     assert (alone.total_bytes, alone.total_messages) == (0.0, 0)
 
 
-@pytest.mark.parametrize("way", ["p2p", "all_gather"])
-def test_keys_and_values_of_the_others(way: str) -> None:
+@pytest.mark.parametrize(
+    ("way", "forward_bytes", "num_passes", "forward_messages"),
+    [
+        # Keys and values of 2 groups of 10 entries of 2 bytes, of 3 of 4 tokens.
+        ("p2p", 2 * 2 * 10 * 2 * 3 / 4, 3, 3),
+        ("all_gather", 2 * 2 * 10 * 2 * 3 / 4, 3, 3),
+        # Of 4 heads there and back, and 2 groups made 4; a rank has a quarter of the tokens and
+        # keeps a quarter of what it has.
+        ("a2a", (2 * 4 + 2 * 4) * 10 * 2 * 3 / 4 / 4, 2, 2),
+    ],
+)
+def test_what_a_rank_receives(
+    way: str, forward_bytes: float, num_passes: int, forward_messages: int
+) -> None:
     found = exchange_of(SHAPE, Scheme(tp=2, cp=4), 2, way)
-    # Keys and values of 2 groups of 10 entries of 2 bytes, of 3 of 4 tokens; 3 times.
-    assert found.forward_bytes == pytest.approx(2 * 2 * 10 * 2 * 3 / 4)
-    assert found.total_bytes == pytest.approx(3 * found.forward_bytes)
-    assert (found.forward_messages, found.total_messages) == (3, 9)
-
-
-def test_tokens_for_heads() -> None:
-    found = exchange_of(SHAPE, Scheme(tp=2, cp=4), 2, "a2a")
-    # Of 4 heads there and back, and 2 groups made 4; a rank has a quarter of the tokens and keeps a
-    # quarter of what it has.
-    sent = (2 * 4 + 2 * 4) * 10 * 2
-    assert found.forward_bytes == pytest.approx(sent * 3 / 4 / 4)
-    assert found.total_bytes == pytest.approx(2 * found.forward_bytes)
-    assert (found.forward_messages, found.total_messages) == (2, 4)
+    assert found.forward_bytes == pytest.approx(forward_bytes)
+    assert found.total_bytes == pytest.approx(num_passes * forward_bytes)
+    assert found.forward_messages == forward_messages
+    assert found.total_messages == num_passes * forward_messages
 
 
 def test_the_exchange_is_that_of_training() -> None:

@@ -11,8 +11,8 @@ from megatron.hydraulis.cost_model import ProfileCostModel
 from megatron.hydraulis.cost_model.analytic import KERNELS, AnalyticCostModel
 from megatron.hydraulis.cost_model.device import device_constants
 from megatron.hydraulis.cost_model.estimate_command import estimated_profile, possible_schemes
-from megatron.hydraulis.cost_model.experts import SAFE_EXPERT_LOAD, num_layer_parameters, rank_load
 from megatron.hydraulis.cost_model.job_costs import JobCosts
+from megatron.hydraulis.cost_model.trained_model import SAFE_EXPERT_LOAD
 from megatron.hydraulis.proposal.candidates import Candidates
 from megatron.hydraulis.simulator.ways import FIXED_ROWS, MEGATRON_CP, PACKING, Ways
 from megatron.hydraulis.strategy import Pool, Scheme, Strategy
@@ -45,14 +45,14 @@ def test_ranks_hold_whole_experts_or_a_part_of_each() -> None:
         ("tp2cp4ep8", others / 2 + _ROUTED / 8),
     ):
         scheme = parse_scheme(text, label="test")
-        assert num_layer_parameters(QWEN3_30B_A3B, scheme, 1) == whole + expected
+        assert _MODEL.num_layer_parameters(scheme, 1) == whole + expected
 
 
 def test_the_exchange_moves_a_copy_for_each_expert_of_another_rank() -> None:
     assert "expert_parallel" not in _terms("tp8")
     num_bytes = 2 * 8 * 7 / 8 * 2048 * 2 / 8  # there and back, experts, ranks, size, ranks
     bandwidth = _DEVICE.intra_node.bytes_per_s * _DEVICE.link_fraction
-    load = rank_load(QWEN3_30B_A3B, parse_scheme("cp8ep8", label="test"), 1.5)
+    load = _MODEL.rank_load(parse_scheme("cp8ep8", label="test"))
     assert _terms("cp8ep8")["expert_parallel"] == pytest.approx(load * num_bytes / bandwidth)
     # Of 15 other ranks, 8 are in another node.
     assert _terms("tp8cp2ep16")["expert_parallel"] > 2 * _terms("cp8ep8")["expert_parallel"]
@@ -62,7 +62,7 @@ def test_the_exchange_moves_a_copy_for_each_expert_of_another_rank() -> None:
 
 def test_ranks_wait_for_the_one_whose_experts_have_most_tokens() -> None:
     loads = [
-        rank_load(QWEN3_30B_A3B, parse_scheme(text, label="test"), 3.0)
+        replace(_MODEL, expert_load=3.0).rank_load(parse_scheme(text, label="test"))
         for text in ("tp8", "cp2ep2", "cp8ep8", "cp8ep128")
     ]
     assert loads == [1.0, 1.25, 1.5, 3.0]
@@ -180,7 +180,7 @@ def test_copies_for_experts_move_through_memory() -> None:
     for text in ("tp1", "tp8"):  # every tp rank works for all tokens
         assert _terms(text)["expert_copies"] == pytest.approx(7 * 8 * s_per_state)
     assert _terms("tp2cp4")["expert_copies"] == pytest.approx(7 * 8 * s_per_state / 4)
-    load = rank_load(QWEN3_30B_A3B, Scheme(4, 2, ep=8), 1.5)
+    load = _MODEL.rank_load(Scheme(4, 2, ep=8))
     expected = (5 + 6 * load) * 8 / 4 / 2 * s_per_state
     assert _terms("tp4cp2ep8")["expert_copies"] == pytest.approx(expected)
     stage = _MODEL.stage_terms(Scheme(4), 3, is_last=False)
