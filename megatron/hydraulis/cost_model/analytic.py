@@ -102,12 +102,12 @@ class KernelConstants:
     layer: operations of one in forward and backward, over the launches of a layer
     (tests/cuda_stand_in/README.md); counted, not fitted."""
     grouped_expert_launch_share: float = 6 / 67
-    """Likewise in grouped products of Transformer Engine, which launches one for each expert: two
+    """The same in grouped products of Transformer Engine, which launches one for each expert: two
     in the forward and four in the backward. At 27 µs each; its own benchmark of 8 products has 33
     (TransformerEngine pull request 3134)."""
     tp_link_share: float = 0.849
-    """Of what links in a node reach: collectives of tensor parallelism. Target of the fit: 41.5 %
-    MFU for a 22B model on 8 A100 (arXiv 2205.05198, table 5)."""
+    """Share of what links in a node reach that collectives of tensor parallelism reach. Target of
+    the fit: 41.5 % MFU for a 22B model on 8 A100 (arXiv 2205.05198, table 5)."""
 
 
 KERNELS = KernelConstants()
@@ -131,7 +131,7 @@ class CostTerm:
         )
 
     def seconds(self, sum_of_squares: float, num_tokens: float) -> float:
-        """Of a micro-batch."""
+        """Time of a micro-batch."""
         return self.per_token2_s * sum_of_squares + self.per_token_s * num_tokens + self.constant_s
 
     def __rmul__(self, factor: float) -> "CostTerm":
@@ -158,7 +158,7 @@ class AnalyticCostModel(TrainedModel):
 
     @property
     def peak_flops_per_s(self) -> float:
-        """Of the device in the training precision."""
+        """Peak of the device in the training precision."""
         return self.device.peak(self.precision)
 
     def max_tokens(self, scheme: Scheme) -> int:
@@ -191,7 +191,8 @@ class AnalyticCostModel(TrainedModel):
         gradient_bytes: int = FP32_BYTES,
         overlaps: bool = True,
     ) -> RegroupCosts:
-        """Of the same job, with schemes of these tp degrees; see `RegroupCosts.of`."""
+        """Costs of regrouping in this job, with schemes of these tp degrees; see
+        `RegroupCosts.of`."""
         return RegroupCosts.of(
             self.shape,
             self.device,
@@ -333,7 +334,7 @@ class AnalyticCostModel(TrainedModel):
         return self.kernels.expert_launch_share * num_experts
 
     def _matrix_bytes(self, scheme: Scheme) -> float:
-        """Of a layer on a rank, mean over the layers: all experts are passed by some token."""
+        """Bytes of a layer's matrices on a rank, mean over the layers, with all experts."""
         num_layers, norms = self.shape.num_layers, 2 * self.shape.hidden_size
         num_entries = self.num_layer_parameters(scheme, num_layers) / num_layers - norms
         return num_entries * self.parameter_bytes
@@ -350,7 +351,7 @@ class AnalyticCostModel(TrainedModel):
 
     @property
     def _share_with_experts(self) -> float:
-        """Of the layers."""
+        """Share of the layers that have experts."""
         return self.shape.num_expert_layers / self.shape.num_layers
 
     def _expert_copies(self, scheme: Scheme) -> CostTerm:
@@ -389,17 +390,17 @@ class AnalyticCostModel(TrainedModel):
         )
 
     def _num_tp_collectives(self, scheme: Scheme) -> float:
-        """In the forward of a layer, mean over the layers: whole experts take the tokens of their
-        own tp rank, but not the experts that all tokens pass."""
+        """Collectives in the forward of a layer, mean over the layers: whole experts take the
+        tokens of their own tp rank, but not the experts that all tokens pass."""
         shape = self.shape
         if scheme.ep == 1 or shape.shared_expert_ffn_hidden_size:
             return _NUM_TP_COLLECTIVES_FORWARD
         return _NUM_TP_COLLECTIVES_FORWARD * (1.0 - self._share_with_experts / 2)
 
     def _tp_messages(self, scheme: Scheme) -> CostTerm:
-        """In the forward of a layer. With sequence parallelism, latent attention gathers what its
-        projections from latents take: both latents and the rotated channels of keys, or a whole
-        hidden state where one matrix makes the queries (runtime/model_building.py)."""
+        """Messages in the forward of a layer. With sequence parallelism, latent attention gathers
+        what its projections take: both latents and the rotated channels of keys, or a whole hidden
+        state where one matrix makes the queries (runtime/model_building.py)."""
         shape, number = self.shape, self._num_tp_collectives(scheme)
         if not (shape.kv_lora_rank and self.sequence_parallel):
             return self._tp_collectives(scheme, number)

@@ -14,7 +14,7 @@ from megatron.hydraulis.errors import ConfigurationError
 
 
 class Precision(StrEnum):
-    """In which a model trains: parameters and activations; each with the bytes of a number."""
+    """The type of parameters and activations in training, with the bytes of a number."""
 
     BF16 = "bf16", 2
     FP32 = "fp32", 4
@@ -29,7 +29,7 @@ class Precision(StrEnum):
 
     @classmethod
     def of(cls, name: str) -> Self:
-        """By its name; ConfigurationError if it is unknown."""
+        """The precision with this name; ConfigurationError if it is unknown."""
         for precision in cls:
             if precision == name:
                 return precision
@@ -50,7 +50,7 @@ class DeviceConstants:
     peak_flops_per_s: float
     """Dense matrix products in bf16, from the data sheet."""
     fp32_flops_per_s: float | None = None
-    """In fp32, from the data sheet; None: as many. Without tensor cores, as torch multiplies fp32
+    """The same in fp32; None: as many. Without tensor cores, as torch multiplies fp32
     unless TF32 is allowed (``torch.backends.cuda.matmul.allow_tf32``), which training does not."""
     matmul_fraction: float
     """Share of the peak that matrix products reach."""
@@ -107,7 +107,7 @@ class DeviceConstants:
         return self.peak_flops_per_s
 
     def reserve_with(self, num_communicators: int) -> float:
-        """Bytes kept free if a rank creates this many communicators."""
+        """Memory kept free if a rank creates this many communicators."""
         num_more = max(0, num_communicators - self.num_communicators_in_reserve)
         return self.reserve_bytes + num_more * self.communicator_bytes
 
@@ -258,7 +258,7 @@ DEVICES: tuple[DeviceConstants, ...] = (
 )
 
 DEVICE_NAMES = ", ".join(device.name for device in DEVICES)
-"""As help texts and errors list them."""
+"""Names of devices as help texts and errors list them."""
 
 
 _OTHER_NAMES = {"h100-80g": "h100"}
@@ -280,15 +280,9 @@ def device_constants(name: str) -> DeviceConstants:
     )
 
 
-_NAME_BY_WORD = {
-    "a100": "a100-80g",
-    "a800": "a800-80g",
-    "h100": "h100",
-    "h200": "h200",
-    "cpu": "cpu",
-}
-"""Word of the name that CUDA or a cost profile gives a device -> constants. A GH200 or an H20 is
-none of these."""
+_BY_WORD = {device.name.split("-")[0]: device for device in reversed(DEVICES)}
+"""Word of the name that CUDA or a cost profile gives a device -> constants, of several the first. A
+GH200 or an H20 is none of these."""
 
 
 def described_device(text: str) -> DeviceConstants | None:
@@ -297,8 +291,7 @@ def described_device(text: str) -> DeviceConstants | None:
         if device.name == text:
             return device
     words = re.findall(r"[a-z0-9]+", text.lower())
-    known = [_NAME_BY_WORD[word] for word in words if word in _NAME_BY_WORD]
-    return device_constants(known[0]) if known else None
+    return next((_BY_WORD[word] for word in words if word in _BY_WORD), None)
 
 
 def communicators_text(num_communicators: int) -> str:

@@ -46,7 +46,7 @@ _NS_PER_MS, _US_PER_MS = 1e6, 1e3
 _MOST_OF_A_SIZE = 3
 """Schemes of one number of ranks in the table, if none were named."""
 _MOST_STAGES = 8
-"""Of schemes that are not named: longer pipelines rarely win with few micro-batches."""
+"""Longest pipelines of schemes that are not named: others rarely win with few micro-batches."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -257,7 +257,7 @@ def _fastest_of_each_size(schemes: Sequence[ProfiledScheme]) -> list[ProfiledSch
 
 
 def _least_token_time_ms(row: ProfiledScheme) -> float:
-    """In a full micro-batch, without attention, which depends on the lengths."""
+    """Time per token in a full micro-batch, without attention, which depends on the lengths."""
     return row.coefficients.b_ms_per_token + row.coefficients.c_ms / row.max_tokens
 
 

@@ -48,20 +48,12 @@ class Sample:
         row_tokens: int | None = None,
         window: AttentionWindow | None = None,
     ) -> Sample:
-        """From the lengths of the sequences, in tokens, the row if its padding counts, and the
-        window of the model's layers."""
+        """A micro-batch of sequences of these lengths, in tokens; row_tokens if its padding counts,
+        the window of the model's layers."""
         lengths = tuple(lengths)
         num_tokens = sum(lengths) if row_tokens is None else row_tokens
         squares = sum(n * n if window is None else window.squared(n) for n in lengths)
         return cls(float(squares), float(num_tokens), time_ms)
-
-    def predicted_ms(self, coefficients: Coefficients) -> float:
-        """Time by the coefficients."""
-        return (
-            coefficients.a_ms_per_token2 * self.sum_of_squares
-            + coefficients.b_ms_per_token * self.num_tokens
-            + coefficients.c_ms
-        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,16 +69,16 @@ class Fit:
 
     @property
     def median_residual(self) -> float:
-        """Of the absolute relative residuals."""
+        """Median of the absolute relative residuals."""
         return statistics.median(map(abs, self.residuals))
 
     @property
     def worst_residual(self) -> float:
-        """Of the absolute relative residuals."""
+        """Largest of the absolute relative residuals."""
         return max(map(abs, self.residuals))
 
     def to_json(self) -> dict[str, Any]:
-        """For a profile's ``measurement``."""
+        """What a profile's ``measurement`` says of the fit."""
         return {
             "num_points": len(self.residuals),
             "r_squared": self.r_squared,

@@ -35,7 +35,7 @@ class Coefficients:
     c_ms: float
     """Constant cost of a micro-batch."""
     window: AttentionWindow | None = None
-    """Of the model's layers; the same for all schemes of a job."""
+    """Window of the model's layers; the same for all schemes of a job."""
     forward_share: float = FORWARD_SHARE
     """Share of the forward in the time."""
 

@@ -66,9 +66,9 @@ class JobOptions:
     overlaps: bool = True
     """False for --no-regroup-overlap."""
     precision: Callable[[str | None], Precision] = lambda text: Precision.of(text or "bf16")
-    """Of training, by that of the profile, None if it names none."""
+    """The precision of training, by that of the profile, None if it names none."""
     layers: Callable[[ModelShape], Mapping[str, Any]] = lambda _: {}
-    """Of the model: fields of `AnalyticCostModel` about layers."""
+    """Fields of `AnalyticCostModel` about the layers of the model."""
 
     def costs(
         self,
@@ -80,7 +80,7 @@ class JobOptions:
         tp_degrees: Iterable[int] | None = None,
         path: str | Path | None = None,
     ) -> JobCosts:
-        """Of a job; `strategies` and `tp_degrees` as for `JobCosts.of`, path of the profile.
+        """Costs of a job; `strategies` and `tp_degrees` as for `JobCosts.of`, path of the profile.
 
         Raises ConfigurationError for options that do not go together, and for another model, or
         fewer ranks, than the profile's.
@@ -160,9 +160,9 @@ class JobCosts:
     """
 
     profile: ProfileCostModel
-    """With computed overheads if there is a model."""
+    """The profile, with computed overheads if there is a model."""
     model: AnalyticCostModel | None = None
-    """Of the model on the job's devices; None if one of them is unknown."""
+    """The model on the job's devices; None if one of them is unknown."""
     _rows: dict[Scheme, ProfiledScheme] = field(
         default_factory=dict, init=False, repr=False, compare=False
     )
@@ -178,7 +178,7 @@ class JobCosts:
         gradient_bytes: int = FP32_BYTES,
         overlaps: bool = True,
     ) -> JobCosts:
-        """Adds computed overheads to the profile.
+        """Costs from a profile to which computed overheads are added.
 
         Args:
             profile: measured or estimated.
@@ -204,11 +204,11 @@ class JobCosts:
 
     def is_measured(self, scheme: Scheme) -> bool:
         """Whether the profile has the scheme itself."""
-        full_width = scheme.of_context_group(scheme.cp)
-        return any(row.scheme == full_width and not row.is_assumed for row in self.profile.schemes)
+        row = self.profile.find(scheme)
+        return row is not None and not row.is_assumed
 
     def with_widths(self) -> JobCosts:
-        """With rows in the profile for all cp that are powers of two and have room in the job.
+        """These costs with rows for all cp that are powers of two and have room in the job.
 
         Narrower ones than a measured row only with ep: its groups of fewer ranks run in ``~`` alone
         and may not have been measured. Without a model it is unchanged: the exchange would be free.
@@ -245,7 +245,7 @@ class JobCosts:
         return self.profile.overhead_ms(strategy, self)
 
     def _row(self, scheme: Scheme) -> ProfiledScheme:
-        """Of the scheme's full width."""
+        """The row of the scheme's full width."""
         scheme = scheme.of_context_group(scheme.cp)
         if scheme not in self._rows:
             nearest = self._nearest(scheme)
@@ -255,7 +255,7 @@ class JobCosts:
         return self._rows[scheme]
 
     def _assumed(self, scheme: Scheme, row: ProfiledScheme) -> ProfiledScheme:
-        """By the formulas of the module, from a measured row."""
+        """A row by the formulas of the module, from a measured one."""
         times, per_width = row.coefficients, row.scheme.cp / scheme.cp
         shared_ms = max(0.0, times.b_ms_per_token - self._exchange_ms_per_token(row.scheme))
         limit = row.max_tokens * scheme.cp // row.scheme.cp
@@ -295,7 +295,7 @@ class JobCosts:
         return min(rows, key=order)
 
     def _exchange_ms_per_token(self, scheme: Scheme) -> float:
-        """Of the longest stage, by a ring."""
+        """Time of the exchange by a ring in the longest stage."""
         if self.model is None:
             return 0.0
         stages = replace(self.model, cp_comm_type="p2p").terms_by_stage(scheme)

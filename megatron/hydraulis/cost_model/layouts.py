@@ -151,7 +151,7 @@ class LayoutPrediction:
     stage: int
     """The stage whose ranks are the fullest."""
     memory: Mapping[str, float]
-    """Bytes of a rank of this stage by purpose (PURPOSES)."""
+    """Memory of a rank of this stage by purpose (PURPOSES)."""
     usable_bytes: float
     """Memory of a rank, reserve included."""
 
@@ -471,7 +471,8 @@ def search_layouts(job: FixedLengthJob, device: DeviceConstants) -> LayoutSearch
     """
     refused: list[Refusal] = []
     predictions = [predict_layout(job, layout, device) for layout in _layouts(job, refused)]
-    predictions.sort(key=_order)
+    # Equal times, where sequence parallelism has no effect, go by memory.
+    predictions.sort(key=lambda each: (each.step_s, each.memory_bytes, each.layout.tp))
     fitting = [prediction for prediction in predictions if prediction.fits]
     rejected = [prediction for prediction in predictions if not prediction.fits]
     if not fitting:
@@ -484,12 +485,6 @@ def search_layouts(job: FixedLengthJob, device: DeviceConstants) -> LayoutSearch
         tuple(Verdict(prediction, "memory", _memory_why(prediction)) for prediction in rejected),
         tuple(refused),
     )
-
-
-def _order(prediction: LayoutPrediction) -> tuple[float, float, int]:
-    """By time; equal times (sequence parallelism without effect) by memory."""
-    layout = prediction.layout
-    return prediction.step_s, prediction.memory_bytes, layout.tp
 
 
 def _none_fits(

@@ -113,10 +113,10 @@ class Limits:
 
     def of_scheme(self, scheme: Scheme) -> int:
         """The limit of a scheme in strategies without ``max_tokens``; raises as `max_tokens`."""
-        by_flag = self.by_flag(scheme)
-        return self._reduced(
-            scheme, self.cost_model.max_tokens(scheme) if by_flag is None else by_flag
-        )
+        limit = self.by_flag(scheme)
+        if limit is None:
+            limit = self.cost_model.max_tokens(scheme)
+        return min(limit, dict(self.measured).get(scheme.of_context_group(scheme.cp), limit))
 
     def by_flag(self, scheme: Scheme) -> int | None:
         """The limit of a scheme by --max-tokens-per-micro-batch; None without it."""
@@ -137,8 +137,7 @@ class Limits:
         """Limits by the flag or the pool file, reduced by the measured ones of all groups."""
         limits = dict(strategy.token_limits)
         for scheme in strategy.schemes:
-            by_flag = self.by_flag(scheme)
-            if by_flag is not None:
+            if (by_flag := self.by_flag(scheme)) is not None:
                 limits[scheme] = by_flag
         measured = dict(self.measured)
         for scheme, limit in limits.items():
@@ -150,18 +149,15 @@ class Limits:
             limits[scheme] = min(limit, *of_groups) if of_groups else limit
         return limits
 
-    def _reduced(self, scheme: Scheme, limit: int) -> int:
-        return min(limit, dict(self.measured).get(scheme.of_context_group(scheme.cp), limit))
-
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MemoryTrial:
     """Memory that micro-batches of a scheme took on one rank, with all that are in flight."""
 
     num_tokens: int
-    """Of each, over all cp ranks, padding included."""
+    """Tokens of each, over all cp ranks, padding included."""
     idle_bytes: int
-    """In use before they ran, by this rank and others on its device."""
+    """Memory in use before they ran, by this rank and others on its device."""
     peak_bytes: int
     """Peak while they ran."""
     capacity_bytes: int

@@ -83,8 +83,8 @@ _LOSS_BYTES_PER_TOKEN = 6 * 8 + 4 * FP32_BYTES
 # As wide as the MLP, in the backward of its activation, less the input of fc2, which is freed.
 _GATED_ACTIVATION_TENSORS, _PLAIN_ACTIVATION_TENSORS, _SEPARATE_ACTIVATION_TENSORS = 4, 6, 2
 LOSS_CHUNK_BYTES = 2**30
-"""Of the fp32 logits of a chunk on a rank. A chunk's products then take ten times as long as adding
-to the weight's gradient once, or longer, with up to 128K columns on a rank."""
+"""Size of the fp32 logits of a chunk on a rank. A chunk's products then take ten times as long as
+adding to the weight's gradient once, or longer, with up to 128K columns on a rank."""
 # Per token and expert: a place (int64) and a choice (bool).
 _ROUTING_BYTES_PER_EXPERT = 8 + 1
 # Per token and expert that it passes: the expert's number and the token's place (int64), two
@@ -342,7 +342,7 @@ class LayerMemory:
 
     @cached_property
     def needed_by_attention(self) -> float:
-        """In the backward of core attention, besides what the layer keeps of it.
+        """What exists in the backward of core attention, besides what the layer keeps of it.
 
         The kernel: gradients of the output, as received and contiguous, of queries, keys and
         values, an fp32 sum for queries and, with grouped queries, gradients of keys and values per
@@ -369,7 +369,7 @@ class LayerMemory:
 
     @cached_property
     def _needed_by_te_exchange(self) -> float:
-        """As `needed_by_attention`, by Transformer Engine over cp ranks.
+        """`needed_by_attention` by Transformer Engine over cp ranks.
 
         A ring has two buffers with keys, values and gradients of both, and the gradients of a step.
         Gathered keys and values exist besides gradients of two steps and their sums, at the end
@@ -418,7 +418,7 @@ class LayerMemory:
 
     @cached_property
     def keys_at_once(self) -> float:
-        """To which a kernel attends, for each local token."""
+        """Keys to which a kernel attends, for each local token."""
         cp = self.scheme.cp
         if cp == 1 or self._exchanges_heads or self._rings:
             return 1.0
@@ -457,10 +457,10 @@ class Moment:
     """Per token of them in the chunk at work."""
     chunk_tokens: int = 0
     above_tokens: float = 0.0
-    """On a cp rank: with fewer, it does not occur."""
+    """Tokens on a cp rank up to which it does not occur."""
 
     def bytes_with(self, num_tokens: float) -> float:
-        """With a micro-batch of num_tokens on a cp rank."""
+        """Memory with a micro-batch of num_tokens on a cp rank."""
         if num_tokens <= self.above_tokens:
             return 0.0
         in_chunk = min(num_tokens, self.chunk_tokens)
@@ -545,7 +545,7 @@ class MemoryModel(TrainedModel):
         return (scheme.pp - stage) * kept * num_tokens / scheme.cp
 
     def _num_parameters(self, scheme: Scheme, stage: int, num_layers: int | None = None) -> float:
-        """Of a rank of a stage."""
+        """Parameters of a rank of a stage."""
         shape = self.shape
         num_layers = num_layers or self._num_layers(scheme, stage)
         is_first, is_last = stage == 0, stage == scheme.pp - 1
@@ -574,7 +574,7 @@ class MemoryModel(TrainedModel):
         return role + canonical + staging + products
 
     def footprint(self, scheme: Scheme) -> PoolFootprint:
-        """Of the job's pool, or of a job that the scheme fills."""
+        """The footprint of the job's pool, or of a job that the scheme fills."""
         ranks_per_node = self.ranks_per_node or self.num_ranks
         return self.pool or footprint_of_scheme(scheme, self.shape, self.num_ranks, ranks_per_node)
 

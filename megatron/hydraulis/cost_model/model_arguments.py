@@ -40,7 +40,7 @@ VOCABULARY_MULTIPLE = 128
 _FFN_OVER_HIDDEN = 4
 _GATED_FFN_MULTIPLE = 64
 _ROUTER_BYTES = {"fp32": 4, "fp64": 8}
-"""Bytes of a score by --moe-router-dtype."""
+"""Size of a score by --moe-router-dtype."""
 _KEPT_MODULES = ("layernorm", "moe_act", "moe", "shared_experts", "mla_up_proj", "gdn_norm_out")
 """Modules of upstream's selective recompute that are not recomputed here."""
 KEPT_TEXT = "its activations are kept, which takes more memory"
@@ -493,7 +493,7 @@ def check_pattern(option: str, value: int | list[int] | None, num_layers: int) -
 
 
 def job_precision(namespace: argparse.Namespace, of_profile: str | None = None) -> Precision:
-    """As given, else that of the cost profile if it names one.
+    """The precision that is given, else that of the cost profile if it names one.
 
     Without both it is that of training; a line on stderr says which, or that training with these
     options has another than the profile.
@@ -515,12 +515,12 @@ def job_precision(namespace: argparse.Namespace, of_profile: str | None = None) 
 
 
 def training_precision(args: argparse.Namespace) -> Precision:
-    """Of parameters in training."""
+    """The precision of parameters in training."""
     return Precision.BF16 if args.bf16 else Precision.FP32
 
 
 def gradient_bytes(args: argparse.Namespace) -> int:
-    """Bytes of a gradient on the wire in training."""
+    """Size of a gradient on the wire in training."""
     return wire_bytes(training_precision(args), reduces_in_bf16=args.grad_reduce_in_bf16)
 
 

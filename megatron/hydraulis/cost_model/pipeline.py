@@ -68,7 +68,7 @@ class Operation:
     stage: int
     micro_batch: int
     start_ms: float
-    """After the first forward of the replica has begun."""
+    """Time since the first forward of the replica began."""
     end_ms: float
 
 
@@ -177,7 +177,8 @@ def split_layers(
     low, high = 0, len(bounds) - 1
     while low < high:
         middle = (low + high) // 2
-        if _has_room(num_layers, _most_layers(times, bounds[middle])):
+        most = _most_layers(times, bounds[middle])
+        if min(most) >= 1 and sum(most) >= num_layers:
             high = middle
         else:
             low = middle + 1
@@ -188,12 +189,8 @@ def _most_layers(times: list[list[float]], bound: float) -> list[int]:
     return [bisect_right(of_stage, bound) for of_stage in times]
 
 
-def _has_room(num_layers: int, most: list[int]) -> bool:
-    return min(most) >= 1 and sum(most) >= num_layers
-
-
 def _fill(num_layers: int, most: list[int], time: OfStage, tokens: OfStage) -> tuple[int, ...]:
-    """Adds layers one by one, at most ``most`` to a stage, where most tokens then fit."""
+    """Layers of each stage, added one by one, at most ``most``, where most tokens then fit."""
     layers = [1] * len(most)
     for _ in range(num_layers - len(most)):
         open_stages = (stage for stage in range(len(most)) if layers[stage] < most[stage])

@@ -94,7 +94,7 @@ class ProfiledStrategy:
 
     name: str
     replicas: str | None = None
-    """In strategy notation; None in older profiles."""
+    """The notation of the strategy; None in older profiles."""
     regroup_ms: float = 0.0
     """Time of gather and scatter that does not overlap with the replicas' work."""
     optimizer_ms: float = 0.0
@@ -139,11 +139,11 @@ class ProfiledModel:
     dtype: str | None = None
     """``bf16`` or ``fp32``."""
     recompute: str | None = None
-    """As `Recompute` is written."""
+    """The text of a `Recompute`."""
     core_attention: str | None = None
     """``te``, ``torch`` or ``sdpa``."""
     experts: str | None = None
-    """Of a model with experts: ``grouped`` in one product, or ``single``."""
+    """``grouped`` if a model's experts are one product, else ``single``."""
 
     def to_json(self) -> dict[str, Any]:
         """The sizes and the known settings; from_json is its inverse."""
@@ -194,18 +194,18 @@ class ProfileCostModel:
     schemes: tuple[ProfiledScheme, ...]
     strategies: tuple[ProfiledStrategy, ...] = ()
     gradient_bytes: int = FP32_BYTES
-    """Bytes of a gradient on the wire when strategies were measured."""
+    """Size of a gradient on the wire when strategies were measured."""
     model: ProfiledModel | None = None
     """None in profiles that do not say."""
     num_ranks: int | None = None
-    """Of the job that the limits are of; None if unknown."""
+    """Ranks of the job that the limits are of; None if unknown."""
     expert_load: float | None = None
     """Tokens of a layer's busiest expert over the mean of its experts when strategies were
     measured; None if unknown."""
     measurement: Mapping[str, Any] = field(default_factory=dict, hash=False)
     """How it was measured, as JSON values; no prediction depends on it."""
     regroup: RegroupCosts | None = None
-    """For strategies that were not measured, see `with_regrouping`; not part of the file."""
+    """Costs of strategies that were not measured, see `with_regrouping`; not part of the file."""
 
     def __post_init__(self) -> None:
         if not self.schemes:
@@ -229,7 +229,7 @@ class ProfileCostModel:
         return self._row(scheme).max_tokens
 
     def overhead_ms(self, strategy: Strategy, times: CostModel | None = None) -> float:
-        """As measured, else computed if `regroup` is known, else 0.0.
+        """The measured time, else the computed one if `regroup` is known, else 0.0.
 
         times: of schemes that the profile lacks; by default its own.
 
@@ -286,7 +286,7 @@ class ProfileCostModel:
         known = [
             (strategy, time_ms)
             for strategy, time_ms in measured.values()
-            if all(self._has(scheme) for scheme in strategy.schemes)
+            if all(map(self.find, strategy.schemes))
         ]
         as_measured = replace(regroup, gradient_bytes=self.gradient_bytes)
         calibrated = as_measured.calibrated(known, partial(usual_times_ms, self))
@@ -313,7 +313,7 @@ class ProfileCostModel:
         return tuple(row.scheme for row in self.schemes if row.is_assumed and row.scheme in used)
 
     def only_for(self, pool: Pool) -> "ProfileCostModel":
-        """Without assumed rows that a pool does not need."""
+        """The profile without assumed rows that a pool does not need."""
         needed = self.assumed_schemes(pool)
         rows = (row for row in self.schemes if not row.is_assumed or row.scheme in needed)
         return replace(self, schemes=tuple(rows))
@@ -428,14 +428,14 @@ class ProfileCostModel:
             raise ConfigurationError(text)
         print(f"warning: {text}", file=sys.stderr, flush=True)
 
-    def _has(self, scheme: Scheme) -> bool:
-        return any(row.scheme == scheme.of_context_group(scheme.cp) for row in self.schemes)
+    def find(self, scheme: Scheme) -> ProfiledScheme | None:
+        """The row of a scheme; ``cp8~`` has that of ``cp8``."""
+        full_width = scheme.of_context_group(scheme.cp)
+        return next((row for row in self.schemes if row.scheme == full_width), None)
 
     def _row(self, scheme: Scheme) -> ProfiledScheme:
-        measured = scheme.of_context_group(scheme.cp)  # at its full width, cp8~ is cp8
-        for row in self.schemes:
-            if row.scheme == measured:
-                return row
+        if (row := self.find(scheme)) is not None:
+            return row
         known = ", ".join(str(row.scheme) for row in self.schemes)
         raise StrategyError(
             f"scheme {scheme}: not in the cost profile of {self.device}, which has {known}; "
@@ -462,6 +462,8 @@ class ProfileCostModel:
             model = profile.nested(profile.value("model"), f"model of {profile.what}")
             made_for = ProfiledModel.from_json(model)
         window = None if made_for is None else made_for.shape.window
+        measurement = profile.value("measurement") if profile.has("measurement") else {}
+        profile.nested(measurement, f"measurement of {what}")  # it must be an object
         read = cls(
             device=profile.text("device"),
             source=profile.text("source"),
@@ -478,7 +480,7 @@ class ProfileCostModel:
             model=made_for,
             num_ranks=profile.integer("num_ranks") if profile.has("num_ranks") else None,
             expert_load=profile.number("expert_load") if profile.has("expert_load") else None,
-            measurement=_measurement(profile),
+            measurement=measurement,
         )
         profile.check_all_read()
         return read
@@ -511,14 +513,6 @@ class ProfileCostModel:
         if self.measurement:
             content["measurement"] = dict(self.measurement)
         return content
-
-
-def _measurement(profile: JsonObject) -> Mapping[str, Any]:
-    if not profile.has("measurement"):
-        return {}
-    content: Mapping[str, Any] = profile.value("measurement")
-    profile.nested(content, f"measurement of {profile.what}")  # must be an object
-    return content
 
 
 def _check_distinct(noun: str, names: list[str]) -> None:

@@ -41,7 +41,7 @@ MicroBatchTimes = Callable[[Scheme], tuple[float, float]]
 
 
 def wire_bytes(precision: Precision, *, reduces_in_bf16: bool) -> int:
-    """Bytes of a gradient on the wire: those of bf16 only if parameters are bf16, too."""
+    """Size of a gradient on the wire: that of bf16 only if parameters are bf16, too."""
     return precision.num_bytes if reduces_in_bf16 else FP32_BYTES
 
 
@@ -68,7 +68,7 @@ class BucketTimes:
     gather_ms: float
     scatter_ms: float
     update_ms: float
-    """On the slowest rank."""
+    """Time of the update on the slowest rank."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,9 +76,9 @@ class RegroupTimes:
     """Times of all buckets for one strategy."""
 
     buckets: tuple[BucketTimes, ...]
-    """In the order of their gathers; scatters have the reverse order."""
+    """Buckets in the order of their gathers; scatters have the reverse order."""
     received_bytes: float
-    """In gather and scatter together, mean over ranks."""
+    """What a rank receives in gather and scatter together, mean over ranks."""
 
     @property
     def total_ms(self) -> float:
@@ -128,9 +128,9 @@ class RegroupCosts:
     link_fraction: float = 1.0
     """Share of a link's bandwidth that collectives reach."""
     parameter_bytes: int = 2
-    """Bytes of a parameter on the wire."""
+    """Size of a parameter on the wire."""
     gradient_bytes: int = FP32_BYTES
-    """Bytes of a gradient on the wire."""
+    """Size of a gradient on the wire."""
     hiding: Hiding = Hiding.ONE_QUEUE
     factor: float = 1.0
     """Measured over computed times, see `calibrated`; all times are multiplied by it."""
@@ -153,7 +153,7 @@ class RegroupCosts:
         gradient_bytes: int = FP32_BYTES,
         overlaps: bool = True,
     ) -> RegroupCosts:
-        """On devices of one kind; overlaps is false for --no-regroup-overlap."""
+        """Costs on devices of one kind; overlaps is false for --no-regroup-overlap."""
         hiding = Hiding.THREADS if device.name == "cpu" else Hiding.ONE_QUEUE
         return cls(
             shape,
@@ -184,7 +184,7 @@ class RegroupCosts:
         return RegroupCosts, tuple(getattr(self, each.name) for each in fields(self) if each.init)
 
     def _amounts(self, num_expert_groups: int) -> LayoutAmounts:
-        """Of a layout whose experts are grouped as ranks hold them."""
+        """Elements of a layout whose experts are grouped as ranks hold them."""
         if num_expert_groups not in self._counted:
             layout = CanonicalLayout.build(
                 model_parameters(self.shape, num_expert_groups),
@@ -256,8 +256,8 @@ class RegroupCosts:
         measured: Iterable[tuple[Strategy, float]],
         times_ms: MicroBatchTimes,
     ) -> RegroupCosts:
-        """With the factor of measured (strategy, ms) over computed exposed times; unchanged if
-        nothing was measured."""
+        """These costs with the factor of measured (strategy, ms) over computed exposed times;
+        unchanged if nothing was measured."""
         measured_ms = computed_ms = 0.0
         for strategy, time_ms in measured:
             measured_ms += time_ms

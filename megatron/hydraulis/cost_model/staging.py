@@ -33,7 +33,7 @@ from megatron.hydraulis.transfer.canonical import DEFAULT_BUCKET_CAP_ELEMENTS
 from megatron.hydraulis.transfer.collective import LEAST_SAVING_ACROSS
 
 NUM_STAGING_SLOTS = 2
-"""Of the runtime: one bucket is copied while the next one travels."""
+"""Slots of the runtime: one bucket is copied while the next one travels."""
 NUM_GROUPS_OF_ALL = 2
 """Groups of all ranks: the job's and that of regrouping."""
 
@@ -53,7 +53,7 @@ class PoolFootprint:
     """What a role receives through staging: its part of a bucket, or nothing if it travels in the
     order in which it lies in memory, as with the largest tp."""
     share_sent_by_role: float
-    """As much, or its part in any order if gradients travel in bf16."""
+    """The same, or its part in any order if gradients travel in bf16."""
     share_relayed: float
     """What a rank relays for the others of its node, in a separate buffer."""
     weight_shapes: float
@@ -61,7 +61,7 @@ class PoolFootprint:
     num_communicators: int
     """NCCL communicators once every strategy has been used."""
     gradient_bytes: int = FP32_BYTES
-    """Bytes of a gradient on the wire."""
+    """Size of a gradient on the wire."""
 
     @classmethod
     def of(
@@ -111,8 +111,8 @@ def footprint_of_scheme(
 
 
 def _layer_parts(shape: ModelShape | None, num_groups: int) -> list[tuple[int, _Floats]]:
-    """Of each kind of layer the number and the parameters of its parts: what tp cuts before the
-    experts, groups of experts, what tp cuts after them, what it leaves whole; (num_groups + 3,).
+    """Number of layers of each kind, and parameters of their parts, (num_groups + 3,): what tp cuts
+    before the experts, groups of experts, what tp cuts after them, what it leaves whole.
 
     num_groups: a multiple of the ep degrees in use.
     """

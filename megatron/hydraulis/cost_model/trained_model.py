@@ -27,7 +27,7 @@ MOST_SCORE_TENSORS = 4
 SELECTIVE_MODULES = ("core_attn", "mlp")
 """Modules that selective recompute can name."""
 KEPT_WITH_EXPERTS = ("mlp",)
-"""Of them those that keep their activations in models with experts. Upstream recomputes the MLPs of
+"""Modules that keep their activations in models with experts. Upstream recomputes the MLPs of
 layers without experts; here all layers keep the same modules."""
 
 
@@ -51,11 +51,11 @@ class Recompute:
 
     granularity: Literal["full", "selective"] | None = None
     method: Literal["uniform", "block"] | None = None
-    """Of full recompute."""
+    """How full recompute chooses layers."""
     num_layers: int = 0
-    """Of full recompute: layers of a chunk (uniform), or recomputed layers of a stage (block)."""
+    """Layers of a chunk (uniform), or recomputed layers of a stage (block), in full recompute."""
     modules: tuple[str, ...] = ()
-    """Of selective recompute."""
+    """What selective recompute recomputes."""
 
     def __post_init__(self) -> None:
         if self.granularity == "full" and (self.method is None or self.num_layers < 1):
@@ -123,7 +123,7 @@ class TrainedModel:
     shape: ModelShape
     device: DeviceConstants
     precision: Precision = Precision.BF16
-    """Of parameters and activations."""
+    """Type of parameters and activations."""
     sequence_parallel: bool = True
     recompute: Recompute = NO_RECOMPUTE
     """Which activations the backward computes again, in time and memory."""
@@ -134,7 +134,7 @@ class TrainedModel:
     num_gate_tensors: int = 0
     """What several kernels keep of a gated MLP, in tensors as wide as it; 0 if one is fused."""
     softmax_type: str = "vanilla"
-    """Of core attention, as in Megatron."""
+    """Softmax of core attention, as in Megatron."""
     has_wide_norms: bool = False
     """Whether norms keep their inputs in fp32, as local ones around one do."""
     has_te_layers: bool = False
@@ -146,11 +146,11 @@ class TrainedModel:
     has_te_attention: bool = False
     """Whether core attention is that of Transformer Engine, by cuDNN in bf16."""
     pool: PoolFootprint | None = None
-    """Of the job; None assumes that the scheme in question fills the job."""
+    """What the job's pool needs; None assumes that the scheme in question fills the job."""
     loss_chunk_tokens: int | None = None
     """Tokens whose logits exist at the same time; None for the default."""
     router_bytes: int = 0
-    """Bytes of a router's score, in whose precision tp ranks add up the outputs of experts; 0 for
+    """Size of a router's score, in whose precision tp ranks add up the outputs of experts; 0 for
     that of parameters."""
     num_score_tensors: int = MOST_SCORE_TENSORS
     """What a router keeps of scores, in fp32 tensors of all experts."""
@@ -161,7 +161,7 @@ class TrainedModel:
 
     @property
     def parameter_bytes(self) -> int:
-        """Of a parameter and of an activation."""
+        """Size of a parameter and of an activation."""
         return self.precision.num_bytes
 
     @property
@@ -192,7 +192,7 @@ class TrainedModel:
 
     @property
     def num_inside_tensors(self) -> int:
-        """As wide as an MLP, that it keeps: the output of fc1 and the input of fc2."""
+        """Tensors as wide as an MLP that it keeps: the output of fc1 and the input of fc2."""
         return self.num_gate_tensors or (3 if self.shape.gated_mlp else 2)
 
     def rank_load(self, scheme: Scheme) -> float:
