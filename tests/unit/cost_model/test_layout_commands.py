@@ -257,8 +257,8 @@ def test_an_estimate_is_a_cost_profile(tmp_path: Path, capsys: pytest.CaptureFix
         assert estimate == pytest.approx(
             measured.coefficients(row.scheme).time_ms(lengths), rel=0.15
         )
-    lengths = ["--lengths", str(EXAMPLES / "lengths_instance_b.json"), "--cost-profile", str(out)]
-    assert main(["plan", *lengths, *pool[-2:]]) == 0
+    batch = ["--lengths", str(EXAMPLES / "lengths_instance_b.json")]
+    assert main(["plan", *batch, "--cost-profile", str(out), *pool[-2:]]) == 0
 
 
 def test_schemes_may_be_listed(capsys: pytest.CaptureFixture[str]) -> None:
