@@ -54,9 +54,9 @@ class LocalGradients:
     """What the loss function reported of each micro-batch; on the last stage."""
     trained_tokens: int
     """Tokens with a weight above 0 in this rank's micro-batches."""
-    out_of_memory: OutOfMemory | None
+    out_of_memory: OutOfMemory | None = None
     """Why this rank has abandoned its micro-batches."""
-    is_divided: bool
+    is_divided: bool = False
     """Whether the loss function has divided the loss."""
 
 
@@ -370,9 +370,8 @@ class RuntimeEngine:
     ) -> LossTotal:
         """Loss of a global batch, without gradients."""
         reports = self.forward(strategy_name, batches, forward_step)
-        trained_tokens = _trained_tokens(batches)
         runtime = self.runtime_of(strategy_name)
-        call = LocalGradients(runtime, reports, trained_tokens, None, False)
+        call = LocalGradients(runtime, reports, _trained_tokens(batches))
         return self._vote([call])[0].loss
 
     def forward(

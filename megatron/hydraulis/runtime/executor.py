@@ -73,7 +73,7 @@ def run_micro_batches(
     if not batches:
         return []  # upstream's schedules raise without micro-batches
     config: Any = role.model.config
-    arguments = {
+    arguments: dict[str, Any] = {
         "forward_step_func": forward_step,
         "data_iterator": iter(batches),
         "model": role.model,
@@ -83,17 +83,15 @@ def run_micro_batches(
         "forward_only": forward_only,
         "pg_collection": role.groups,
     }
-    with schedule_spans(config, spans, stage=role.groups.pp.rank()):
-        if role.groups.pp.size() == 1:
-            reports: list[dict[str, Tensor]] = forward_backward_no_pipelining(**arguments)
-            return reports
+    schedule = forward_backward_no_pipelining
+    if role.groups.pp.size() > 1:
         divisor = role.groups.tp.size() if config.sequence_parallel else 1
         rows = [batch.tokens.size(-1) // divisor for batch in batches]
-        communicator = PlannedCommunicator(role.groups.pp, config, rows)
-        reports = forward_backward_pipelining_without_interleaving(
-            p2p_communicator=communicator, **arguments
-        )
-        return reports
+        arguments["p2p_communicator"] = PlannedCommunicator(role.groups.pp, config, rows)
+        schedule = forward_backward_pipelining_without_interleaving
+    with schedule_spans(config, spans, stage=role.groups.pp.rank()):
+        reports: list[dict[str, Tensor]] = schedule(**arguments)
+    return reports
 
 
 class PlannedCommunicator(P2PCommunicator):

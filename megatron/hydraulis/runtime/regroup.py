@@ -82,13 +82,16 @@ class Regrouper:
         scatter_collective = collective_of(
             amounts, may_reduce=gradient_dtype == shards.gradients.dtype
         )
-        plans = scatter_plans = strategy_plans(
-            self.collective, layout, roles, ranks_per_node=ranks_per_node, rank=shards.rank
+        plans_of = partial(
+            strategy_plans,
+            layout=layout,
+            roles=roles,
+            ranks_per_node=ranks_per_node,
+            rank=shards.rank,
         )
+        plans = scatter_plans = plans_of(self.collective)
         if scatter_collective is not self.collective:
-            scatter_plans = strategy_plans(
-                scatter_collective, layout, roles, ranks_per_node=ranks_per_node, rank=shards.rank
-            )
+            scatter_plans = plans_of(scatter_collective)
         self.traffic = regroup_bytes(
             [gather for gather, _ in plans],
             [scatter for _, scatter in scatter_plans],

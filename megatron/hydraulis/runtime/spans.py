@@ -122,9 +122,9 @@ class CudaClock:
         return times
 
     def _take_base(self) -> None:
-        self._base = _recorded_event()
-        self._base.synchronize()
-        self._base_ns = time.perf_counter_ns()
+        event = _recorded_event()
+        event.synchronize()
+        self._base, self._base_ns = event, time.perf_counter_ns()
 
 
 def _recorded_event() -> torch.cuda.Event:
