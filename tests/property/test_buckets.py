@@ -5,13 +5,13 @@ import itertools
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron.hydraulis.planner.relaxation import Bucket, make_buckets
+from megatron.hydraulis.planner.relaxation import LengthBucket, make_buckets
 
 LENGTHS = st.lists(st.integers(1, 40), min_size=1, max_size=40)
 BORDERS = st.lists(st.integers(1, 45), max_size=3)
 
 
-def rounding_of(bucket: Bucket) -> int:
+def rounding_of(bucket: LengthBucket) -> int:
     """Tokens lost by rounding down."""
     return bucket.num_tokens - bucket.low * bucket.num_sequences
 

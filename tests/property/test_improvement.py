@@ -2,6 +2,7 @@
 
 import importlib
 import itertools
+import math
 import pkgutil
 
 import numpy as np
@@ -203,11 +204,11 @@ def test_many_pipelines_at_once_take_the_same_time_as_each_alone(
         assert time_ms == pytest.approx(pipeline_time_ms(list(row), num_stages))
 
 
-@given(LENGTHS, costs(), st.integers(1, 8), st.floats(0.9, 1.5))
+@given(LENGTHS, costs(), st.integers(1, 8), st.floats(0.9, 1.5), st.sampled_from([0.1, math.inf]))
 def test_sequences_are_assigned_once_to_a_replica_that_holds_them(
-    lengths: list[int], replicas: list[SchemeCost], num_buckets: int, share: float
+    lengths: list[int], replicas: list[SchemeCost], num_buckets: int, share: float, fill: float
 ) -> None:
-    """Whatever the integer program answers, even nonsense."""
+    """Whatever the program answers, even nonsense."""
     packers = {cost: ReplicaPacker(cost, lengths, Solver(Deadline(None))) for cost in replicas}
     of_replica = [packers[cost] for cost in replicas]
     relaxation = Relaxation(
@@ -218,7 +219,7 @@ def test_sequences_are_assigned_once_to_a_replica_that_holds_them(
     )
     time_ms = share * assigned(lengths, replicas).makespan_ms + 1e-6
     dispatches: list[list[list[int]] | None] = [
-        dispatch_by_program(relaxation, time_ms, of_replica)
+        dispatch_by_program(relaxation, time_ms, of_replica, longest_fill=fill)
     ]
     nonsense = np.random.default_rng(0).uniform(
         -1e3, 1e3, (len(relaxation.buckets), len(relaxation.classes))
@@ -285,7 +286,7 @@ def test_same_batch_and_seed_same_plan(case: tuple[list[int], Pool, int], seed: 
 
 
 def test_the_planner_process_keeps_no_memory_of_earlier_batches() -> None:
-    """In Python or outside: plans, bounds of pipelines, programs of the solver."""
+    """Memory in Python and outside: plans, bounds of pipelines, programs of the solver."""
     draws = np.random.default_rng(0)
     pool = Pool.of(Strategy.parse("pp2", 2))
     process = PlannerProcess(CertifiedPlanner(pool, TableCostModel(default_limit=128)))

@@ -238,7 +238,7 @@ def test_no_feasible_dispatch_is_called_infeasible(
     )
     time_ms = best_ms * (1 + CLOSE) + share * (greedy.makespan_ms - best_ms)
     assert not relaxation.is_impossible(time_ms)
-    shares = dispatch_by_program(relaxation, time_ms, of_replica)
+    shares = dispatch_by_program(relaxation, time_ms, of_replica, longest_fill=math.inf)
     assert relaxation.solver.trouble is None
     assert shares is not None
     assert sorted(i for held in shares for i in held) == list(range(len(lengths)))

@@ -251,5 +251,4 @@ def test_a_class_name_has_one_meaning() -> None:
         for node in ast.walk(ast.parse(path.read_text())):
             if isinstance(node, ast.ClassDef):
                 found.setdefault(node.name, []).append(str(path.relative_to(ROOT)))
-    del found["Bucket"]  # Canonical parameters, and lengths in the planner's relaxation.
     assert {name: paths for name, paths in found.items() if len(paths) > 1} == {}

@@ -48,7 +48,7 @@ class SchemeCost:
     multiple: int = 1
     """Each sequence is padded to a multiple of this; max_tokens is one."""
     waves: WaveCosts | None = None
-    """For a scheme whose columns are grouped separately for every micro-batch."""
+    """None unless the scheme's columns are grouped separately for every micro-batch."""
     rows: RowRounding | None = None
     """None if rows are not rounded up; groups of waves have their own."""
 
@@ -123,7 +123,7 @@ class PoolCosts:
         self.overheads_ms = {
             strategy.name: cost_model.overhead_ms(strategy) for strategy in pool.strategies
         }
-        """By name of the strategy: time of an iteration besides its makespan."""
+        """Time of an iteration besides its makespan, by name of the strategy."""
         self._costs = {
             (strategy.name, scheme): scheme_cost(scheme, strategy, cost_model, self.limits)
             for strategy in pool.strategies
@@ -190,7 +190,10 @@ class PoolCosts:
 def scheme_cost(
     scheme: Scheme, strategy: Strategy, cost_model: CostModel, limits: Limits
 ) -> SchemeCost:
-    """Of a replica of the strategy, or of a group of its cp ranks; StrategyError if unknown."""
+    """The cost of a replica of the strategy, or of a group of its cp ranks.
+
+    Raises StrategyError if the cost model does not know it.
+    """
     if scheme.splits_cp:
         waves = _wave_costs(scheme, strategy, cost_model, limits)
         return SchemeCost(
@@ -253,7 +256,7 @@ class GroupCost:
     size: int
     """Number of columns."""
     coefficients: Coefficients
-    """Of the scheme with this cp, on one stage."""
+    """Coefficients of the scheme with this cp, on one stage."""
     max_tokens: int
     """Limit of the group's row, padding included; 0 where not even the weights fit."""
     tp: int = 1
@@ -293,7 +296,7 @@ class WaveCosts:
     """
 
     groups: tuple[GroupCost, ...]
-    """By size; the last one has the full width."""
+    """Groups by rising size; the last one has the full width."""
     pipeline: Pipeline = _ONE_STAGE
 
     def __post_init__(self) -> None:

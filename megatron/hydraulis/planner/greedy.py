@@ -96,7 +96,7 @@ def slowness_of(
     lengths: Sequence[int],
     times_ms: Mapping[int, float],
 ) -> dict[SchemeCost, float]:
-    """By cost, how much longer packed replicas take than `dispatch` estimated.
+    """How much longer packed replicas take than `dispatch` estimated, by cost.
 
     costs, shares: shape (num_replicas,), each share by falling length; times_ms: by replica.
     """

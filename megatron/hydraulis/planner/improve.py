@@ -46,7 +46,7 @@ class _Share:
     """What a replica holds."""
 
     sequences: list[int]
-    """By falling length."""
+    """Its sequences by falling length."""
     num_tokens: int
     work_ms: float
     packed: Packing
@@ -323,7 +323,7 @@ def improve_dispatch(
 def _longest_of_others(
     share: _Share, sequences: NDArray[np.int64], works_ms: NDArray[np.float64]
 ) -> NDArray[np.float64]:
-    """For each of some sequences, the work of the longest other one of a share."""
+    """The work of the longest sequence of a share other than each of some sequences."""
     first, next_one = (*share.sequences[:2], -1, -1)[:2]  # -1 is no sequence
     others: NDArray[np.float64] = np.where(sequences == first, works_ms[next_one], works_ms[first])
     return others
@@ -337,7 +337,7 @@ def dispatch_by_program(
     time_ms: float,
     packers: Sequence[ReplicaPacker],
     *,
-    longest_fill: float = math.inf,
+    longest_fill: float,
 ) -> list[list[int]] | None:
     """A dispatch from the linear program of a time; None if the solver fails.
 

@@ -77,7 +77,7 @@ _RANGES = (
     *((last - 3, last) for last in range(36, 65, 4)),
 )
 MAX_SHAPED = _RANGES[-1][1]
-"""With more, the fill is at most a few percent of the time and counts as nothing."""
+"""The fill of more micro-batches is at most a few percent of the time and counts as nothing."""
 # Lines are computed for these ratios of the largest micro-batch to the mean. From about 1.6 on a
 # larger ratio gains nothing in any pipeline.
 _LARGEST_OVER_MEAN = (math.inf, 1.25, 1.1, 1.02)
@@ -105,7 +105,7 @@ class Shape:
     """
 
     shares: tuple[float, ...]
-    """Of each micro-batch in its order; they add up to 1."""
+    """The share of each micro-batch in its order; they add up to 1."""
     slope: float
     relief: float
 

@@ -44,9 +44,8 @@ _FEW_SEQUENCES = 64
 _MANY_SEQUENCES = 256
 # The estimate stops after so many numbers of micro-batches without improvement.
 _MAX_FRUITLESS = 2
-# Orders of long micro-batches that a thorough packing tries, and packings that it improves.
+# Orders of long micro-batches that a thorough packing tries.
 _NUM_ORDERS = 4
-_NUM_IMPROVED = 3
 # Cost of assigning one sequence in all shapes tried for a pipeline, in the unit of Effort.
 _DEALING_EFFORT = 1000.0
 # Cost of setting up one improvement.
@@ -94,7 +93,7 @@ class ReplicaPacker:
         works_ms = cost.coefficients.sequence_time_ms(self.lengths_array[:-1].astype(np.float64))
         self.works_ms: list[float] = works_ms.tolist()
         self.works_array_ms: FloatArray = np.append(works_ms, 0.0)
-        """Likewise."""
+        """Work of each sequence; the last entry is of no sequence."""
         self._solver = solver
         self._best_packings: dict[tuple[int, ...], Packing] = {}
         self._tokens_array = np.array(self.tokens, dtype=np.int64)
@@ -160,19 +159,15 @@ class ReplicaPacker:
         return self.packed([share for share in changed if share])
 
     def pack_thoroughly(self, sequences: Sequence[int], num_steps: int, effort: Effort) -> Packing:
-        """The best of several packings, each after at most num_steps improvements."""
-        candidates = [self.pack(sequences, effort)]
+        """The best of several packings, after at most num_steps improvements."""
+        best = self.pack(sequences, effort)
         if self.cost.num_stages == 1 or len(sequences) < 2:
-            return candidates[0]
+            return best
         for order, num in self._promising_orders(sequences):
             dealt = self._deal_around_long(sequences, order, num)
             if dealt is not None:
-                candidates.append(self.packed(dealt))
-        candidates.sort(key=lambda packed: packed.time_ms)
-        improved = [
-            self.improve(packed, num_steps, effort) for packed in candidates[:_NUM_IMPROVED]
-        ]
-        return min(improved, key=lambda packed: packed.time_ms)
+                best = min(best, self.packed(dealt), key=lambda packed: packed.time_ms)
+        return self.improve(best, num_steps, effort)
 
     def _promising_orders(self, sequences: Sequence[int]) -> list[tuple[LongOrder, int]]:
         """Orders of the long micro-batches, those with the lowest bounds first, and their number.

@@ -111,7 +111,7 @@ class StrategyTime:
     """
 
     name: str
-    """Of the strategy in its pool."""
+    """Name of the strategy in its pool."""
     bound_s: float
     """No plan with this strategy takes less."""
     found_s: float
@@ -136,7 +136,7 @@ class IterationPlan:
     strategy: str
     """Name of the strategy in its pool."""
     replicas: tuple[ReplicaPlan, ...]
-    """In the order of the strategy, replicas without sequences included."""
+    """Replicas in the order of the strategy, those without sequences included."""
     predicted_time_s: float
     """Makespan over the replicas plus the overhead of regrouping and optimizer."""
     dispatch: StageReport | None = None
@@ -147,8 +147,8 @@ class IterationPlan:
     """Ids in the corpus, by place in the batch; not part of the digest. None until the plan is
     recorded, as planning knows lengths alone."""
     strategy_times_s: tuple[StrategyTime, ...] = ()
-    """Of every strategy of the pool that holds the batch; not part of the digest. Empty where there
-    was no choice."""
+    """Times of every strategy of the pool that holds the batch; not part of the digest. Empty where
+    there was no choice."""
 
     def __post_init__(self) -> None:
         check_time("predicted_time_s of the iteration", self.predicted_time_s)
@@ -499,7 +499,7 @@ class PlanExplanation:
 
     plan: IterationPlan
     strategies: tuple[StrategyOutcome, ...]
-    """In the order of the pool."""
+    """Outcomes in the order of the pool."""
 
     def __post_init__(self) -> None:
         chosen = [outcome.name for outcome in self.strategies if outcome.is_chosen]
@@ -596,8 +596,8 @@ class Candidate:
 
 
 def _largest_last(scheme: Scheme, micro_batches: tuple[MicroBatch, ...]) -> tuple[MicroBatch, ...]:
-    """On one stage the order costs nothing, and the longer the last backward is, the more of the
-    scatters it hides; a pipeline's order is part of its time."""
+    """On one stage the longest goes last, as its backward hides most of the scatters and the order
+    costs nothing; a pipeline's order is part of its time."""
     if scheme.pp > 1:
         return micro_batches
     return tuple(sorted(micro_batches, key=lambda micro_batch: sum(micro_batch.lengths)))

@@ -145,7 +145,7 @@ class CertifiedPlanner:
         return plan, bounds_ms, found_ms
 
     def _times(self, searches: Sequence[StrategySearch]) -> tuple[StrategyTime, ...]:
-        """To the microsecond; empty for a pool of one strategy."""
+        """Times of all started strategies, to the microsecond; empty for a pool of one strategy."""
         if len(self._costs.pool.strategies) == 1:
             return ()
         return tuple(
@@ -164,8 +164,7 @@ def _search_all(
 ) -> StrategySearch:
     """Search the strategies that may be the fastest; returns that with the best plan.
 
-    Each search may take half of the effort that is left, the last one all of it. To finish, each
-    gets a fixed amount in addition, and the next ones what it does not use of that.
+    Each search may take half of the effort that is left, the last one all of it.
     """
     least_gain = _IN_LINE_GAIN if is_in_line else _ROUNDING
     for search in sorted(searches, key=_bound_ms):

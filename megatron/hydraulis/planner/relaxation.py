@@ -102,7 +102,7 @@ class Relaxation:
         is_left_over = solution.bound > _LEFT_OVER_FRACTION * self._num_tokens
         return solution.outcome is Outcome.OPTIMAL and is_left_over
 
-    def owed(self, time_ms: float, *, longest_fill: float = math.inf) -> FloatArray | None:
+    def owed(self, time_ms: float, *, longest_fill: float) -> FloatArray | None:
         """Tokens of each bucket for each class, shape (num_buckets, num_classes).
 
         None if the solver fails or a sequence does not fit within the time. longest_fill: share of
@@ -389,7 +389,7 @@ def _does_all_of(mode: Mode, other: Mode) -> bool:
 
 
 @dataclass(frozen=True, slots=True)
-class Bucket:
+class LengthBucket:
     """Sequences of similar lengths."""
 
     low: int
@@ -403,7 +403,7 @@ class Bucket:
 
 def make_buckets(
     lengths: Sequence[int], num_buckets: int, *, borders: Iterable[int] = ()
-) -> tuple[Bucket, ...]:
+) -> tuple[LengthBucket, ...]:
     """Divide lengths into buckets of least total rounding, by dynamic programming.
 
     lengths: shape (num_sequences,), in tokens; borders: lengths (limits of schemes) that no bucket
@@ -417,7 +417,7 @@ def make_buckets(
 @functools.lru_cache(maxsize=_MAX_CACHED)
 def _buckets(
     lengths: tuple[int, ...], num_buckets: int, fixed: tuple[int, ...]
-) -> tuple[Bucket, ...]:
+) -> tuple[LengthBucket, ...]:
     groups = _groups(lengths, fixed)
     num_groups = len(groups)
     values = np.array([group.low for group in groups], dtype=np.int64)
@@ -429,7 +429,7 @@ def _buckets(
     wanted = min(num_groups, num_buckets + len(cuts))
     edges = _best_edges(values, num_before, tokens_before, sorted(cuts), wanted)
     return tuple(
-        Bucket(
+        LengthBucket(
             low=groups[first].low,
             high=groups[end - 1].high,
             num_sequences=int(num_before[end] - num_before[first]),
@@ -439,7 +439,7 @@ def _buckets(
     )
 
 
-def _groups(lengths: Sequence[int], borders: Sequence[int]) -> list[Bucket]:
+def _groups(lengths: Sequence[int], borders: Sequence[int]) -> list[LengthBucket]:
     """Groups of equal lengths or, if there are very many, of almost equal ones."""
     counts = Counter(lengths)
     is_exact = len(counts) <= _MAX_GROUPS
@@ -452,7 +452,8 @@ def _groups(lengths: Sequence[int], borders: Sequence[int]) -> list[Bucket]:
     for _, members in groupby(sorted(counts), leading_bits):
         group = list(members)
         num_tokens = sum(length * counts[length] for length in group)
-        groups.append(Bucket(group[0], group[-1], sum(map(counts.__getitem__, group)), num_tokens))
+        num_sequences = sum(counts[length] for length in group)
+        groups.append(LengthBucket(group[0], group[-1], num_sequences, num_tokens))
     return groups
 
 

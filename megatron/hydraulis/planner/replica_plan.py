@@ -233,7 +233,7 @@ class ReplicaPlan:
     ranks: tuple[int, ...]
     """As in strategy.Replica: stage by stage, in a stage cp by cp, in that tp by tp."""
     micro_batches: tuple[MicroBatch, ...]
-    """In the order in which they run; the order is part of the predicted time."""
+    """Micro-batches in the order in which they run, which is part of the predicted time."""
     predicted_time_s: float
 
     def __post_init__(self) -> None:

@@ -28,25 +28,19 @@ TARGET_GAP = 1e-3
 """A plan this close to its bound is not improved any further."""
 _ROUNDING = 1e-9
 
-# Added at the end, to pack the slowest replicas of the best plan.
-_FINISHING_EFFORT = 4e6
 # To improve a dispatch of the long sequences.
 _LONG_EFFORT = 6e6
 # Number of moves and swaps from one dispatch, which is rarely reached.
 _NUM_STEPS = 200
-# The programs are asked for dispatches at times between bound and best plan, given as shares of
-# that interval: for single stages, pipelines (bisection with this step) and long sequences.
-_SINGLE_STAGE_TIMES = (0.05, 0.25, 0.5)
-_PIPELINE_STEP = 0.3
-_NUM_PIPELINE_TIMES = 2
+# The program is asked for dispatches at a time between bound and best plan: share of that interval.
+_START_TIME = 0.3
+# Likewise the program of the long sequences, which is not asked below this gap.
 _LONG_TIME = 0.05
+_LONG_GAP = 3e-3
 # See Relaxation.owed: no single one is good for all strategies.
 _LONGEST_FILLS = (0.06, 0.12, 0.25)
 # Number of dispatches that are improved by moves and swaps: the greedy one and the best others.
 _NUM_IMPROVED = 3
-# The slower searches are skipped below these gaps.
-_PIPELINE_GAP = 2e-3
-_LONG_GAP = 3e-3
 
 
 class StrategySearch:
@@ -186,21 +180,19 @@ class StrategySearch:
             self._improve(self.best)
             self._raise_bound_by_waves(self._waves_alone, is_thorough=True)
             return
+        starts = []
         if self._has_pipelines:
-            self._raise_bound()
-            first = Assignment(self._packers, self.best.shares, self._effort)
-            starts = sorted(self._pipeline_starts(), key=lambda start: start.makespan_ms)
-            starts = [first, *starts[: _NUM_IMPROVED - 1]]
-            for start in sorted(starts, key=lambda start: start.makespan_ms):
-                self._take(start)
-                self._improve(start)
-            self._search_long_sequences()
+            starts.append(Assignment(self._packers, self.best.shares, self._effort))
         else:
             self._improve(self.best)
-            self._raise_bound()
-            for start in self._single_stage_starts():
-                self._improve(start)
-        self._finish()
+        self._raise_bound()
+        by_program = sorted(self._starts(), key=lambda start: start.makespan_ms)
+        starts += by_program[: _NUM_IMPROVED - 1]
+        for start in sorted(starts, key=lambda start: start.makespan_ms):
+            self._take(start)
+            self._improve(start)
+        if self._has_pipelines:
+            self._search_long_sequences()
 
     def candidate(self) -> Candidate:
         """The best plan with its reports."""
@@ -244,7 +236,7 @@ class StrategySearch:
         return max(bounds_ms)
 
     def _raise_bound_by_waves(self, packer: WavePacker, *, is_thorough: bool) -> None:
-        """With a single replica, the bound of its waves is that of the strategy."""
+        """Raise the bound to that of the waves of the single replica."""
         if self.gap > self._target_gap:
             everything = range(len(self._batch))
             bound_ms = packer.bound_ms(everything, self.found_ms, is_thorough=is_thorough)
@@ -262,11 +254,9 @@ class StrategySearch:
             else:
                 high_ms = middle_ms
 
-    def _is_done(self, gap: float = 0.0) -> bool:
+    def _is_done(self) -> bool:
         return (
-            self.gap <= max(gap, self._target_gap)
-            or self._effort.is_spent
-            or self._solver.deadline.is_over
+            self.gap <= self._target_gap or self._effort.is_spent or self._solver.deadline.is_over
         )
 
     def _take(self, assignment: Assignment) -> None:
@@ -282,39 +272,21 @@ class StrategySearch:
         )
         self._take(assignment)
 
-    def _single_stage_starts(self) -> Iterator[Assignment]:
-        for share in _SINGLE_STAGE_TIMES:
+    def _starts(self) -> Iterator[Assignment]:
+        """Dispatches of the program, which assigns pipelines no more than necessary."""
+        fills = _LONGEST_FILLS if self._has_pipelines else _LONGEST_FILLS[:1]
+        for longest_fill in fills:
             if self._is_done():
                 return
-            time_ms = self.bound_ms + share * (self.found_ms - self.bound_ms)
-            shares = dispatch_by_program(self._relaxation, time_ms, self._packers)
-            if shares is not None:
-                yield Assignment(self._packers, shares, self._effort)
-
-    def _pipeline_starts(self) -> Iterator[Assignment]:
-        """Dispatches for times at which pipelines and other replicas take equally long.
-
-        The program overestimates the capacity of pipelines, so bisection looks for the time at
-        which pipelines, assigned no more than necessary, are as slow as the other replicas.
-        """
-        for longest_fill in _LONGEST_FILLS:
-            low_ms, high_ms = self.bound_ms, self.found_ms
-            for _ in range(_NUM_PIPELINE_TIMES):
-                if self._is_done(_PIPELINE_GAP):
-                    return
-                time_ms = low_ms + _PIPELINE_STEP * (high_ms - low_ms)
-                shares = dispatch_by_program(
-                    self._relaxation, time_ms, self._packers, longest_fill=longest_fill
-                )
-                if shares is None:
-                    return
-                assignment = Assignment(self._packers, shares, self._effort)
-                assignment.repack_slowest()
-                if self._packers[assignment.slowest].cost.num_stages > 1:
-                    low_ms = time_ms
-                else:
-                    high_ms = time_ms
-                yield assignment
+            time_ms = self.bound_ms + _START_TIME * (self.found_ms - self.bound_ms)
+            shares = dispatch_by_program(
+                self._relaxation, time_ms, self._packers, longest_fill=longest_fill
+            )
+            if shares is None:
+                return
+            assignment = Assignment(self._packers, shares, self._effort)
+            assignment.repack_slowest()
+            yield assignment
 
     def _search_long_sequences(self) -> None:
         """Raise the bound by the long sequences alone, and improve their dispatch."""
@@ -358,11 +330,6 @@ class StrategySearch:
         for replica, packing in packings.items():
             assignment.take_packing(replica, self._packers[replica].packed(packing))
         self._improve(assignment)
-
-    def _finish(self) -> None:
-        """Pack the slowest replicas thoroughly, even if the search has spent its effort."""
-        self._effort.spend(-_FINISHING_EFFORT)
-        self._improve(self.best)
 
 
 def greedy_plan(

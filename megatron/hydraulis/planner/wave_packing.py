@@ -144,7 +144,7 @@ class LengthTable:
             next((i for i, room in enumerate(self.rooms) if of_length[i] <= room), self.num_sizes)
             for of_length in self.tokens
         ]
-        """Of each length, the index of the least size that holds it; num_sizes if none."""
+        """Index of the least size that holds each length; num_sizes if none does."""
         self.least_ms = [
             min(
                 (
@@ -155,7 +155,7 @@ class LengthTable:
             )
             for place, least in enumerate(self.least_size)
         ]
-        """Of each length, the least time of a wave with it."""
+        """Least time of a wave with each length."""
         # Of each length, the least column time that a sequence takes; 0 if no size holds it.
         column_ms = [
             min(
@@ -303,7 +303,7 @@ class _Beginning(NamedTuple):
     """The first waves of a packing."""
 
     left: Counts
-    """Of the sequences that are in none of them."""
+    """The sequences that are in none of them."""
     taken_ms: float
     """Sum of their times."""
     waves: tuple[Wave, ...]
@@ -536,7 +536,7 @@ class WavePacker(ReplicaPacker):
         return self._packed(sequences, effort, [_QUICK])
 
     def pack_thoroughly(self, sequences: Sequence[int], num_steps: int, effort: Effort) -> Packing:
-        """Also searches more widely."""
+        """The best of several packings of wider searches."""
         return self._packed(sequences, effort, [_QUICK, _GREEDY, _THOROUGH])
 
     def exchanged(self, packed: Packing, gone: int | None, come: int | None) -> Packing:
@@ -577,7 +577,7 @@ class WavePacker(ReplicaPacker):
         return _finished(self._waves, members, self.lengths, keeps_order=False)
 
     def _counts(self, sequences: Sequence[int]) -> Counts | None:
-        """By length; None if a sequence fits no group."""
+        """The sequences by length; None if one fits no group."""
         lengths = [self.lengths[sequence] for sequence in sequences]
         if max(lengths) > self._waves.longest:
             return None

@@ -405,7 +405,7 @@ def test_rows_with_padding_keep_the_limit(planner: type[GreedyPlanner], text: st
 
 
 def makespan_ms(plan: IterationPlan, strategy: Strategy, limits: Limits) -> float:
-    """With rows as these limits round them up."""
+    """The makespan with rows as these limits round them up."""
     return max(
         pipeline_time_ms(
             [
