@@ -116,7 +116,7 @@ if ((describes)); then
 fi
 
 # In the background, so that this script can forward signals: with a foreground job, bash would wait
-# for its end first. In a session of its own, so that a terminal's Ctrl-C does not arrive twice.
+# for its end first. In a new session, so that a terminal's Ctrl-C does not arrive twice.
 setsid env --default-signal=INT bash scripts/run_local.sh "$num_ranks" \
     "${flags[@]}" "${batch_size[@]}" "${strategies[@]}" "$@" <&0 &
 training=$!

@@ -1,6 +1,6 @@
 """Checks everything that needs a GPU, within minutes: a table, and one file to send back.
 
-The steps, what they expect and why are in checks.py. Each is run in processes of its own, so that
+The steps, what they expect and why are in checks.py. Each is run in separate processes, so that
 one that fails or hangs does not stop the others. `scripts/gpu_checks.sh` prepares the environment.
 """
 

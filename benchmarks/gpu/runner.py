@@ -85,7 +85,7 @@ class StepFailure(RuntimeError):
 
 @dataclass(frozen=True)
 class Step:
-    """A check of its own."""
+    """A separate check."""
 
     name: str
     purpose: str

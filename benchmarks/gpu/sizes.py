@@ -201,7 +201,7 @@ def add_size_options(parser: argparse.ArgumentParser) -> None:
 
 
 def chosen_sizes(options: argparse.Namespace) -> Sizes:
-    """Those that the options ask for."""
+    """The sizes that the options ask for."""
     return sizes_of(is_small=options.small, memory_bytes=options.memory_bytes)
 
 

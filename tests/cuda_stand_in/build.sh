@@ -9,7 +9,7 @@ cuda=$(dirname "$(find "$site/nvidia" -name cuda_runtime_api.h | head -n 1)")
 nccl=$(dirname "$(find "$site/nvidia" -name nccl.h | head -n 1)")
 blas=$(dirname "$(find "$site/nvidia" -name cublas_v2.h | head -n 1)")
 
-# Two processes may build at the same time: each does so in a folder of its own, the first to be
+# Two processes may build at the same time: each does so in a separate folder, the first to be
 # done gives its folder the name.
 mkdir -p "$(dirname "$folder")"
 work=$(mktemp -d "$folder.XXXXXX")

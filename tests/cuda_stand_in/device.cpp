@@ -198,7 +198,7 @@ cudaError_t set(void* to, int value, size_t bytes) {
   return cudaSuccess;
 }
 
-// Functions of the driver that are looked up by name and not written: each is an error of its own.
+// Functions of the driver that are looked up by name and not written: each is a separate error.
 constexpr int MAX_MISSING = 128;
 std::string missing_names[MAX_MISSING];
 int num_missing = 0;

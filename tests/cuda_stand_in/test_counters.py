@@ -41,7 +41,7 @@ def test_the_host_waits_for_no_layer_and_no_micro_batch(tp: int, cp: int, tmp_pa
     ],
 )
 def test_a_layer_launches_no_more_than_upstream(tp: int, fused: bool, tmp_path: Path) -> None:
-    """Even if upstream uses our core attention instead of its unfused one."""
+    """Upstream uses our core attention here instead of its unfused one."""
 
     def of_a_layer(side: Side) -> int:
         case = Case(

@@ -371,7 +371,7 @@ def attention_bytes(lengths: tuple[int, ...], softmax_type: str = "vanilla") -> 
 
 @pytest.mark.parametrize("major", [8, 9, 10])
 def test_attention_takes_memory_by_tokens_of_a_pack(major: int) -> None:
-    """And at most 128 more for each sequence, but not by sequences times the longest of them, as
+    """A sequence adds at most 128 tokens, but sequences do not count by the longest of them, as in
     cuDNN's kernel, which torch prefers from capability 9.0 on."""
     one, pack = (
         run_alone(attention_bytes, lengths, num_ranks=1, STAND_IN_MAJOR=major)[0]
@@ -381,7 +381,7 @@ def test_attention_takes_memory_by_tokens_of_a_pack(major: int) -> None:
 
 
 def test_attention_with_an_offset_takes_memory_by_tokens_of_a_sequence() -> None:
-    """Although each block of queries attends to all keys before."""
+    """This holds although each block of queries attends to all keys before."""
     long, longer = (
         run_alone(attention_bytes, (num_tokens,), "off-by-one", num_ranks=1)[0]
         for num_tokens in (8192, 16384)

@@ -218,7 +218,7 @@ def _split_qkv(value: np.ndarray, model: SmallModel) -> tuple[np.ndarray, np.nda
 
 
 def _sizes(model: SmallModel) -> dict[str, Any]:
-    """Those that all families call alike, and the plain rotation of the engine's base."""
+    """Sizes with the same name in all families, and the plain rotation of the engine's base."""
     return {
         "vocab_size": model.vocab_size,
         "hidden_size": model.hidden_size,

@@ -148,7 +148,7 @@ class Assignment:
 list is empty."""
 
     def micro_batches(self, replica: int, batch: tuple[np.ndarray, ...]) -> list[MicroBatch]:
-        """Those of a replica, as a plan has them."""
+        """The micro-batches of a replica, as a plan has them."""
         shares = self.replicas[replica]
         groups = self.groups[replica] if self.groups else [()] * len(shares)
         return [

@@ -93,7 +93,7 @@ def build_upstream_model(
 
 @contextmanager
 def local_latent_attention() -> Iterator[None]:
-    """While upstream builds latent attention of its local layers, which it refuses or cannot."""
+    """Within, upstream builds latent attention of its local layers, which it refuses or cannot."""
     with (
         patch.object(DotProductAttention, "__init__", _without_head_sizes),
         patch.object(QKNormConfigResolver, "resolve", _given_modules),
@@ -119,7 +119,7 @@ def _without_head_sizes(core: Any, *args: Any, **named: Any) -> None:
 
 
 def _given_modules(resolver: QKNormConfigResolver) -> dict[str, Any]:
-    """Those of the spec: without a latent of queries, upstream's local layers refuse norms."""
+    """The modules of the spec: without a latent of queries, upstream's local layers refuse norms."""
     return vars(resolver.submodules)
 
 

@@ -106,7 +106,7 @@ class Spans:
         return cls(tuple(sorted(spans, key=lambda span: (span.start_us, -span.end_us))))
 
     def where(self, **wanted: int | str | bool) -> Spans:
-        """Those whose fields (``rank``, ``name``, ``track``, ``is_planned``) or details
+        """The spans whose fields (``rank``, ``name``, ``track``, ``is_planned``) or details
         (``iteration``, ``micro_batch``, ``stage``, ``bucket``, …) have these values."""
         return Spans(
             tuple(
@@ -117,7 +117,7 @@ class Spans:
         )
 
     def named(self, *names: str) -> Spans:
-        """Those with one of these names."""
+        """The spans with one of these names."""
         return Spans(tuple(span for span in self.spans if span.name in names))
 
     def __or__(self, other: Spans) -> Spans:

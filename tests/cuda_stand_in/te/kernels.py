@@ -178,7 +178,7 @@ def te_general_grouped_gemm(
 ) -> list[Tensor]:
     """A kernel for each product that has elements; outputs may be rows of one.
 
-    The library spreads them over streams of its own, which wait for the caller's and it for them.
+    The library spreads them over further streams, which wait for the caller's and it for them.
     """
     _refuse(bias=any(each.numel() for each in biases))
     _refuse(gelu=any(each.numel() for each in gelu_inputs))

@@ -157,7 +157,7 @@ def run(job: Job, folder: Path) -> tuple[list[RankRun], set[str]]:
 
 
 def kernels_in(folder: Path) -> set[str]:
-    """Those in the logs of all ranks, whose NCCL calls match and have one order."""
+    """The kernels in the logs of all ranks, whose NCCL calls match and have one order."""
     logs = [log_of(folder, rank) for rank in range(4)]
     report = check_order([read_log(log) for log in logs])
     assert not report.mismatches, str(report)

@@ -99,7 +99,7 @@ def page_alone(run_dir: Path) -> str:
 
 
 def text_alone(run_dir: Path) -> PageReader:
-    """Also without the figures, which take nearly all the rest."""
+    """The page without the figures either, which take nearly all the rest."""
     return PageReader(make_page(read_run(run_dir), ()))
 
 
