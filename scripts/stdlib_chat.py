@@ -61,7 +61,7 @@ Named = ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef
 
 
 def conversations(files: Sequence[Path], root: Path) -> Iterator[Turns]:
-    """Conversations about the public functions and classes of each file, in the order of the files."""
+    """Conversations about the public functions and classes of each file, file by file."""
     for file in files:
         module = ".".join(file.relative_to(root).with_suffix("").parts).removesuffix(".__init__")
         with warnings.catch_warnings():

@@ -211,8 +211,8 @@ def law_cases(models: Iterable[str], lists: Iterable[tuple[str, ...]]) -> list[o
 def law_reference(model: SmallModel) -> ReferenceRun:
     """The one-process run of `law_job`'s sequences, computed in fp64.
 
-    fp64 for an fp32 model too, with the same fp32 initial weights: an fp32 reference has rounding errors, as
-    large as those to be bounded, that are not the engine's.
+    An fp32 model has an fp64 reference with the same fp32 initial weights: an fp32 reference has
+    rounding errors as large as those to be bounded, that are not the engine's.
     """
     reference: ReferenceRun = pool_of(1).run(
         run_reference, law_job(1, "tp1", model), torch.float64

@@ -119,7 +119,7 @@ def _without_head_sizes(core: Any, *args: Any, **named: Any) -> None:
 
 
 def _given_modules(resolver: QKNormConfigResolver) -> dict[str, Any]:
-    """The modules of the spec: without a latent of queries, upstream's local layers refuse norms."""
+    """The modules of the spec: upstream's local layers refuse norms without a latent of queries."""
     return vars(resolver.submodules)
 
 
