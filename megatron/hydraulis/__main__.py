@@ -27,6 +27,8 @@ _MEANT_OTHERWISE = (
 )
 """Options of training with another meaning in other commands, which the printed command of training
 leaves out."""
+_FOR_A_MODEL = ("estimate", "advise", "propose", "simulate", "recommend-layout", "plan")
+"""Commands that a launch script's options may follow, as they say which model is trained."""
 _EXIT_BAD_INPUT = 2
 _EXIT_INTERRUPTED = 130
 """128 + SIGINT, as shells report it."""
@@ -39,31 +41,31 @@ class Command:
 
     name: str
     help: str
-    module: str
-    takes_launch_options: bool = False
-    """Whether it takes all options of Megatron, of which most have no effect."""
+    relative_module: str
+    """Its module, within megatron.hydraulis."""
     takes_command: bool = False
     """Whether words after ``--`` are a command that it runs."""
 
+    @property
+    def module(self) -> str:
+        return f"megatron.hydraulis.{self.relative_module}"
 
-TRAIN = Command(
-    "train",
-    "train a GPT on the ranks that torchrun starts",
-    "megatron.hydraulis.loop.entry",
-)
+    @property
+    def takes_launch_options(self) -> bool:
+        """Whether it takes all options of Megatron, of which most have no effect."""
+        return self.name in _FOR_A_MODEL
+
+
+TRAIN = Command("train", "train a GPT on the ranks that torchrun starts", "loop.entry")
 """Its module has ``main(argv)`` instead: the flags are read by Megatron's parser."""
 
 _COMMANDS_BY_TOPIC = {
     "data": (
         Command(
-            "preprocess",
-            "convert text, JSON lines or Parquet to .bin and .idx",
-            "megatron.hydraulis.data.preprocess",
+            "preprocess", "convert text, JSON lines or Parquet to .bin and .idx", "data.preprocess"
         ),
         Command(
-            "lengths",
-            "show the lengths of a corpus as tables and a picture",
-            "megatron.hydraulis.lengths.command",
+            "lengths", "show the lengths of a corpus as tables and a picture", "lengths.command"
         ),
     ),
     "training": (
@@ -71,87 +73,51 @@ _COMMANDS_BY_TOPIC = {
         Command(
             "convert",
             "turn a launch script of Megatron into the command here",
-            "megatron.hydraulis.flags.convert",
+            "flags.convert",
             takes_command=True,
         ),
-        Command(
-            "preflight",
-            "check under torchrun that ranks can communicate",
-            "megatron.hydraulis.loop.preflight",
-        ),
+        Command("preflight", "check under torchrun that ranks can communicate", "loop.preflight"),
     ),
     "costs and strategies": (
-        Command(
-            "profile",
-            "measure a cost profile of schemes under torchrun",
-            "megatron.hydraulis.profiler.command",
-        ),
+        Command("profile", "measure a cost profile of schemes under torchrun", "profiler.command"),
         Command(
             "estimate",
             "estimate a cost profile without measurements",
-            "megatron.hydraulis.cost_model.estimate_command",
-            takes_launch_options=True,
+            "cost_model.estimate_command",
+        ),
+        Command("advise", "say what a pool would gain, and what to run", "advise.command"),
+        Command("propose", "propose a pool of strategies for a corpus", "proposal.command"),
+        Command(
+            "simulate", "estimate iteration times of a pool without a GPU", "simulator.command"
         ),
         Command(
-            "advise",
-            "say what a pool would gain, and what to run",
-            "megatron.hydraulis.advise.command",
-            takes_launch_options=True,
-        ),
-        Command(
-            "propose",
-            "propose a pool of strategies for a corpus",
-            "megatron.hydraulis.proposal.command",
-            takes_launch_options=True,
-        ),
-        Command(
-            "simulate",
-            "estimate iteration times of a pool without a GPU",
-            "megatron.hydraulis.simulator.command",
-            takes_launch_options=True,
-        ),
-        Command(
-            "recommend-layout",
-            "rank the layouts of fixed-length training",
-            "megatron.hydraulis.cost_model.layouts",
-            takes_launch_options=True,
+            "recommend-layout", "rank the layouts of fixed-length training", "cost_model.layouts"
         ),
     ),
-    "plans": (
-        Command(
-            "plan",
-            "find the best plan for one batch of lengths",
-            "megatron.hydraulis.planner.command",
-            takes_launch_options=True,
-        ),
-    ),
+    "plans": (Command("plan", "find the best plan for one batch of lengths", "planner.command"),),
     "runs": (
-        Command(
-            "report",
-            "write a page about a run, with advice",
-            "megatron.hydraulis.observability.report_page",
-        ),
+        Command("report", "write a page about a run, with advice", "observability.report_page"),
         Command(
             "trace",
             "show when ranks worked and waited; draw an iteration",
-            "megatron.hydraulis.observability.trace_picture",
+            "observability.trace_picture",
         ),
     ),
     "checkpoints": (
         Command(
             "inspect-checkpoint",
             "show what a checkpoint holds and verify its checksums",
-            "megatron.hydraulis.checkpoint.inspect",
+            "checkpoint.inspect",
         ),
         Command(
             "export-hf",
             "write a checkpoint as Hugging Face Llama, Qwen3, …",
-            "megatron.hydraulis.checkpoint.hugging_face.export_hf",
+            "checkpoint.hugging_face.export_hf",
         ),
         Command(
             "import-hf",
             "make a checkpoint from Hugging Face Llama, Qwen3, …",
-            "megatron.hydraulis.checkpoint.hugging_face.import_hf",
+            "checkpoint.hugging_face.import_hf",
         ),
     ),
 }

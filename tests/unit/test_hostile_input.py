@@ -27,6 +27,11 @@ _HOSTILE = [
         "--plan-time 1e18",
         "--plan-time must be at most 86400",
     ),
+    (
+        "preprocess --input good --output-prefix out --tokenizer-type NullTokenizer --vocab-size 9 "
+        "--tokenizer-metadata x.json",
+        "from --vocab-size alone but files are given: x.json",
+    ),
     ("EMPTY", "an argument has an empty value"),
     ("trace EMPTY", "an argument has an empty value"),
     ("trace good --picture trace.json", "a picture is a .png but this is '.json'"),

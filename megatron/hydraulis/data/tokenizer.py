@@ -89,6 +89,12 @@ class TokenizerSettings:
                 f"a vocabulary has at least 1 token but --vocab-size is {self.vocab_size}; give "
                 f"the number of tokens"
             )
+        files = (self.tokenizer_model, self.metadata_path, self.vocab_file, self.merge_file)
+        if self.tokenizer_type == "NullTokenizer" and any(files):
+            raise ConfigurationError(
+                f"NullTokenizer is made from --vocab-size alone but files are given: "
+                f"{', '.join(filter(None, files))}; remove them"
+            )
         check_tokenizer_sources(self)
 
 
