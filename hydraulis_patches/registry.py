@@ -106,7 +106,7 @@ class AppliedPatch:
 
 @cache
 def installed_version() -> str:
-    """Of upstream. Reading it takes a millisecond, and every patch asks for it."""
+    """The version of upstream. Reading it takes a millisecond, and every patch asks for it."""
     return version(UPSTREAM_PACKAGE)
 
 

@@ -16,7 +16,7 @@ class Link:
     latency_s: float
     """Time of an empty message."""
     source: str
-    """Where the two numbers come from, with the date."""
+    """The origin of the two numbers, with its date."""
 
     def __post_init__(self) -> None:
         if not self.bytes_per_s > 0.0 or not self.latency_s >= 0.0:

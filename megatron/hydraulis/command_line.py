@@ -20,7 +20,7 @@ from megatron.hydraulis.ranges import RANGES_OF_COMMANDS, check_range
 _EXIT_WITHOUT_READER = 141
 """128 + SIGPIPE, as shells report a program whose output nobody reads."""
 PLACEHOLDER = "FLAGS"
-"""In a printed command, of options that are not known."""
+"""The word that stands for options that are not known in a printed command."""
 NEVER_ABBREVIATIONS = ("--strategy", "--trace")
 """Options of training that are never read as abbreviations of longer ones in other commands."""
 _FIX_OF_VALUE = {"int": "write a whole number", "float": "write a number, as in 0.5"}
@@ -65,9 +65,7 @@ class CommandParser(argparse.ArgumentParser):
         return namespace
 
     def _check_words(self) -> None:
-        """Raise ConfigurationError for an empty value, such as a shell makes of a variable without
-        one, and for control characters, which names of files in the output would send to a
-        terminal."""
+        """Raise ConfigurationError as `problem_of_value` says."""
         words = itertools.takewhile(lambda word: word != "--", self._words)
         for before, word in itertools.pairwise(("", *words)):
             option, has_value, value = word.partition("=")
@@ -75,13 +73,8 @@ class CommandParser(argparse.ArgumentParser):
                 option, value = before, word
             if option.startswith("--") and option not in self._option_string_actions:
                 continue  # of a launch script
-            what = option if option.startswith("--") else "an argument"
-            if not value:
-                raise ConfigurationError(f"{what} has an empty value; give one or leave it out")
-            if any(unicodedata.category(each) == "Cc" and each not in "\n\t" for each in value):
-                raise ConfigurationError(
-                    f"{what} has no control characters but is {value!a:.100}; give another name"
-                )
+            if problem := problem_of_value(option if option[:2] == "--" else "an argument", value):
+                raise ConfigurationError(problem)
 
     def _check_ranges(self, namespace: argparse.Namespace) -> None:
         """Raise ConfigurationError for numbers outside the range of their option."""
@@ -139,6 +132,16 @@ class CommandParser(argparse.ArgumentParser):
         return self.allow_abbrev and any(
             option.startswith(word) for option in self._option_string_actions
         )
+
+
+def problem_of_value(option: str, value: str) -> str | None:
+    """What is wrong with an empty value, such as a shell makes of a variable without one, and with
+    control characters, which a name in the output would send to a terminal; else None."""
+    if not value:
+        return f"{option} has an empty value; give one or leave it out"
+    if any(unicodedata.category(each) == "Cc" and each not in "\n\t" for each in value):
+        return f"{option} has no control characters but is {value!a:.100}; give another name"
+    return None
 
 
 class _ShortUsage(argparse.HelpFormatter):

@@ -8,19 +8,21 @@ from types import MappingProxyType
 from megatron.hydraulis.errors import Problems
 
 _LARGEST_INTEGER = 2**31 - 1
-"""Of libraries that count in 32 bits; also far above any real size or number of iterations."""
+"""The limit of libraries that count in 32 bits, far above any real size or number of
+iterations."""
 _LARGEST_REAL = 1e19
 """The square of a larger number overflows fp32."""
 _LARGEST_SEED = 2**32 - 1
-"""Of NumPy's generator, which upstream seeds too."""
+"""The limit of NumPy's generator, which upstream seeds too."""
 MAX_RANKS = 1 << 17
-"""Of a job: each rank takes memory and time of planning, and no cluster has more devices today."""
+"""The largest job: each rank takes memory and time of planning, and no cluster has more devices
+today."""
 MAX_LAYERS = 10_000
-"""Of a model: commands list the parameters of every layer."""
+"""The deepest model: commands list the parameters of every layer."""
 MAX_DRAWN_SEQUENCES = 1 << 24
-"""Of all batches that a command draws: as Python numbers they take about 0.6 GB."""
+"""The most sequences that a command draws: as Python numbers they take about 0.6 GB."""
 MAX_SHUFFLED_SEQUENCES = 1 << 28
-"""Of a corpus whose sequences a command shuffles: 2 GiB of lengths, and as much of order."""
+"""The largest corpus that a command shuffles: it takes 2 GiB of lengths, and as much of order."""
 
 
 @dataclass(frozen=True, slots=True)

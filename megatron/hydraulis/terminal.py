@@ -38,7 +38,7 @@ _LINE_INTERVAL_S = 8.0
 _CHECK_INTERVAL_S = 1.0
 
 OnProgress = Callable[[str, int, int], None]
-"""Called with the name of a phase, the number of its completed steps, and of all its steps."""
+"""A function of the name of a phase, the number of its completed steps, and of all its steps."""
 
 
 def results_console(width: int = _WIDTH_WITHOUT_TERMINAL) -> Console:

@@ -1,4 +1,4 @@
-"""From a command line to a checked configuration, before any communication between ranks.
+"""A command line becomes a checked configuration, before any communication between ranks.
 
 One parser reads upstream's flags and ours. Upstream's checks run as for a job of one rank, with all
 parallel sizes 1, because the strategy defines what the ranks do. Nothing here uses
@@ -90,7 +90,7 @@ class Resolved:
     settings: Mapping[str, Any]
     """The attributes of args that honoured options set, with upstream's defaults."""
     sizes: BatchSizes
-    """Of the global batches of training."""
+    """Sizes of the global batches of training."""
     evaluation_sizes: BatchSizes
     as_given: Mapping[str, Any]
     """Settings as given where args have nominal values, or upstream completes them."""

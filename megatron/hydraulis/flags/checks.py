@@ -645,7 +645,7 @@ def check_vocabulary_parts(pool: Pool, padded_size: int) -> None:
 
 
 SHAPE = "shape of the model"
-"""Stands among the names of settings with a problem for a model that contradicts itself."""
+"""The name of a model that contradicts itself, among those of settings with a problem."""
 SHAPE_CHECKS: Mapping[Callable[[argparse.Namespace], None], str] = {
     check_variants: "num_layers num_experts swiglu squared_relu quick_geglu "
     "multi_latent_attention rotary_interleaved window_size window_attn_skip_freq no_rope_freq "

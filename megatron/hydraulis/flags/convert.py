@@ -30,9 +30,9 @@ _TIME_LIMIT_S = 120.0
 _BACKGROUND_S = 10.0
 """How long what a script leaves in the background may take."""
 _MOST_MEMORY_BYTES = 4 << 30
-"""Of a process of a script: one that doubles a variable forty times ends with an error."""
+"""Limit of each process of a script: one that doubles a variable forty times ends with an error."""
 _SHOWN_BYTES = 1500
-"""Of a script's output that an error shows."""
+"""Size of the end of a script's output that an error shows."""
 _WORD = re.compile(r"""#[^\n]*|((?:'[^']*'|"(?:[^"\\]|\\.)*+"|\\.|[^\s'"\\])++)|\s++""", re.DOTALL)
 """A comment, a word of a file of options, or blanks."""
 

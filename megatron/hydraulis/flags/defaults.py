@@ -107,7 +107,7 @@ def differences(
     uses_tp: bool,
     has_cuda: bool,
 ) -> tuple[Difference, ...]:
-    """Where training differs from upstream's with the same options, in most cases by a default.
+    """Differences between training and upstream's with the same options, mostly of defaults.
 
     What changes the update comes first.
 
@@ -342,7 +342,7 @@ def _tokenizer_size(args: argparse.Namespace) -> int:
 
 
 def _prefixes(args: argparse.Namespace) -> list[str]:
-    """Of all datasets that the flags name."""
+    """The prefixes of all datasets that the flags name."""
     blends = (args.data_path, args.train_data_path, args.valid_data_path, args.test_data_path)
     prefixes: list[str] = []
     for blend in filter(None, blends):

@@ -59,7 +59,7 @@ def num_parameters_of_rank(
 def _num_layer_parameters(
     args: argparse.Namespace, shape: ModelShape, tp: int, num_per_norm_channel: int
 ) -> int:
-    """Of a layer without its MLP or experts, but for biases of the MLP."""
+    """Parameters of a layer without the matrices of its MLP, and without experts."""
     num_whole = shape.num_whole_attention_entries
     num = num_whole + (shape.num_attention_entries - num_whole) // tp
     num += 2 * num_per_norm_channel * shape.hidden_size

@@ -32,7 +32,7 @@ _AROUND = "HYDRAULIS_CONVERT_AROUND"
 _PASSED = "HYDRAULIS_CONVERT_PASSED"
 """The variable with the process that runs as it is."""
 MOST_BYTES = 1 << 20
-"""Of a script that is read for its headers."""
+"""Limit of what is read of a script for its headers."""
 
 _RECORDED = ("torchrun", "deepspeed", "accelerate")
 _PYTHON = re.compile(r"python[\d.]*")
@@ -106,8 +106,8 @@ def header_of(words: Sequence[str]) -> str:
 
 
 def set_job_variables(environment: dict[str, str], text: str) -> None:
-    """Set variables of Slurm and PBS that have no value to those of the first task of a job with
-    these options."""
+    """Give variables of Slurm and PBS without a value that of the first task of a job with these
+    options."""
     values = dict(_FIRST_TASK)
     found = sizes(text)
     for size, names in _VARIABLES.items():

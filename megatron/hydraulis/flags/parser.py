@@ -10,7 +10,7 @@ from typing import Any, NoReturn
 from megatron.training.argument_utils import ArgumentGroupFactory
 from megatron.training.arguments import add_megatron_arguments
 
-from megatron.hydraulis.command_line import closest
+from megatron.hydraulis.command_line import closest, problem_of_value
 from megatron.hydraulis.errors import ConfigurationError, Problems
 from megatron.hydraulis.flags.checks import SHAPE, check_shape
 from megatron.hydraulis.flags.config import FIELDS_BY_TOPIC, HydraulisConfig, option_of
@@ -385,6 +385,10 @@ class FlagParser:
             return False
         if isinstance(row, Taken) and row.only is None:
             return True
+        for value in given.values:
+            if problem := problem_of_value(given.option, value):
+                problems.add(problem)
+                return False
         try:
             args = self._reader(given.option).parse_args([given.option, *given.values])
         except ConfigurationError as error:

@@ -36,7 +36,7 @@ class MegatronLayout:
     etp: int | None = None
     """None, Megatron's default: tp."""
     num_experts: int = 0
-    """Of a layer; 0 for a model without experts, to which ep and etp do not apply."""
+    """Experts of a layer; 0 for a model without experts, to which ep and etp do not apply."""
 
     @classmethod
     def of(cls, args: argparse.Namespace) -> "MegatronLayout":
@@ -58,8 +58,8 @@ class MegatronLayout:
         return math.lcm(self.tp * self.cp, num_shares) * self.pp
 
     def _schemes(self, num_ranks: int | None) -> Iterator[Scheme]:
-        """With whole experts, by ascending ep, then without; of any size, 0, for a job that
-        Megatron's replicas do not fill."""
+        """The schemes with whole experts, by ascending ep, then the one without ep. They have any
+        size for a job that Megatron's replicas do not fill."""
         if num_ranks is None or num_ranks % self._num_ranks(self._ep):
             num_ranks = 0
         for ep in (*range(2, self.num_experts + 1), 1):

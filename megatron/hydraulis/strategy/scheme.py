@@ -215,7 +215,7 @@ class Replica:
 
     scheme: Scheme
     ranks: tuple[int, ...]
-    """By stage, then cp, then tp."""
+    """The ranks, ordered by stage, then cp, then tp."""
 
     def __post_init__(self) -> None:
         self.scheme.check_replica()

@@ -221,7 +221,7 @@ class Strategy:
 
 
 RANKS_PER_NODE = 8
-"""Of a job whose nodes are not described."""
+"""Ranks of a node of a job whose nodes are not described."""
 
 
 def ranks_of_node(num_ranks: int, given: int | None, what: str) -> int:

@@ -261,6 +261,8 @@ _BAD_INPUT = [
     ),
     ("--exit-signal-handler --exit-signal SIGNONE", (), ["--exit-signal", "'SIGNONE'", "SIGTERM"]),
     ("--exit-signal-handler --exit-signal 15", (), ["--exit-signal takes", "'15'", "SIGUSR1"]),
+    ("--run-dir=", (), ["--run-dir has an empty value", "leave it out"]),
+    ("--save a\x1b[2Jb", (), [r"no control characters but is 'a\x1b[2Jb'", "another name"]),
     ("--seed 0", (), ["--seed must be at least 1 but is 0"]),
     ("--seed 4294967296", (), ["--seed must be at most 4,294,967,295 but is 4294967296"]),
     (
