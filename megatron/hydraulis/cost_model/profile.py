@@ -217,6 +217,11 @@ class ProfileCostModel:
                 f"cost profile: gradients travel in {BF16_BYTES} bytes each or in {FP32_BYTES} but "
                 f"gradient_bytes is {self.gradient_bytes}; correct it"
             )
+        if self.num_ranks is not None and self.num_ranks < 1:
+            raise ConfigurationError(
+                f"cost profile: it is for a job of at least 1 rank but num_ranks is "
+                f"{self.num_ranks}; correct it"
+            )
         _check_distinct("scheme", [str(row.scheme) for row in self.schemes])
         _check_distinct("strategy", [row.name for row in self.strategies])
 

@@ -204,6 +204,7 @@ def test_overhead_is_regroup_and_optimizer() -> None:
         (content(schemes=[]), "at least 1 scheme but has 0"),
         (content(row(), row()), "every scheme is listed once but tp2 2 times"),
         (content(version=2), "profile: version 1 can be read but this one is of version 2"),
+        (content(num_ranks=-1), "a job of at least 1 rank but num_ranks is -1"),
         (content(devices=8), "profile: has the unknown keys 'devices'"),
         (content(row(unit="ms")), "scheme 0 of profile: has the unknown keys 'unit'"),
         (content(row(), row(tp=0)), "scheme 1 of profile: a degree must be at least 1 but tp is 0"),

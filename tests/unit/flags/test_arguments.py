@@ -1,6 +1,8 @@
 """Command lines become one checked configuration, equal on every rank."""
 
+import contextlib
 import dataclasses
+import io
 import re
 from pathlib import Path
 
@@ -33,43 +35,32 @@ def test_our_flags_do_not_collide_with_upstreams() -> None:
     assert all(dests.count(name) == 1 for name in ours)
 
 
-def test_help_shows_our_flags_before_those_of_megatron(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    with pytest.raises(SystemExit):
-        flag_parser().parse(["--help"])
-    shown = capsys.readouterr().out
+@pytest.fixture(scope="module")
+def shown_help() -> str:
+    """--help without line breaks within words."""
+    shown = io.StringIO()
+    with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stdout(shown):
+        patch.setenv("COLUMNS", "1000")
+        with pytest.raises(SystemExit) as caught:
+            flag_parser().parse(["--help"])
+    assert caught.value.code == 0
+    return shown.getvalue()
 
+
+def test_help_shows_our_flags_then_those_that_are_honoured_and_no_others(shown_help: str) -> None:
     def place(option: str) -> int:
-        found = re.search(rf"\n  {re.escape(option)}[ ,\n]", shown)
+        found = re.search(rf"\n  {re.escape(option)}[ ,\n]", shown_help)
         assert found is not None, option
         return found.start()
 
     ours = [place(option_of(each.name)) for each in dataclasses.fields(HydraulisConfig)]
     theirs = [place(option) for option in HONOURED]
     assert max(ours) < min(theirs)
+    assert "--mtp-num-layers" not in shown_help
 
 
-def test_help_shows_what_is_honoured_and_hides_the_rest(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    with pytest.raises(SystemExit) as caught:
-        flag_parser().parse(["--help"])
-    shown = capsys.readouterr().out
-    assert caught.value.code == 0
-    for field in dataclasses.fields(HydraulisConfig):
-        assert option_of(field.name) in shown
-    assert "--num-layers" in shown
-    assert "--mtp-num-layers" not in shown
-
-
-def test_help_describes_our_behaviour_and_the_accepted_values(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("COLUMNS", "1000")  # no line is broken within words
-    with pytest.raises(SystemExit):
-        flag_parser().parse(["--help"])
-    shown = " ".join(capsys.readouterr().out.split())
+def test_help_describes_our_behaviour_and_the_accepted_values(shown_help: str) -> None:
+    shown = " ".join(shown_help.split())
     for text in (
         "--transformer-impl {local,transformer_engine} ",
         "Layers of megatron-core, or with CUDA of Transformer Engine; only local, "
