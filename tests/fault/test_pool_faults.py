@@ -171,7 +171,7 @@ def test_workers_end_when_their_parent_is_killed_idle_or_not() -> None:
 
 
 def is_alive(pid: int) -> bool:
-    """Whether the process runs; one that has ended and waits to be reaped does not."""
+    """True if the process runs; one that has ended and waits to be reaped does not."""
     try:
         with open(f"/proc/{pid}/stat") as file:
             return file.read().rsplit(")", 1)[1].split()[0] != "Z"

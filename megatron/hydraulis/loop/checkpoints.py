@@ -60,7 +60,7 @@ class LoopCounters:
     num_skipped: int = 0
     """Iterations without an update because their loss or gradient norm was not finite."""
     num_skipped_in_a_row: int = 0
-    """Of these, the ones since the last update."""
+    """Skipped iterations since the last update."""
     num_untrained_in_a_row: int = 0
     """Latest iterations of this start in which every token had the weight 0."""
 
@@ -91,7 +91,7 @@ class RunCheckpoints:
         self.sampler_state: Mapping[str, Any] | None = None
         """State of the training data's sampler; None to begin with the first sequence."""
         self.begins_other_data = False
-        """Whether the state's place in the data is none in those of this run."""
+        """True if the state's place in the data is none in those of this run."""
         self.num_consumed_elsewhere = 0
         """Samples that plain Megatron has trained, rows of --seq-length tokens."""
 

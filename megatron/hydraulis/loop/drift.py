@@ -63,11 +63,11 @@ class DriftReport:
         self._coefficients = functools.cache(cost_model.coefficients)
         self._limit = limit
         self._strategies: set[str] = set()
-        """Those that have run."""
+        """Strategies that have run."""
         self._schemes: dict[Scheme, deque[list[float]]] = defaultdict(_window)
-        """By scheme: measured over predicted time of the micro-batches of each iteration."""
+        """Measured over predicted time of the micro-batches of each iteration, by scheme."""
         self._ranks: dict[int, deque[tuple[_Part, float]]] = defaultdict(_window)
-        """By rank: measured over predicted time of its micro-batches in an iteration. Predictions
+        """Measured over predicted time of the micro-batches of an iteration, by rank. Predictions
         are for the slowest stage, so the ratio is below 1 on others."""
         self._replica_mates: dict[tuple[_Part, int], frozenset[int]] = {}
         self._reported_drift: dict[Scheme, float] = {}
@@ -142,7 +142,7 @@ class DriftReport:
                 yield f"slow rank: rank {rank} is as fast as the others again"
 
     def _compared(self) -> dict[int, tuple[_Part, float]]:
-        """By rank, its time relative to that of ranks which do the same in other replicas.
+        """Each rank's time relative to that of ranks which do the same in other replicas.
 
         Ranks of one replica wait for each other, so one slow rank slows them all, and all are
         reported. Without another replica of the scheme there is nothing to compare with.

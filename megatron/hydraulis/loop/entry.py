@@ -1,4 +1,4 @@
-"""From a command line to a finished run."""
+"""A run from its command line to its exit status."""
 
 from __future__ import annotations
 
@@ -48,11 +48,11 @@ _WITHOUT_RANKS = frozenset({"--dry-run", "--help", "-h"})
 """Options with which one process that no launcher has started is enough."""
 EXIT_STATUS_OF_ERROR = 2
 EXIT_STATUS_OF_UNFORESEEN_ERROR = 1
-"""That of an uncaught exception in Python."""
+"""Python's exit status of an uncaught exception."""
 EXIT_STATUS_OF_INTERRUPT = 130
 """128 + SIGINT, as shells report it."""
 _TIMEOUT_OF_PROPOSAL = timedelta(minutes=10)
-"""For which ranks wait at least for each other and for the pool of --strategy-pool auto."""
+"""Ranks wait at least so long for each other and for the pool of --strategy-pool auto."""
 RESTART_COUNTS = {
     "Slurm has queued this job again": "SLURM_RESTART_COUNT",
     "torchrun has started the ranks again": "TORCHELASTIC_RESTART_COUNT",

@@ -106,7 +106,7 @@ def report_interrupt() -> None:
 
 
 def is_lost_connection(error: Exception) -> bool:
-    """Whether it says that another rank, which has an error or was killed, is gone."""
+    """True if it says that another rank, which has an error or was killed, is gone."""
     return _lost_connection(error) is not None
 
 
@@ -205,14 +205,14 @@ def quieten_upstream(rank: int) -> None:
 # --- hangs ---
 
 SHARE_OF_TIMEOUT = 0.8
-"""Of the timeout, after which a wait is reported: before the collective ends the process."""
+"""Share of the timeout after which a wait is reported: before the collective ends the process."""
 BEATS_PER_TIMEOUT = 20
 MAX_BEAT_S = 10.0
 BEATS_UNTIL_SILENT = 4
 """Beats without a sign of life from a rank or the store; reading it takes one more."""
 MAX_RANKS_NAMED = 8
 EXIT_STATUS_OF_HANG = 1
-"""Of a process that waits for a frozen store, as after a collective that timed out."""
+"""A process that waits for a frozen store ends with it, as after a collective that timed out."""
 
 _ORDER = (
     "start",
@@ -236,7 +236,7 @@ _NOTE = "phase '"
 
 @dataclass(frozen=True)
 class RankPlace:
-    """Where a rank is."""
+    """Iteration and phase that a rank has reached."""
 
     iteration: int
     phase: str

@@ -106,7 +106,7 @@ from megatron.hydraulis.runtime.spans import SpanRecorder, combine_recorders
 _LOCKED = "hydraulis_locked"
 """Key in the store: rank 0 has the locks of the folders, or has failed."""
 _STATE_BYTES = 16
-"""Of a parameter in the canonical shards: itself, its gradient and two moments in fp32."""
+"""A parameter in the canonical shards with its gradient and two moments, all in fp32."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -134,10 +134,10 @@ class Job:
         self._has_cuda = has_cuda
         self._engine: RuntimeEngine | None = None
         self._locks: FolderLocks | None = None
-        """On rank 0, of the folders that it writes to."""
+        """Rank 0 holds them, for the folders that the run writes to."""
         self._core_attention: CoreAttention | None = None
         self._description: dict[str, Any] | None = None
-        """On rank 0, once it has written it as ``config.json``."""
+        """Content of ``config.json``, once rank 0 has written it."""
         self._profile = read_cost_profile(resolved)
         rank = int(os.environ.get("RANK", "0"))
         self._device = constants_of_this_rank(
@@ -331,7 +331,7 @@ class Job:
         self._finish(parts)
 
     def _full_disk(self, error: OSError) -> HydraulisError:
-        """Of TensorBoard if the error names no file."""
+        """The error of a full disk; the file is TensorBoard's if the error names none."""
         path = error.filename or Path(self._resolved.args.tensorboard_dir) / "events.out.tfevents.*"
         return HydraulisError(
             f"cannot write {path}: {why_not_written(error, path)}; make room or name another "

@@ -32,7 +32,7 @@ from megatron.hydraulis.runtime.process_groups import of_all_ranks
 from megatron.hydraulis.strategy import Pool, Scheme, Strategy
 
 ALLOCATOR_VARIABLES = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
-"""By which a user configures torch's allocator."""
+"""Variables by which a user configures torch's allocator."""
 EXPANDABLE_SEGMENTS = "expandable_segments:True"
 
 _BYTES_PER_GIB = 2**30
@@ -203,17 +203,16 @@ class MemorySafety:
         )
 
 
-def use_expandable_segments() -> bool:
+def use_expandable_segments() -> None:
     """Let torch's allocator grow its segments, so that packs of changing sizes leave no holes.
 
-    To be called before the first tensor on a device. Returns False where the user has configured
-    the allocator, which is then left alone.
+    To be called before the first tensor on a device. Changes nothing if the user has configured the
+    allocator.
     """
     if any(variable in os.environ for variable in ALLOCATOR_VARIABLES):
-        return False
+        return
     os.environ[ALLOCATOR_VARIABLES[0]] = EXPANDABLE_SEGMENTS  # for child processes
     # The variable was read when torch was imported.
     set_settings = getattr(torch._C, "_accelerator_setAllocatorSettings", None)
     if set_settings is not None:
         set_settings(EXPANDABLE_SEGMENTS)
-    return True

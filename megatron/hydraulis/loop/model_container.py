@@ -36,7 +36,7 @@ class ModelContainer(torch.nn.Module):
 
 @dataclass(kw_only=True)
 class ContainerConfig(HydraulisModelConfig):
-    """With our builder, by which upstream supports other models."""
+    """Names our builder, by which upstream supports other models."""
 
     builder: ClassVar[str] = "megatron.hydraulis.loop.model_container.ModelContainerBuilder"
     engine_factory: Callable[[ModelDefinition], RuntimeEngine] | None = None

@@ -46,7 +46,7 @@ class SampledBatches:
     ) -> None:
         self.sampler = sampler
         self.iteration = first_iteration
-        """Of the batch that `take` returns next."""
+        """Number of the batch that `take` returns next."""
         self.state = sampler.state_dict()
         """The sampler's state after the batch that was taken last, for a checkpoint: batches that
         were only sampled or planned ahead are not consumed."""
@@ -151,7 +151,7 @@ class PlanFeed:
         self._num_requested = batches.iteration
         self._num_published = batches.iteration
         self._strategies: dict[int, str] = {}
-        """Of published plans, by iteration."""
+        """Names of the strategies of published plans, by iteration."""
 
     @property
     def next_strategy(self) -> str | None:
@@ -219,7 +219,7 @@ class RankBatch:
     batch: GlobalBatch
     plan: IterationPlan
     digest: str
-    """Of the plan."""
+    """Digest of the plan."""
     share: RankShare
     """What this rank runs of it."""
     plan_wait_s: float
@@ -254,7 +254,7 @@ class PlannedData:
     batches: SampledBatches
     """Equal on every rank."""
     exchange: PlanExchange
-    """Where plans are published."""
+    """Plans are published here."""
     feed: PlanFeed | None
     """Publishes the plans that all ranks wait for; on rank 0."""
     pool: Pool
@@ -262,7 +262,7 @@ class PlannedData:
     limits: Limits
     device: torch.device
     plan_dir: Path | None = None
-    """Where this rank records each plan, if anywhere."""
+    """Folder in which this rank records each plan; None for no record."""
 
     def next_batch(self) -> RankBatch:
         """The next batch, for whose plan this waits. Raises PlanError, DataError."""
@@ -284,7 +284,7 @@ class PlannedData:
         return RankBatch(batch, plan, published.digest, share, plan_wait_s, plan_fetch_s)
 
     def publish_ready(self) -> str | None:
-        """On rank 0: publish the plans made meanwhile; the strategy of the next batch, if known."""
+        """Publish the plans made meanwhile; returns the next batch's strategy, known on rank 0."""
         if self.feed is None:
             return None
         self.feed.publish_ready()

@@ -50,15 +50,15 @@ LEAST_DRIVERS = {12: 525, 13: 580}
 """Major version of CUDA -> of the oldest driver that runs it, by minor-version compatibility:
 docs.nvidia.com/deploy/cuda-compatibility/minor-version-compatibility.html, read 2026-11-22."""
 LEAST_SHARE_OF_USUAL = 0.25
-"""Of the rate of a device's usual network, below which all pairs of nodes are reported."""
+"""All pairs of nodes are reported below this share of the rate of a device's usual network."""
 _DRIVER_FILE = Path("/proc/driver/nvidia/version")
 _INFINIBAND_FOLDER = Path("/sys/class/infiniband")
 _MATRIX_SIZE = {"cuda": 8192, "cpu": 512}
 _NUM_PRODUCTS = 8
 _NUM_EXCHANGES = 3
-"""Of which the fastest counts, as the first one sets up connections."""
+"""The fastest counts, as the first one sets up connections."""
 LEAST_SHARE_OF_MEDIAN = 0.5
-"""Of the rate of the median GPU, or pair of nodes, below which one is reported."""
+"""A GPU, or a pair of nodes, below this share of the median's rate is reported."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -285,7 +285,7 @@ def _version_of(package: str) -> str:
 
 
 def _of_all_ranks[Value](own: Value) -> list[Value]:
-    """As the runtime's, without importing megatron-core."""
+    """The value of every rank, without the runtime's import of megatron-core."""
     everyone: list[Value] = [own] * dist.get_world_size()
     dist.all_gather_object(everyone, own)
     return everyone
@@ -392,7 +392,7 @@ def _check_links(rates: dict[tuple[str, str], float]) -> None:
 
 
 def _slow_network(rates: dict[tuple[str, str], float]) -> str | None:
-    """Whether all links are slow, as over the wrong interface, where pairs do not differ."""
+    """A warning if all links are slow, as over the wrong interface: then pairs do not differ."""
     constants = constants_of_this_rank(has_cuda=True, speaks=False)
     usual = constants.inter_node.bytes_per_s * constants.link_fraction / 1e9
     if not rates or statistics.median(rates.values()) >= LEAST_SHARE_OF_USUAL * usual:

@@ -66,7 +66,7 @@ def _files(args: argparse.Namespace) -> list[str]:
 
 
 def _prefix(path: str, args: argparse.Namespace, tokenizer: Any, run_dir: Path) -> str:
-    """That of the dataset made of a file with the tokenizer of the arguments."""
+    """The prefix of the dataset made of a file with the tokenizer of the arguments."""
     stat = Path(path).stat()
     # Behind Megatron's two wrappers, which cannot list tokens, is the one of transformers.
     hugging_face = tokenizer._tokenizer._tokenizer

@@ -30,7 +30,7 @@ _HERE, _ALL_HERE = "hydraulis_here", "hydraulis_all_here"
 _POLL_S = 0.05
 _CONNECT_S = 5.0
 SECONDS_UNTIL_NOTICE = 10.0
-"""For which ranks wait for each other before one says so."""
+"""Ranks wait for each other for this long before one says so."""
 MAX_NAMED = 16
 """Ranks that an error names before it only counts the rest."""
 LAUNCHER_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")

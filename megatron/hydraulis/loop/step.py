@@ -11,7 +11,6 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
-from functools import wraps
 from typing import Any
 
 import torch
@@ -69,7 +68,7 @@ UNTRAINED_UNTIL_WARNING = 10
 """Iterations in a row without a trained token, after each of which there is a warning."""
 
 _NO_THROUGHPUT = " throughput per GPU (TFLOP/s/GPU): 0.0 |"
-"""Of CPU ranks and tiny models, for which upstream's unit is too large."""
+"""Upstream's unit is too large for CPU ranks and tiny models, whose throughput is left out."""
 
 
 @dataclass(frozen=True)
@@ -77,7 +76,7 @@ class RunParts:
     """What one run consists of besides engine and data."""
 
     metrics: MetricsWriter | None
-    """On the last rank, which logs."""
+    """Exists on the last rank, which logs."""
     trace: RunTrace | None
     memory: MemorySafety
     drift: RunDrift | None
@@ -225,12 +224,12 @@ class TrainingLoop:
     @property
     def save_checkpoint(self) -> Callable[..., None]:
         """Ours, with upstream's parameters."""
-        return self._guarded("save", self._checkpoints.save_checkpoint)
+        return self._guard.phase("save")(self._checkpoints.save_checkpoint)
 
     @property
     def load_checkpoint(self) -> Callable[..., tuple[int, float]]:
         """Ours, with upstream's parameters."""
-        return self._guarded("load", self._checkpoints.load_checkpoint)
+        return self._guard.phase("load")(self._checkpoints.load_checkpoint)
 
     # --- replaced: update_train_iters -------------------------------------------------------
 
@@ -347,7 +346,7 @@ class TrainingLoop:
         return print_line
 
     def _schedule_steps(self, args: Namespace, batch: GlobalBatch) -> float:
-        """By how much a batch advances the learning-rate schedule: an iteration, or its samples."""
+        """The iteration, or the samples, by which a batch advances the learning-rate schedule."""
         by_samples = args.train_samples is not None
         if counts_iterations(number_varies=self._sizes.number_varies, by_samples=by_samples):
             return 1
@@ -373,16 +372,6 @@ class TrainingLoop:
                 f"the plans hold {self._num_consumed}; the learning rate and a restart would be "
                 "off: report this together with the flags of the run"
             )
-
-    def _guarded(self, phase: str, function: Callable[..., Any]) -> Callable[..., Any]:
-        """The function, with its signature, as a phase."""
-
-        @wraps(function)
-        def guarded(*positional: Any, **named: Any) -> Any:
-            with self._guard.phase(phase):
-                return function(*positional, **named)
-
-        return guarded
 
     def _next(self, number: int, data: PlannedData) -> RankBatch:
         with self._guard.phase("planning"):

@@ -81,7 +81,7 @@ class RunTrace:
 
     @contextmanager
     def evaluation(self) -> Iterator[None]:
-        """Around an evaluation, whose micro-batches belong to no iteration."""
+        """Records regrouping alone, as micro-batches of an evaluation belong to no iteration."""
         before = self.spans.tracks
         self.spans.tracks = before & {REGROUP}
         yield
@@ -89,7 +89,7 @@ class RunTrace:
 
     @contextmanager
     def iteration(self, iteration: int, plan: IterationPlan) -> Iterator[None]:
-        """Around the work of an iteration; writes its spans at the end."""
+        """Writes the spans of the work inside at its end."""
         if not self._is_traced:
             yield
             return
@@ -108,7 +108,7 @@ class RunTrace:
         self._writer.close()
 
     def merge(self) -> None:
-        """On one rank, once all have closed their files: merge them."""
+        """Merge the files of all ranks, which have closed them; called on one rank."""
         merged = merge_trace(self._folder)
         num_ranks, num_files = dist.get_world_size(), len(rank_files(self._folder))
         missing = "" if num_files == num_ranks else f", of {num_files} of {num_ranks} ranks"

@@ -350,7 +350,7 @@ class _Job:
         points: dict[Scheme, list[MeasuredPoint]],
         report: _StepReport,
     ) -> list[MeasuredStrategy]:
-        """Of the strategies whose schemes all fit in memory."""
+        """Measure the strategies whose schemes all fit in memory."""
         typical = {
             scheme: point
             for scheme, measured in points.items()
@@ -382,7 +382,7 @@ class _Job:
         return measurements if dist.get_rank() == 0 else measurements.without_file()
 
     def _limit_bytes(self, meter: MemoryMeter) -> int | None:
-        """Rank 0's, on every rank. None where points of any size are tried."""
+        """The limit of rank 0, on every rank; None if points of any size are tried."""
         limit: int | None = self.namespace.memory_limit_bytes
         if limit is None and not torch.cuda.is_available():
             limit = meter.capacity_bytes()
@@ -472,7 +472,7 @@ def _profiled_pool(
 
 
 def _filling_strategy(scheme: Scheme, num_ranks: int, ranks_per_node: int) -> Strategy:
-    """As many replicas of a scheme as the ranks hold, so that the machine is busy as in training.
+    """Fill the ranks with replicas of a scheme, so that the machine is busy as in training.
 
     A group of fewer than ep ranks runs next to others like it. Raises StrategyError where the ranks
     hold none.

@@ -34,7 +34,7 @@ from megatron.hydraulis.strategy import Scheme
 from megatron.hydraulis.terminal import figures_table, table_text
 
 SINGLE_LONG = "single long"
-"""As few sequences as the longest length allows."""
+"""A micro-batch of as few sequences as the longest length allows."""
 MANY_SHORT = "many short"
 MIXTURE = "mixture"
 """Half of the tokens long, half short."""
@@ -79,7 +79,7 @@ class MeasuredPoint:
     stage_ms: tuple[float, ...] = ()
     """Forward and backward on each stage, of the median replica; empty where it was not run."""
     forward_ms: float = 0.0
-    """Of the forward alone, on the slowest stage."""
+    """Forward alone, on the slowest stage."""
     peak_bytes: int = 0
     """Most memory that a rank held meanwhile, see `runtime.memory.MemoryMeter`."""
     why_not: str = ""
@@ -87,12 +87,12 @@ class MeasuredPoint:
 
     @property
     def fits(self) -> bool:
-        """Whether it was run."""
+        """True if it was run."""
         return not self.why_not
 
     @property
     def time_ms(self) -> float:
-        """On the slowest stage."""
+        """Time of the slowest stage."""
         return max(self.stage_ms)
 
     def to_json(self) -> dict[str, Any]:
@@ -135,7 +135,7 @@ class RegroupSpeed:
     scatter_ms: float
 
     def to_json(self) -> dict[str, Any]:
-        """With bandwidths, which are None where no bytes travel."""
+        """The fields and the bandwidths, which are None if no bytes travel."""
         return asdict(self) | {
             "gather_bytes_per_s": _per_s(self.gather_bytes, self.gather_ms),
             "scatter_bytes_per_s": _per_s(self.scatter_bytes, self.scatter_ms),
@@ -148,15 +148,15 @@ class MeasuredStrategy:
 
     name: str
     iteration_ms: float
-    """Of an iteration with a few micro-batches."""
+    """Time of an iteration with a few micro-batches."""
     makespan_ms: float
-    """Of its micro-batches alone, by the time that they took in this iteration."""
+    """Makespan of its micro-batches, by the time that they took in this iteration."""
     optimizer_ms: float
     regroup: RegroupSpeed
     replicas: str | None = None
     """In strategy notation; None in older files."""
     expert_load: float | None = None
-    """As in metrics.jsonl, of random tokens; None without experts, and in older files."""
+    """Load by random tokens, as in metrics.jsonl; None without experts, and in older files."""
 
     @property
     def regroup_ms(self) -> float:

@@ -42,10 +42,10 @@ from megatron.hydraulis.strategy.notation import parse_scheme
 _NS_PER_MS = 1e6
 _MS_PER_S = 1e3
 _FEWEST_MICRO_BATCHES = 4
-"""Of a measured iteration: two that do not overlap regrouping, and the first and the last one."""
+"""A measured iteration has two that do not overlap regrouping, and the first and the last one."""
 _MOST_MICRO_BATCHES = 64
-"""Of a measured iteration, unless a pipeline needs more. The median of the inner ones is then
-steady; next to a much slower scheme, more of them only lengthen the profile."""
+"""A measured iteration has no more, unless a pipeline needs them. The median of the inner ones is
+then steady; next to a much slower scheme, more of them only lengthen the profile."""
 
 
 @dataclass(frozen=True)
@@ -56,7 +56,7 @@ class _RankTimes:
     stage: int
     forward_ms: float
     total_ms: float
-    """Of forward and backward."""
+    """Forward and backward."""
     peak_bytes: int
 
 
@@ -212,7 +212,7 @@ class EngineRig:
         return iterations[len(iterations) // 2]
 
     def close(self) -> None:
-        """To be called before the process groups are destroyed."""
+        """End the engine; to be called before the process groups are destroyed."""
         if self._engine is not None:
             self._engine.close()
 
@@ -287,8 +287,8 @@ class EngineRig:
 
 
 def numbers_of_micro_batches(points: Mapping[Scheme, MeasuredPoint]) -> dict[Scheme, int]:
-    """Of a replica in a measured iteration, by scheme: enough to fill a pipeline, and as many more
-    as keep it at work until the slowest replica ends, as in training, up to a limit."""
+    """Micro-batches of a replica in a measured iteration, by scheme: enough to fill a pipeline, and
+    as many more as keep it at work until the slowest replica ends, up to a limit."""
     fewest = {scheme: max(_FEWEST_MICRO_BATCHES, 2 * scheme.pp) for scheme in points}
     longest_ms = max(
         (num + scheme.pp - 1) * points[scheme].time_ms for scheme, num in fewest.items()
@@ -305,7 +305,7 @@ def numbers_of_micro_batches(points: Mapping[Scheme, MeasuredPoint]) -> dict[Sch
 def makespan_ms(
     strategy: Strategy, numbers: Mapping[Scheme, int], ranks: Sequence[RankIteration]
 ) -> float:
-    """Of equal micro-batches, numbers of them by scheme."""
+    """Makespan of equal micro-batches, of which each scheme has its number."""
 
     def stage_ms(replica: Replica, stage: int) -> float:
         in_step = [r for cp in range(replica.scheme.cp) for r in replica.tp_ranks(stage, cp)]
@@ -363,7 +363,7 @@ def _median_ms(spans: Sequence[RecordedSpan], name: str, counted: range) -> floa
 
 
 def _extent_ms(spans: Sequence[RecordedSpan]) -> float:
-    """From the first begin to the last end; 0 without spans."""
+    """Time from the first begin to the last end; 0 without spans."""
     if not spans:
         return 0.0
     return (max(s.end_ns for s in spans) - min(s.start_ns for s in spans)) / _NS_PER_MS

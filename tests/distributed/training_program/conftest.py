@@ -78,7 +78,7 @@ def launch(corpus_prefix: str, tmp_path_factory: pytest.TempPathFactory) -> Laun
 
 @pytest.fixture(scope="package")
 def main_run(launch: Launch) -> Run:
-    """With different tensor-parallel degrees."""
+    """A run with different tensor-parallel degrees."""
     return launch("tp2+2*tp1", 4, *MAIN_FLAGS, program=probing, draws_summary=True)
 
 

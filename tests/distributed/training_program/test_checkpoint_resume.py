@@ -64,7 +64,7 @@ def write_pool(path: Path, num_ranks: int, **strategies: str) -> str:
 
 
 def lengths_of(run: Run) -> dict[int, list[int]]:
-    """Of the sequences of every planned iteration."""
+    """Lengths of the sequences of every planned iteration."""
     return {
         plan.iteration: sorted(
             length
@@ -362,7 +362,7 @@ def test_changed_settings_of_the_update_need_a_flag_and_all_are_logged(
 def test_a_checkpoint_is_evaluated_without_training(
     launch: Launch, uninterrupted: Run, saved: Path
 ) -> None:
-    """As the error for --skip-train says."""
+    """The error for --skip-train gives this recipe."""
     recipe = ("--no-load-optim", "--eval-iters", "2", "--train-iters", str(SAVED_AT))
     run = resume(launch, saved, *recipe)
     assert run.records == []

@@ -22,7 +22,7 @@ pytestmark = pytest.mark.distributed
 STRATEGY, NUM_RANKS = "pp2+tp2", 4
 TRACED = (2, 3)
 NUM_MICRO_BATCHES_AT_LEAST = 3
-"""Of the pipeline in a traced iteration: fewer would show no 1F1B."""
+"""The pipeline has so many in a traced iteration: fewer would show no 1F1B."""
 FLAGS = (
     *("--max-tokens-per-micro-batch", "96", "--trace-iterations", f"{TRACED[0]}..{TRACED[1]}"),
     *("--eval-interval", "2", "--eval-iters", "1"),

@@ -100,7 +100,7 @@ def test_an_error_of_a_load_is_reported_as_it_is() -> None:
 
 
 def wait_long(guard: HangGuard, timeout_s: float, is_over: Callable[[], object]) -> None:
-    """As if the rank had been in a phase for nearly the timeout of collectives."""
+    """Act as if the rank had been in a phase for nearly the timeout of collectives."""
     guard.enter("gather", 7, "strategy 'x', plan 12ab")
     guard._place = replace(guard._place, since_s=time.time() - 0.9 * timeout_s)
     deadline_s = time.monotonic() + 60.0
@@ -193,11 +193,11 @@ def test_a_store_of_an_earlier_start_is_not_used() -> None:
 
 
 NUM_FILES = 16
-"""That a process can open, at first; fewer than the connections it gets."""
+"""A process can open so many at first: fewer than the connections it gets."""
 
 
 def meet_with_few_files(port: int, met: Connection) -> None:
-    """As rank 0 of a job of one rank."""
+    """Act as rank 0 of a job of one rank."""
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     num_open = len(os.listdir("/proc/self/fd"))
     resource.setrlimit(resource.RLIMIT_NOFILE, (num_open + NUM_FILES, hard))

@@ -34,7 +34,7 @@ def lines() -> list[str]:
 
 @pytest.fixture
 def safety(monkeypatch: pytest.MonkeyPatch, lines: list[str]) -> MemorySafety:
-    """Of rank 0, with one data set that it watches as ``safety.data``."""
+    """The memory safety of rank 0, which watches one data set, ``safety.data``."""
     cost_model = MagicMock()
     cost_model.max_tokens.return_value = _LIMIT
     strategies = [Strategy.parse(text, num_ranks=2) for text in ("tp2", "2*tp1")]

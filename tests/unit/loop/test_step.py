@@ -55,7 +55,7 @@ class Step:
     """One call of train_step with parts that only count."""
 
     outcomes: list[StepOutcome]
-    """Of each run of the batch."""
+    """What each run of the batch returns."""
     num_sequences: int = 3
     args: SimpleNamespace = field(
         default_factory=lambda: SimpleNamespace(

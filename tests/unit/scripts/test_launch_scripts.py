@@ -33,16 +33,8 @@ def bash(script: str, *arguments: str, **environment: str) -> subprocess.Complet
 
 def job_library(code: str, **environment: str) -> subprocess.CompletedProcess[str]:
     """Run code in a shell that has the functions of job.sh."""
-    own = {name: value for name, value in os.environ.items() if not name.startswith("SLURM_")}
-    return subprocess.run(
-        ["bash", "-euo", "pipefail", "-c", f"source scripts/slurm/job.sh\n{code}"],
-        cwd=ROOT,
-        env=own | {"RANKS_PER_NODE": "8"} | environment,
-        capture_output=True,
-        text=True,
-        timeout=60,
-        check=False,
-    )
+    code = f"source scripts/slurm/job.sh\n{code}"
+    return bash("-euo", "pipefail", "-c", code, **{"RANKS_PER_NODE": "8"} | environment)
 
 
 @pytest.mark.parametrize(
