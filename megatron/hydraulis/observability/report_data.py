@@ -399,15 +399,12 @@ class Numbers:
 
     def _totals(self) -> Statistics:
         run, records, steady = self._run, self._run.records, self._run.steady
-        losses = _known(record.lm_loss for record in records)
-        gaps = _known(record.plan_gap for record in records)
-        loads = _known(record.expert_load for record in records)
-        balancing = _known(record.balancing_loss for record in records)
-        biases = _known(record.router_bias_range for record in records)
-        waits_s = [record.plan_wait_s for record in steady]
-        imbalances = [record.imbalance for record in records]
-        num_tokens = sum(record.num_tokens for record in records)
-        num_padding = math.fsum(record.num_padding for record in records)
+        losses, gaps = _known(records, "lm_loss"), _known(records, "plan_gap")
+        loads = _known(records, "expert_load")
+        balancing, biases = _known(records, "balancing_loss"), _known(records, "router_bias_range")
+        waits_s, imbalances = _known(steady, "plan_wait_s"), _known(records, "imbalance")
+        num_tokens = sum(_known(records, "num_tokens"))
+        num_padding = math.fsum(_known(records, "num_padding"))
         return {
             "num_iterations": len(records),
             "first_iteration": records[0].iteration,
@@ -419,11 +416,11 @@ class Numbers:
             "num_skipped": sum(r.lm_loss is None or r.grad_norm is None for r in records),
             "num_untrained": sum(record.trained_tokens == 0 for record in records),
             "num_tokens": num_tokens,
-            "trained_tokens": sum(record.trained_tokens for record in records),
-            "num_sequences": sum(record.num_sequences for record in records),
+            "trained_tokens": sum(_known(records, "trained_tokens")),
+            "num_sequences": sum(_known(records, "num_sequences")),
             # Times, throughput and waits are those of steady iterations.
             "tokens_per_s": _tokens_per_s(steady),
-            "iteration_time_s": _median(record.iteration_time_s for record in steady),
+            "iteration_time_s": _median(_known(steady, "iteration_time_s")),
             "mfu_fraction": _mfu_fraction(run),
             "padding_fraction": num_padding / max(num_tokens + num_padding, 1.0),
             "idle_fraction": _idle_fraction(records) or 0.0,
@@ -432,7 +429,7 @@ class Numbers:
             "worst_imbalance": max(imbalances),
             "plan_gap": _median(gaps),
             "worst_plan_gap": max(gaps, default=None),
-            "plan_time_s": _median(record.plan_time_s for record in steady),
+            "plan_time_s": _median(_known(steady, "plan_time_s")),
             "plan_wait_s": math.fsum(waits_s),
             "median_plan_wait_s": _median(waits_s),
             "worst_plan_wait_s": max(waits_s),
@@ -441,7 +438,7 @@ class Numbers:
             "marked_plans": _marked_plans(run),
             "num_switches": sum(a.strategy != b.strategy for a, b in itertools.pairwise(records)),
             # On the logging rank, like the waits.
-            "regroup_bytes": _mean(record.regroup_bytes for record in records),
+            "regroup_bytes": _mean(_known(records, "regroup_bytes")),
             "gather_wait_fraction": _share_of_time(steady, "gather_wait_s"),
             "scatter_wait_fraction": _share_of_time(steady, "scatter_wait_s"),
             "expert_load": _median(loads),
@@ -465,14 +462,14 @@ class Numbers:
                     "name": name,
                     "notation": known.notation if known else name,
                     "num_iterations": counts[name],
-                    "num_tokens": sum(record.num_tokens for record in records),
+                    "num_tokens": sum(_known(records, "num_tokens")),
                     "tokens_per_s": _tokens_per_s(steady),
-                    "predicted_s": _median(record.predicted_time_s for record in steady),
-                    "measured_s": _median(record.iteration_time_s for record in steady),
+                    "predicted_s": _median(_known(steady, "predicted_time_s")),
+                    "measured_s": _median(_known(steady, "iteration_time_s")),
                     "factor": compared and compared["factor"],
                     "overhead_s": known.overhead_s if known else None,
                     "idle_fraction": _idle_fraction(records),
-                    "regroup_bytes": _mean(record.regroup_bytes for record in records),
+                    "regroup_bytes": _mean(_known(records, "regroup_bytes")),
                 }
             )
         return rows
@@ -495,13 +492,13 @@ class Numbers:
                         "replica": number,
                         "scheme": known[number].scheme if has_scheme else "",
                         "ranks": known[number].ranks if has_scheme else (),
-                        "predicted_s": _median(r.replica_times_s[number] for r in own),
+                        "predicted_s": _median([r.replica_times_s[number] for r in own]),
                         "idle_fraction": 0.0 if busy is None else 1.0 - busy,
                         "measured_idle_fraction": self._measured_idle_fraction(measured, number),
                         "traced": compared,
                         "factor": compared and compared["factor"],
-                        "traced_predicted_s": _median(one["predicted_s"] for one in traced),
-                        "traced_measured_s": _median(one["measured_s"] for one in traced),
+                        "traced_predicted_s": _median([one["predicted_s"] for one in traced]),
+                        "traced_measured_s": _median([one["measured_s"] for one in traced]),
                     }
                 )
         return rows
@@ -664,30 +661,29 @@ def _idle_fraction(records: Sequence[IterationRecord]) -> float | None:
 
 
 def _tokens_per_s(records: Sequence[IterationRecord]) -> float | None:
-    time_s = math.fsum(record.iteration_time_s for record in records)
-    return _ratio(sum(record.num_tokens for record in records), time_s)
+    return _ratio(
+        sum(_known(records, "num_tokens")), math.fsum(_known(records, "iteration_time_s"))
+    )
 
 
 def _share_of_time(records: Sequence[IterationRecord], part: str) -> float | None:
     """The share of a field in s in the iterations' time, over the records that have it."""
     known = [record for record in records if getattr(record, part) is not None]
-    part_s = math.fsum(getattr(record, part) for record in known)
-    return _ratio(part_s, math.fsum(record.iteration_time_s for record in known))
+    return _ratio(math.fsum(_known(known, part)), math.fsum(_known(known, "iteration_time_s")))
 
 
 def _ratio(part: float, whole: float) -> float | None:
     return part / whole if whole > 0.0 else None
 
 
-def _known[T](values: Iterable[T | None]) -> list[T]:
-    return [value for value in values if value is not None]
+def _known(records: Iterable[IterationRecord], name: str) -> list[Any]:
+    """The values of a field in the records that have it."""
+    return [value for record in records if (value := getattr(record, name)) is not None]
 
 
-def _median(values: Iterable[float]) -> float | None:
-    known = list(values)
-    return statistics.median(known) if known else None
+def _median(values: Sequence[float]) -> float | None:
+    return statistics.median(values) if values else None
 
 
-def _mean(values: Iterable[float | None]) -> float | None:
-    known = _known(values)
-    return statistics.fmean(known) if known else None
+def _mean(values: Sequence[float]) -> float | None:
+    return statistics.fmean(values) if values else None
