@@ -102,7 +102,6 @@ def test_json_has_everything(root: Path, capsys: pytest.CaptureFixture[str]) -> 
 
 
 DAMAGE: dict[str, tuple[Callable[[Path], Any], str]] = {
-    "missing file": (lambda path: (path / "__0_0.distcp").unlink(), "__0_0.distcp is missing"),
     "flipped byte": (
         lambda path: flip_a_byte(path / "__0_0.distcp"),
         "__0_0.distcp is damaged: its SHA-256",
@@ -111,7 +110,6 @@ DAMAGE: dict[str, tuple[Callable[[Path], Any], str]] = {
         lambda path: changed_file(path / "hydraulis.json", lambda d: d.replace(b"1234", b"1235")),
         "hydraulis.json: its own SHA-256",
     ),
-    "damaged metadata": (lambda path: flip_a_byte(path / ".metadata"), ".metadata"),
 }
 
 

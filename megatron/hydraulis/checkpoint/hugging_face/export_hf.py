@@ -10,9 +10,9 @@ import json
 import math
 import shutil
 from argparse import Namespace
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from megatron.hydraulis.checkpoint.folder import CheckpointFolder, is_unfinished
 from megatron.hydraulis.checkpoint.hugging_face.config import CONFIG_NAME, config_of
@@ -147,7 +147,14 @@ def export_checkpoint(
             f"{path}: the arguments of the run, which say what the model is, must be stored in the "
             "checkpoint but are not; export a checkpoint of a training program"
         )
-    model = _model(path, vars(arguments), sizes)
+    sizes.append(getattr(arguments, "vocab_size", None))
+    size = next((each for each in sizes if each is not None), None)
+    if size is None:
+        raise ConfigurationError(
+            f"{path}: does not say how many tokens the vocabulary has without padding; give "
+            "--vocab-size"
+        )
+    model = model_from_arguments(vars(arguments), str(path), vocab_size=int(size))
     dtype = _check_tensors(checkpoint, model)
     dtype_name = str(dtype).removeprefix("torch.")
     files, token_ids = ([], {}) if like is None else tokenizer_of(like, model.vocab_size)
@@ -194,16 +201,6 @@ def _checkpoint_path(source: Path) -> Path:
             "format torch_dist; name another one by its folder"
         )
     return path
-
-
-def _model(path: Path, arguments: Mapping[str, Any], sizes: list[Any]) -> HuggingFaceModel:
-    for size in (*sizes, arguments.get("vocab_size")):
-        if size is not None:
-            return model_from_arguments(arguments, str(path), vocab_size=int(size))
-    raise ConfigurationError(
-        f"{path}: does not say how many tokens the vocabulary has without padding; give "
-        "--vocab-size"
-    )
 
 
 def _check_tensors(checkpoint: StoredCheckpoint, model: HuggingFaceModel) -> torch.dtype:

@@ -5,7 +5,7 @@ Parts of a model are called by the flags of Megatron that give it them.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Set
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -47,11 +47,11 @@ class Family:
     """A model type; numbers are the defaults of transformers (5.23)."""
 
     architecture: str
-    marks: frozenset[str] = frozenset()
+    marks: Set[str] = frozenset()
     """Parts by which the family is recognized."""
-    needs: frozenset[str] = frozenset()
+    needs: Set[str] = frozenset()
     """Further parts that all its models have."""
-    may_have: frozenset[str] = frozenset()
+    may_have: Set[str] = frozenset()
     settings: Mapping[str, Any] = field(default_factory=dict)
     """Values that ``config.json`` must have."""
     needs_head_dim: bool = False
@@ -79,12 +79,12 @@ class Family:
         return self.architecture.removesuffix("ForCausalLM")
 
     @property
-    def parts(self) -> frozenset[str]:
+    def parts(self) -> Set[str]:
         """What its models always or sometimes have."""
         return self.marks | self.needs | self.may_have
 
 
-_SPARSE = frozenset({"--moe-layer-freq", "--moe-router-pre-softmax"})
+_SPARSE = {"--moe-layer-freq", "--moe-router-pre-softmax"}
 _LATENT = "--multi-latent-attention"
 _SIGMOID = "--moe-router-score-function"
 _SHARED = "--moe-shared-expert-intermediate-size"
@@ -99,11 +99,9 @@ _DEEPSEEK = ExpertNames(
 FAMILIES: Mapping[str, Family] = {
     "deepseek_v3": Family(
         architecture="DeepseekV3ForCausalLM",
-        marks=frozenset({_LATENT, _SIGMOID}),
-        needs=frozenset(
-            {"--num-experts", "--moe-router-enable-expert-bias", _SHARED, "--qk-layernorm"}
-        ),
-        may_have=frozenset({"--moe-layer-freq", "--moe-router-num-groups", _SCALED}),
+        marks={_LATENT, _SIGMOID},
+        needs={"--num-experts", "--moe-router-enable-expert-bias", _SHARED, "--qk-layernorm"},
+        may_have={"--moe-layer-freq", "--moe-router-num-groups", _SCALED},
         settings=_NO_BIAS
         | {"norm_topk_prob": True, "scoring_func": "sigmoid", "topk_method": "noaux_tc"}
         | {"rope_interleave": True, "moe_layer_freq": 1, "num_nextn_predict_layers": 0},
@@ -111,9 +109,9 @@ FAMILIES: Mapping[str, Family] = {
     ),
     "deepseek_v2": Family(
         architecture="DeepseekV2ForCausalLM",
-        marks=frozenset({_LATENT}),
-        needs=frozenset({"--num-experts", "--moe-router-pre-softmax", _SHARED, "--qk-layernorm"}),
-        may_have=frozenset({"--moe-layer-freq", _SCALED}),
+        marks={_LATENT},
+        needs={"--num-experts", "--moe-router-pre-softmax", _SHARED, "--qk-layernorm"},
+        may_have={"--moe-layer-freq", _SCALED},
         settings=_NO_BIAS
         | {"norm_topk_prob": False, "scoring_func": "softmax", "topk_method": "greedy"}
         | {"mlp_bias": False, "moe_layer_freq": 1},
@@ -121,8 +119,8 @@ FAMILIES: Mapping[str, Family] = {
     ),
     "nemotron": Family(
         architecture="NemotronForCausalLM",
-        marks=frozenset({"--squared-relu"}),
-        may_have=frozenset({"--rotary-percent", BIASES}),
+        marks={"--squared-relu"},
+        may_have={"--rotary-percent", BIASES},
         settings={"hidden_act": "relu2"},
         needs_groups=False,
         norm_epsilon_key="norm_eps",
@@ -131,8 +129,8 @@ FAMILIES: Mapping[str, Family] = {
     ),
     "smollm3": Family(
         architecture="SmolLM3ForCausalLM",
-        marks=frozenset({"--no-rope-freq"}),
-        may_have=frozenset({BIASES}),
+        marks={"--no-rope-freq"},
+        may_have={BIASES},
         settings=_NO_WINDOW,
         rope_theta=2e6,
         no_rope_layer_interval=4,
@@ -140,8 +138,8 @@ FAMILIES: Mapping[str, Family] = {
     ),
     "qwen2_moe": Family(
         architecture="Qwen2MoeForCausalLM",
-        marks=frozenset({"--num-experts", "--moe-shared-expert-gate"}),
-        needs=frozenset({_SHARED}),
+        marks={"--num-experts", "--moe-shared-expert-gate"},
+        needs={_SHARED},
         may_have=_SPARSE | {"--add-qkv-bias"},
         settings=_NO_WINDOW,
         qkv_bias_key="qkv_bias",
@@ -149,7 +147,7 @@ FAMILIES: Mapping[str, Family] = {
     ),
     "qwen3_moe": Family(
         architecture="Qwen3MoeForCausalLM",
-        marks=frozenset({"--num-experts", "--qk-layernorm"}),
+        marks={"--num-experts", "--qk-layernorm"},
         may_have=_SPARSE,
         settings=_NO_WINDOW | _NO_BIAS,
         needs_head_dim=True,
@@ -157,8 +155,8 @@ FAMILIES: Mapping[str, Family] = {
     ),
     "mixtral": Family(
         architecture="MixtralForCausalLM",
-        marks=frozenset({"--num-experts"}),
-        may_have=frozenset({"--window-size"}),
+        marks={"--num-experts"},
+        may_have={"--window-size"},
         settings=_NO_BIAS | {"router_jitter_noise": 0.0},
         norm_epsilon=1e-5,
         rope_theta=1e6,
@@ -172,25 +170,25 @@ FAMILIES: Mapping[str, Family] = {
     ),
     "mistral": Family(
         architecture="MistralForCausalLM",
-        marks=frozenset({"--window-size"}),
+        marks={"--window-size"},
         settings=_NO_BIAS,
         window_tokens=4096,
     ),
     "qwen3": Family(
         architecture="Qwen3ForCausalLM",
-        marks=frozenset({"--qk-layernorm"}),
+        marks={"--qk-layernorm"},
         settings=_NO_WINDOW | _NO_BIAS,
         needs_head_dim=True,
     ),
     "qwen2": Family(
         architecture="Qwen2ForCausalLM",
-        marks=frozenset({"--add-qkv-bias"}),
+        marks={"--add-qkv-bias"},
         settings=_NO_WINDOW,
     ),
     "llama": Family(
         architecture="LlamaForCausalLM",
         has_whole_heads=True,
-        may_have=frozenset({BIASES}),
+        may_have={BIASES},
         needs_groups=False,
     ),
 }
