@@ -276,8 +276,8 @@ class AnalyticCostModel(TrainedModel):
             + CostTerm(constant_s=weights_s / self.device.memory_bytes_per_s),
             "launch": _BACKWARD_LAUNCHES * forward["launch"],
             "tensor_parallel": forward["tensor_parallel"],
-            "expert_copies": forward.get("expert_copies", CostTerm()),
-            "expert_parallel": forward.get("expert_parallel", CostTerm()),
+            "expert_copies": forward["expert_copies"],
+            "expert_parallel": forward["expert_parallel"],
             "context_parallel": self._cp_term(
                 scheme,
                 exchange.total_bytes - exchange.forward_bytes,
@@ -319,8 +319,8 @@ class AnalyticCostModel(TrainedModel):
                 / (1 + _BACKWARD_LAUNCHES)
             ),
             "tensor_parallel": self._tp_messages(scheme),
-            **({"expert_copies": self._expert_copies(scheme)} if shape.num_experts else {}),
-            **({} if scheme.ep == 1 else {"expert_parallel": self._expert_exchange(scheme)}),
+            "expert_copies": self._expert_copies(scheme),
+            "expert_parallel": self._expert_exchange(scheme),
             "context_parallel": self._cp_term(
                 scheme, exchange.forward_bytes, exchange.forward_messages
             ),
@@ -374,6 +374,8 @@ class AnalyticCostModel(TrainedModel):
     def _expert_exchange(self, scheme: Scheme) -> CostTerm:
         """Tokens to whole experts and back, mean over the layers: a copy for each expert that a
         token passes on another rank. Messages to all ranks of a group travel together."""
+        if scheme.ep == 1:
+            return CostTerm()
         cluster, share_of_layers = self.cluster, self._share_with_experts
         copies = self.shape.experts_per_token * (scheme.ep - 1) / scheme.ep
         num_bytes = copies * share_of_layers * self.shape.hidden_size * self.parameter_bytes

@@ -366,7 +366,13 @@ def run(namespace: argparse.Namespace) -> int:
     with shown_while("layouts"):
         search = search_layouts(job, device)
     if namespace.json:
-        print_json(_to_json(search))
+        print_json(
+            {
+                "ranked": [_verdict_to_json(verdict) for verdict in search.ranked],
+                "rejected": [_verdict_to_json(verdict) for verdict in search.rejected],
+                "refused": [dataclasses.asdict(refusal) for refusal in search.refused],
+            }
+        )
         return 0
     console = results_console()
     num_tokens = job.num_sequences * job.sequence_tokens
@@ -429,14 +435,6 @@ def _table(title: str, verdicts: Sequence[Verdict], *, has_ep: bool) -> Table:
             verdict.why,
         )
     return table
-
-
-def _to_json(search: LayoutSearch) -> dict[str, Any]:
-    return {
-        "ranked": [_verdict_to_json(verdict) for verdict in search.ranked],
-        "rejected": [_verdict_to_json(verdict) for verdict in search.rejected],
-        "refused": [dataclasses.asdict(refusal) for refusal in search.refused],
-    }
 
 
 def _verdict_to_json(verdict: Verdict) -> dict[str, Any]:

@@ -513,13 +513,9 @@ class MemoryModel(TrainedModel):
         multiple = 2 * scheme.tp * scheme.cp
         usable, stream = self.usable_bytes, self._layer(scheme).stream
         tokens_per_cp_rank = min(
-            moment.tokens_in(usable, stream) for moment in self._moments(scheme, stage, num_layers)
+            moment.tokens_in(usable, stream) for moment in self.moments(scheme, stage, num_layers)
         )
         return max(0, int(tokens_per_cp_rank * scheme.cp) // multiple * multiple)
-
-    def state_bytes(self, scheme: Scheme, stage: int) -> float:
-        """What a rank of a stage holds between iterations."""
-        return self._state_bytes(scheme, stage, self._num_layers(scheme, stage))
 
     def peak_bytes(self, scheme: Scheme, stage: int, num_tokens: int) -> float:
         """Peak while micro-batches run that have num_tokens over all cp ranks."""
@@ -527,27 +523,12 @@ class MemoryModel(TrainedModel):
             moment.bytes_with(num_tokens / scheme.cp) for moment in self.moments(scheme, stage)
         )
 
-    def moments(self, scheme: Scheme, stage: int) -> tuple[Moment, ...]:
-        """The points at which memory of a rank of a stage may peak."""
-        return tuple(self._moments(scheme, stage, self._num_layers(scheme, stage)))
-
     def _num_layers(self, scheme: Scheme, stage: int) -> int:
         return scheme.layers_per_stage(self.shape.num_layers)[stage]
 
     def role_bytes(self, scheme: Scheme, stage: int, num_layers: int | None = None) -> float:
-        """Parameters and gradients of a rank of a stage."""
-        num_parameters = self._num_parameters(scheme, stage, num_layers)
-        return num_parameters * (self.parameter_bytes + self.has_optimizer * FP32_BYTES)
-
-    def activation_bytes(self, scheme: Scheme, stage: int, num_tokens: int) -> float:
-        """What micro-batches in flight keep for their backward, of num_tokens over all cp ranks."""
-        kept = self._kept_per_token(scheme, stage, self._num_layers(scheme, stage))
-        return (scheme.pp - stage) * kept * num_tokens / scheme.cp
-
-    def _num_parameters(self, scheme: Scheme, stage: int, num_layers: int | None = None) -> float:
-        """Parameters of a rank of a stage."""
-        shape = self.shape
-        num_layers = num_layers or self._num_layers(scheme, stage)
+        """Parameters and gradients of a rank of a stage; num_layers: instead of the scheme's."""
+        shape, num_layers = self.shape, num_layers or self._num_layers(scheme, stage)
         is_first, is_last = stage == 0, stage == scheme.pp - 1
         num_embeddings = int(is_first)
         # With one stage, tied embeddings are one matrix.
@@ -555,9 +536,16 @@ class MemoryModel(TrainedModel):
             num_embeddings += 1
         num_parameters = self.num_layer_parameters(scheme, num_layers, are_first=is_first)
         num_parameters += num_embeddings * shape.num_embedding_parameters / scheme.tp
-        return num_parameters + is_last * shape.hidden_size
+        num_parameters += is_last * shape.hidden_size
+        return num_parameters * (self.parameter_bytes + self.has_optimizer * FP32_BYTES)
 
-    def _state_bytes(self, scheme: Scheme, stage: int, num_layers: int) -> float:
+    def activation_bytes(self, scheme: Scheme, stage: int, num_tokens: int) -> float:
+        """What micro-batches in flight keep for their backward, of num_tokens over all cp ranks."""
+        kept = self._kept_per_token(scheme, stage, self._num_layers(scheme, stage))
+        return (scheme.pp - stage) * kept * num_tokens / scheme.cp
+
+    def state_bytes(self, scheme: Scheme, stage: int, num_layers: int | None = None) -> float:
+        """What a rank of a stage holds between iterations; num_layers as for `role_bytes`."""
         shape, role = self.shape, self.role_bytes(scheme, stage, num_layers)
         per_parameter = _CANONICAL_BYTES_PER_PARAMETER if self.has_optimizer else FP32_BYTES
         canonical = per_parameter * shape.num_parameters / self.num_ranks
@@ -578,11 +566,17 @@ class MemoryModel(TrainedModel):
         ranks_per_node = self.ranks_per_node or self.num_ranks
         return self.pool or footprint_of_scheme(scheme, self.shape, self.num_ranks, ranks_per_node)
 
-    def _moments(self, scheme: Scheme, stage: int, num_layers: int) -> Iterator[Moment]:
-        """Each has a list of what is alive, in bytes per token; what was freed is negative."""
+    def moments(
+        self, scheme: Scheme, stage: int, num_layers: int | None = None
+    ) -> Iterator[Moment]:
+        """The points at which memory of a rank of a stage may peak; num_layers as for `role_bytes`.
+
+        Each has a list of what is alive, in bytes per token; what was freed is negative.
+        """
+        num_layers = num_layers or self._num_layers(scheme, stage)
         shape, layer = self.shape, self._layer(scheme)
         is_last = stage == scheme.pp - 1
-        state = self._state_bytes(scheme, stage, num_layers)
+        state = self.state_bytes(scheme, stage, num_layers)
         whole = layer.hidden if layer.num_shares > 1 else 0.0
         in_flight = (scheme.pp - stage) * self._kept_per_token(scheme, stage, num_layers)
         received = 2 * layer.hidden_part if stage > 0 else 0.0  # with its gradient
