@@ -492,32 +492,33 @@ class ProfileCostModel:
 
     def to_json(self) -> dict[str, Any]:
         """The content of a cost profile; from_json is its inverse."""
-        content: dict[str, Any] = {
-            "version": _FORMAT_VERSION,
-            "device": self.device,
-            "source": self.source,
-            "date": self.date,
-            **({} if self.num_ranks is None else {"num_ranks": self.num_ranks}),
-            **({} if self.model is None else {"model": self.model.to_json()}),
-            "schemes": [_scheme_to_json(row) for row in self.schemes],
-        }
-        if self.strategies:
-            content["strategies"] = [
-                {
-                    "name": row.name,
-                    **({} if row.replicas is None else {"replicas": row.replicas}),
-                    "regroup_ms": row.regroup_ms,
-                    "optimizer_ms": row.optimizer_ms,
-                }
-                for row in self.strategies
-            ]
-        if self.gradient_bytes != FP32_BYTES:
-            content["gradient_bytes"] = self.gradient_bytes
-        if self.expert_load is not None:
-            content["expert_load"] = self.expert_load
-        if self.measurement:
-            content["measurement"] = dict(self.measurement)
-        return content
+        strategies = [
+            _known(
+                name=row.name,
+                replicas=row.replicas,
+                regroup_ms=row.regroup_ms,
+                optimizer_ms=row.optimizer_ms,
+            )
+            for row in self.strategies
+        ]
+        return _known(
+            version=_FORMAT_VERSION,
+            device=self.device,
+            source=self.source,
+            date=self.date,
+            num_ranks=self.num_ranks,
+            model=None if self.model is None else self.model.to_json(),
+            schemes=[_scheme_to_json(row) for row in self.schemes],
+            strategies=strategies or None,
+            gradient_bytes=None if self.gradient_bytes == FP32_BYTES else self.gradient_bytes,
+            expert_load=self.expert_load,
+            measurement=dict(self.measurement) or None,
+        )
+
+
+def _known(**values: Any) -> dict[str, Any]:
+    """The values that are known, by key."""
+    return {key: value for key, value in values.items() if value is not None}
 
 
 def _check_distinct(noun: str, names: list[str]) -> None:
@@ -547,18 +548,14 @@ def _scheme_row(entry: JsonObject, window: AttentionWindow | None) -> ProfiledSc
 
 
 def _scheme_to_json(row: ProfiledScheme) -> dict[str, Any]:
-    coefficients, share = row.coefficients, row.coefficients.forward_share
-    assumed = {"assumed": True} if row.is_assumed else {}
-    return (
-        row.scheme.to_json()
-        | assumed
-        | {
-            "a_ms_per_token2": coefficients.a_ms_per_token2,
-            "b_ms_per_token": coefficients.b_ms_per_token,
-            "c_ms": coefficients.c_ms,
-            **({} if share == FORWARD_SHARE else {"forward_share": share}),
-            "max_tokens": row.max_tokens,
-        }
+    times, share = row.coefficients, row.coefficients.forward_share
+    return row.scheme.to_json() | _known(
+        assumed=row.is_assumed or None,
+        a_ms_per_token2=times.a_ms_per_token2,
+        b_ms_per_token=times.b_ms_per_token,
+        c_ms=times.c_ms,
+        forward_share=None if share == FORWARD_SHARE else share,
+        max_tokens=row.max_tokens,
     )
 
 
