@@ -30,7 +30,9 @@ def test_a_signal_to_one_rank_saves_and_ends_all(number: signal.Signals, tmp_pat
         "--exit-signal-handler",
     )
     warned = Kill(rank=1, after="iteration        2/", number=number)
-    run_job(argv, NUM_RANKS, tmp_path / "output", kill=warned).assert_succeeded()
+    warned_run = run_job(argv, NUM_RANKS, tmp_path / "output", kill=warned)
+    warned_run.assert_succeeded()
+    assert "Training finished" in warned_run.stdout
     last = int((save / "latest_checkpointed_iteration.txt").read_text())
     assert 2 <= last < NUM_ITERATIONS
     again = [*argv, "--exit-interval", "1"]

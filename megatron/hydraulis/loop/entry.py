@@ -25,7 +25,7 @@ with without_garbage_collection():
     from megatron.hydraulis.flags.checks import check_data_files
     from megatron.hydraulis.loop.faults import (
         end_process,
-        is_lost_connection,
+        lost_connection,
         quieten_upstream,
         report_error,
         report_interrupt,
@@ -87,7 +87,7 @@ def _run_to_its_end(argv: Sequence[str] | None, hooks: UserHooks) -> None:
             raise
         if isinstance(error, BrokenPipeError) and reader_has_gone():
             print("error: nobody reads the log any more; write it to a file", file=sys.stderr)
-        elif is_lost_connection(error):
+        elif lost_connection(error) is not None:
             report_lost_connection(error)
         else:
             report_unexpected_error(error)

@@ -105,13 +105,9 @@ def report_interrupt() -> None:
         )
 
 
-def is_lost_connection(error: Exception) -> bool:
-    """True if it says that another rank, which has an error or was killed, is gone."""
-    return _lost_connection(error) is not None
-
-
-def _lost_connection(error: Exception) -> str | None:
-    """The part of the message that says so, with the address that gloo adds."""
+def lost_connection(error: Exception) -> str | None:
+    """The part of its message, with gloo's address, that says that another rank, which has an error
+    or was killed, is gone; None if it does not say so."""
     found = _LOST_CONNECTION.search(str(error)) if isinstance(error, RuntimeError) else None
     return None if found is None else found[0]
 
@@ -130,7 +126,7 @@ def report_lost_connection(error: Exception) -> None:
     notes = "".join(f" ({note})" for note in getattr(error, "__notes__", ()))
     print(
         f"{socket.gethostname()}, rank {os.environ.get('RANK', '0')}: another rank is gone: "
-        f"{_lost_connection(error)}{notes}; that rank's error, or the launcher's report of how "
+        f"{lost_connection(error)}{notes}; that rank's error, or the launcher's report of how "
         "it ended, is the cause",
         file=sys.stderr,
         flush=True,

@@ -21,7 +21,6 @@ from megatron.hydraulis.checkpoint.folder import CheckpointFolder
 from megatron.hydraulis.checkpoint.folder_lock import STALE_S, FolderLocks, Writer
 from megatron.hydraulis.cost_model.device import described_device
 from megatron.hydraulis.cost_model.model_arguments import training_precision
-from megatron.hydraulis.cost_model.profile import ProfiledModel
 from megatron.hydraulis.data.corpus import Corpus, DatasetFingerprint
 from megatron.hydraulis.data.dataset import weights_path
 from megatron.hydraulis.data.sampler import BatchSizes, EvaluationSampler, LengthSampler
@@ -197,14 +196,10 @@ class Job:
         self._core_attention = choose_core_attention(self._resolved, self._resolved.pool)
         if self._profile is not None:
             path = str(self._resolved.hydraulis.cost_profile)
-            self._profile.check_model(self._profiled_model, path, speaks=False)
+            model = profiled_model(self._resolved, self._core_attention.name)
+            self._profile.check_model(model, path, speaks=False)
         elif self._has_cuda:  # limits depend on it
             self._planning = self._plan()
-
-    @property
-    def _profiled_model(self) -> ProfiledModel:
-        assert self._core_attention is not None
-        return profiled_model(self._resolved, self._core_attention.name)
 
     def load_corpora(self) -> Corpora:
         """Training, validation and test data, of which only the index is read.
@@ -497,8 +492,23 @@ class Job:
         return config
 
     def _make_engine(self, definition: ModelDefinition, *, spans: SpanRecorder) -> RuntimeEngine:
+        args = self._resolved.args
+        optimizer = AdamWSettings(
+            lr=args.lr,
+            min_lr=args.min_lr or 0.0,
+            weight_decay=args.weight_decay,
+            beta1=args.adam_beta1,
+            beta2=args.adam_beta2,
+            eps=args.adam_eps,
+            clip_grad=args.clip_grad,
+            decoupled_lr=args.decoupled_lr,
+            decoupled_min_lr=args.decoupled_min_lr,
+        )
+        pool, make = self._planning.pool, self._hooks.engine
         try:
-            self._engine = self._build_engine(definition, spans)
+            self._engine = build_engine(
+                self._resolved, pool, definition, optimizer, spans=spans, make=make
+            )
         except Exception as error:
             if not is_out_of_memory(error):
                 raise
@@ -511,27 +521,6 @@ class Job:
                 f"{self._resolved.vocabulary.size})"
             ) from error
         return self._engine
-
-    def _build_engine(self, definition: ModelDefinition, spans: SpanRecorder) -> RuntimeEngine:
-        args = self._resolved.args
-        return build_engine(
-            self._resolved,
-            self._planning.pool,
-            definition,
-            AdamWSettings(
-                lr=args.lr,
-                min_lr=args.min_lr or 0.0,
-                weight_decay=args.weight_decay,
-                beta1=args.adam_beta1,
-                beta2=args.adam_beta2,
-                eps=args.adam_eps,
-                clip_grad=args.clip_grad,
-                decoupled_lr=args.decoupled_lr,
-                decoupled_min_lr=args.decoupled_min_lr,
-            ),
-            spans=spans,
-            make=self._hooks.engine,
-        )
 
     def _try_memory_out(
         self, memory: MemorySafety, forward_step: ForwardStep, corpora: Corpora

@@ -9,7 +9,7 @@ import time
 from argparse import Namespace
 from collections import Counter
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -202,9 +202,10 @@ class TrainingLoop:
         self._set_end(get_args(), data)
         if self._drift is not None:
             self._drift.begin()
-        phase = self._guard.around(_upstreams_timer)
+        phase, trace = self._guard.around(_upstreams_timer), self._trace
         while True:
-            with self._traced(number, planned), self._memory.explained():
+            traced = nullcontext() if trace is None else trace.iteration(number, planned.plan)
+            with traced, self._memory.explained():
                 engine.forward_backward(
                     planned.plan.strategy, planned.share.micro_batches, forward_step, phase=phase
                 )
@@ -384,9 +385,6 @@ class TrainingLoop:
                 self._trace.spans.end(handle)
         self._guard.enter("gather", plan=_named(planned))
         return planned
-
-    def _traced(self, number: int, planned: RankBatch) -> AbstractContextManager[None]:
-        return nullcontext() if self._trace is None else self._trace.iteration(number, planned.plan)
 
     def _record(
         self,

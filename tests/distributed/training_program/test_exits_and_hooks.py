@@ -53,15 +53,6 @@ def test_an_exit_interval_ends_the_run_properly_even_with_idle_ranks(launch: Lau
     assert json.loads((run.run_dir / "config.json").read_text())["has_ended"]
 
 
-def test_a_signal_ends_the_run_properly(launch: Launch) -> None:
-    run = launch(
-        *("2*tp1", 2, "--train-iters", "100000", "--exit-signal-handler"),
-        kill=Kill(rank=0, after="iteration        2/", number=signal.SIGTERM),
-    )
-    assert len(run.records) == len(run.lines) >= 2
-    assert "Training finished" in run.outcome.stdout
-
-
 def interruptible(argv: Sequence[str]) -> None:
     """The program with Python's own handler of SIGINT, as in a process that is not forked."""
     signal.signal(signal.SIGINT, signal.default_int_handler)

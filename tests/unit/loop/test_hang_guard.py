@@ -32,6 +32,11 @@ def place(
     )
 
 
+@pytest.fixture
+def store() -> dist.Store:
+    return dist.TCPStore("127.0.0.1", 0, 1, True, timeout=timedelta(seconds=20))
+
+
 def test_ranks_that_are_behind_or_silent_are_missing() -> None:
     places = [
         place(3, "scatter"),
@@ -74,8 +79,7 @@ def test_an_unknown_phase_is_refused() -> None:
         place(3, "siesta")
 
 
-def test_an_error_is_reported_with_its_place() -> None:
-    store = dist.TCPStore("127.0.0.1", 0, 1, True, timeout=timedelta(seconds=20))
+def test_an_error_is_reported_with_its_place(store: dist.Store) -> None:
     guard = HangGuard(store, 0, 1, 60.0)
     guard.enter("planning", 7, "strategy 'x', plan 12ab")
     with pytest.raises(RuntimeError) as caught, guard.noting(), guard.phase("save"):
@@ -89,8 +93,7 @@ def test_an_error_is_reported_with_its_place() -> None:
     assert between.value.__notes__ == ["phase 'loss' of iteration 7 (strategy 'x', plan 12ab)"]
 
 
-def test_an_error_of_a_load_is_reported_as_it_is() -> None:
-    store = dist.TCPStore("127.0.0.1", 0, 1, True, timeout=timedelta(seconds=20))
+def test_an_error_of_a_load_is_reported_as_it_is(store: dist.Store) -> None:
     guard = HangGuard(store, 0, 1, 60.0)
     for error, notes in ((HydraulisError("x"), []), (RuntimeError("y"), ["phase 'load'"])):
         with pytest.raises(type(error)) as caught, guard.phase("load"):
@@ -109,8 +112,7 @@ def wait_long(guard: HangGuard, timeout_s: float, is_over: Callable[[], object])
     guard.close()
 
 
-def test_a_guard_reports_a_wait_once_and_names_silent_ranks() -> None:
-    store = dist.TCPStore("127.0.0.1", 0, 1, True, timeout=timedelta(seconds=20))
+def test_a_guard_reports_a_wait_once_and_names_silent_ranks(store: dist.Store) -> None:
     messages: list[str] = []
     timeout_s = 8.0
     wait_long(HangGuard(store, 0, 2, timeout_s, say=messages.append), timeout_s, lambda: messages)
@@ -121,8 +123,7 @@ def test_a_guard_reports_a_wait_once_and_names_silent_ranks() -> None:
     assert text.endswith("missing: rank 1, which has reported nothing yet")
 
 
-def test_ranks_that_wait_with_rank_0_read_no_other_place() -> None:
-    store = dist.TCPStore("127.0.0.1", 0, 1, True, timeout=timedelta(seconds=20))
+def test_ranks_that_wait_with_rank_0_read_no_other_place(store: dist.Store) -> None:
     counted = CountedStore(store)
     now_s = time.time()
     of_rank_0 = [7, "gather", "strategy 'x', plan 12ab", now_s, now_s + 60.0]

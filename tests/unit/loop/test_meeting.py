@@ -93,3 +93,9 @@ def test_a_process_without_a_launcher_is_told_how_to_start_ranks(
         match="but MASTER_ADDR is not set; run torchrun --standalone --nproc-per",
     ):
         startup.check_launched("train FLAGS")
+
+
+def test_fewer_gpus_than_ranks_are_refused() -> None:
+    startup.check_devices(8, 8)
+    with pytest.raises(ConfigurationError, match=r"4 ranks and has 1 GPU.* CUDA_VISIBLE_DEVICES="):
+        startup.check_devices(4, 1)
