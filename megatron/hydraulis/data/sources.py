@@ -159,11 +159,11 @@ def _document_shares(split: str) -> list[tuple[float, float] | None]:
     """The range, in [0, 1], of the documents of each part."""
     words = [word.strip() for word in split.split(",")]
     if not 1 <= len(words) <= len(_PARTS) or not all(
-        re.fullmatch(r"\d+(\.\d*)?|\.\d+", word) for word in words
+        re.fullmatch(r"[0-9]{1,18}(\.[0-9]*)?|\.[0-9]+", word) for word in words
     ):
         raise ConfigurationError(
-            f"--split is up to three numbers, the shares of training, validation and test, but is "
-            f"'{split}'; write it as {DEFAULT_SPLIT}"
+            f"--split is up to three numbers, the shares of training, validation and test, each of "
+            f"at most 18 digits before the point, but is '{split:.60}'; write it as {DEFAULT_SPLIT}"
         )
     if float(words[0]) == 0.0:
         raise ConfigurationError(

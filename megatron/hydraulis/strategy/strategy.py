@@ -35,9 +35,9 @@ class Strategy:
     def __post_init__(self) -> None:
         nodes = whole_nodes(self.num_ranks, self.ranks_per_node, f"strategy {self.name!r}")
         object.__setattr__(self, "ranks_per_node", nodes)
-        if not self.name.isprintable():
+        if not self.name or not self.name.isprintable():
             raise self._error(
-                "a name has no control characters or lone surrogates but this one has; rename it"
+                "a name has characters, but no control characters or lone surrogates; rename it"
             )
         if not self.replicas:
             raise self._error("a strategy needs at least 1 replica but has 0; add a scheme")

@@ -101,7 +101,7 @@ def test_a_valid_part_may_be_empty_but_not_a_training_dataset(tmp_path: Path) ->
         load(pair)
 
 
-@pytest.mark.parametrize("split", ["", "a,b", "1,2,3,4", "-1,2", "969;30;1", "0,1"])
+@pytest.mark.parametrize("split", ["", "a,b", "1,2,3,4", "-1,2", "969;30;1", "0,1", "٣", "9" * 400])
 def test_refused_splits(tmp_path: Path, split: str) -> None:
     with pytest.raises(ConfigurationError, match="--split"):
         load(Blend((dataset(tmp_path, "a", 3),)), split)

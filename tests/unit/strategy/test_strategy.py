@@ -300,6 +300,7 @@ def test_pool_of_strategies() -> None:
         ({"nodes": 2}, "pool: has the unknown keys 'nodes'"),
         ({"strategies": [{"name": "long"}]}, "strategy 0 of the pool: needs 'replicas' but lacks"),
         ({"version": 2}, "pool: version 1 can be read but this one is of version 2"),
+        ({"strategies": [{"name": "", "replicas": "tp16"}]}, "a name has characters"),
         ({"strategies": ["tp16"]}, "strategy 0 of the pool: must be an object"),
         ({"strategies": [{"name": "long", "replicas": "tp8"}]}, "strategy 'long': 1 replica"),
         (
