@@ -44,7 +44,7 @@ MODEL = SmallModel(num_layers=2, dtype=torch.float32)
 ITERATIONS = (3, 5)
 LENGTHS = (96, 80, 7, 12, 5, 33, 3, 64)
 MOST_CHARACTERS = 2000
-"""Of an error message."""
+"""Length of an error message."""
 REFUSED, UNCHANGED, HARMLESS = "refused", "unchanged", "another valid one"
 
 Judge = Callable[[Path], str]

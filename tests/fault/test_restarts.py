@@ -196,8 +196,8 @@ NUM_RANKS = 3
 STRATEGY, ELASTIC_STRATEGY = "pp2+tp1", "tp2+tp1"
 NUM_ITERATIONS = 4
 TIMEOUT_S = 45.0
-"""Of collectives: the time lost by a frozen rank. Where all jobs start again on one slow core, a
-planner's process needs 20 s until the first plan."""
+"""The timeout of collectives: the time lost by a frozen rank. If all jobs start again on one slow
+core, a planner's process needs 20 s until the first plan."""
 NUM_SPARE_RESTARTS = 2
 """If a rank is so slow that the others consider it frozen, losses are the same anyway."""
 FAULTS: dict[Action, tuple[Phase, ...]] = {

@@ -10,7 +10,7 @@ import os
 import platform
 import re
 import sys
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from datetime import date, timedelta
@@ -24,6 +24,7 @@ from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
 from rich.progress import MofNCompleteColumn, TimeElapsedColumn
 
 from hydraulis_patches.cpu_backend import apply_cpu_backend
+from megatron.hydraulis.checkpoint.collective_errors import on_rank_0
 from megatron.hydraulis.command_line import add_pool_argument
 from megatron.hydraulis.cost_model.model_arguments import gradient_bytes
 from megatron.hydraulis.cost_model.profile import ProfileCostModel
@@ -62,6 +63,7 @@ from megatron.hydraulis.profiler.rig import EngineRig
 from megatron.hydraulis.runtime.core_attention import CoreAttentionName
 from megatron.hydraulis.runtime.engine import RuntimeEngine
 from megatron.hydraulis.runtime.memory import MemoryMeter, memory_meter
+from megatron.hydraulis.runtime.process_groups import of_all_ranks
 from megatron.hydraulis.runtime.spans import SpanRecorder
 from megatron.hydraulis.strategy import Pool, Scheme, Strategy
 from megatron.hydraulis.strategy.notation import parse_scheme
@@ -316,7 +318,7 @@ class _Job:
             seed=args.seed,
         )
         num_steps = len(self.filling) * len(self.points) + len(self.pool.strategies)
-        with _StepReport(num_steps, is_shown=rank == 0) as report:
+        with _shown_steps(num_steps, is_shown=rank == 0) as report:
             points = {
                 scheme: survey(
                     str(scheme),
@@ -324,7 +326,7 @@ class _Job:
                     rig.run_point,
                     measurements,
                     limit_bytes=limit_bytes,
-                    report=report.point,
+                    report=lambda point: report(_point_text(point)),
                 )
                 for scheme in self.filling
             }
@@ -348,7 +350,7 @@ class _Job:
         rig: EngineRig,
         measurements: Measurements,
         points: dict[Scheme, list[MeasuredPoint]],
-        report: _StepReport,
+        report: Callable[[str], None],
     ) -> list[MeasuredStrategy]:
         """Measure the strategies whose schemes all fit in memory."""
         typical = {
@@ -362,23 +364,24 @@ class _Job:
                 if strategy.name not in measurements.strategies:
                     measurements.add_strategy(rig.run_strategy(strategy, typical))
                 found.append(measurements.strategies[strategy.name])
-            report.step(f"strategy {strategy.name}")
+            report(f"strategy {strategy.name}")
         return found
 
     def _measurements(self, setup: dict[str, Any]) -> Measurements:
         """Collective: those of rank 0's file, to which rank 0 appends."""
-        shared: list[Any] = [None]
-        if dist.get_rank() == 0:
+
+        def opened() -> Measurements:
             path = measurements_path(Path(self.namespace.out))
-            shared[0] = Measurements(path, setup, restart=self.namespace.restart)
-            if shared[0].num_found:
+            found = Measurements(path, setup, restart=self.namespace.restart)
+            if found.num_found:
                 print(
-                    f"resuming: {shared[0].num_found} results of an earlier run are in {path}",
+                    f"resuming: {found.num_found} results of an earlier run are in {path}",
                     file=sys.stderr,
                     flush=True,
                 )
-        dist.broadcast_object_list(shared, src=0)
-        measurements: Measurements = shared[0]
+            return found
+
+        measurements = on_rank_0(opened, "the measurements cannot be used")
         return measurements if dist.get_rank() == 0 else measurements.without_file()
 
     def _limit_bytes(self, meter: MemoryMeter) -> int | None:
@@ -386,9 +389,7 @@ class _Job:
         limit: int | None = self.namespace.memory_limit_bytes
         if limit is None and not torch.cuda.is_available():
             limit = meter.capacity_bytes()
-        limits = [limit]
-        dist.broadcast_object_list(limits, src=0)
-        return limits[0]
+        return of_all_ranks(limit)[0]
 
     def _engine(self, core_attention: CoreAttentionName, spans: SpanRecorder) -> RuntimeEngine:
         args = self.resolved.args
@@ -403,29 +404,18 @@ class _Job:
         )
 
 
-class _StepReport:
-    """A progress bar on rank 0's standard error; lines where that is no terminal."""
+@contextmanager
+def _shown_steps(num_steps: int, *, is_shown: bool) -> Iterator[Callable[[str], None]]:
+    """A progress bar on standard error, lines if that is no terminal; to be called after a step."""
+    columns = (MofNCompleteColumn(), TimeElapsedColumn())
+    with ProgressBars(*columns, is_shown=is_shown, line_interval_s=0.0) as bars:
+        task = bars.add_task("profile", total=num_steps)
+        yield lambda text: bars.update(task, advance=1, description=text)
 
-    def __init__(self, num_steps: int, *, is_shown: bool) -> None:
-        columns = (MofNCompleteColumn(), TimeElapsedColumn())
-        self._progress = ProgressBars(*columns, is_shown=is_shown, line_interval_s=0.0)
-        self._task = self._progress.add_task("profile", total=num_steps)
 
-    def __enter__(self) -> _StepReport:
-        self._progress.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._progress.stop()
-
-    def point(self, point: MeasuredPoint) -> None:
-        """Report the result of a point as a step."""
-        took = f"{point.time_ms:.2f} ms" if point.fits else f"does not fit: {point.why_not}"
-        self.step(f"{point.scheme}, {point.point.num_tokens} tokens, {point.point.packing}: {took}")
-
-    def step(self, text: str) -> None:
-        """Report a step that has ended."""
-        self._progress.update(self._task, advance=1, description=text)
+def _point_text(point: MeasuredPoint) -> str:
+    took = f"{point.time_ms:.2f} ms" if point.fits else f"does not fit: {point.why_not}"
+    return f"{point.scheme}, {point.point.num_tokens} tokens, {point.point.packing}: {took}"
 
 
 def training_defaults(model_flags: Sequence[str]) -> list[str]:
