@@ -8,7 +8,7 @@ from megatron.hydraulis.cluster import Cluster, Link
 from megatron.hydraulis.cost_model import Coefficients, ModelShape
 from megatron.hydraulis.cost_model.pipeline import StageCosts
 from megatron.hydraulis.cost_model.regrouping import Hiding, RegroupCosts
-from megatron.hydraulis.simulator.results import IterationAccount, account
+from megatron.hydraulis.simulator.results import PARTS, IterationAccount, account
 from megatron.hydraulis.simulator.simulation import IterationTasks, Simulator
 from megatron.hydraulis.simulator.work import IterationWork, MicroBatchWork
 from megatron.hydraulis.strategy import Strategy
@@ -99,5 +99,6 @@ def checked_account(iteration: IterationTasks, *, started_ms: float) -> Iteratio
             spent_ms += scheme.tp * scheme.cp * math.fsum(gaps_ms)
     total_ms = iteration.work.strategy.num_ranks * result.time_ms
     assert math.isclose(spent_ms + num_idle * result.time_ms, total_ms, rel_tol=1e-9, abs_tol=1e-6)
-    assert math.isclose(result.work_ms + result.idle_ms, total_ms, rel_tol=1e-9, abs_tol=1e-6)
+    parts_ms = math.fsum(getattr(result, f"{part}_ms") for part in PARTS)
+    assert math.isclose(parts_ms, total_ms, rel_tol=1e-9, abs_tol=1e-6)
     return result

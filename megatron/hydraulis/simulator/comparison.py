@@ -16,7 +16,7 @@ from megatron.hydraulis.errors import ConfigurationError
 from megatron.hydraulis.lengths.batches import BatchesRequest, sample_batches
 from megatron.hydraulis.model_shape import ModelShape
 from megatron.hydraulis.observability.pictures import CATEGORY_COLORS, figure_svg, style_rows
-from megatron.hydraulis.simulator.results import PARTS, SimulationSettings, WayResult, simulate_way
+from megatron.hydraulis.simulator.results import PARTS, WayResult, simulate_way
 from megatron.hydraulis.simulator.ways import MEGATRON_CP, PACKING, POOL, WAYS, BatchPlanning, Ways
 from megatron.hydraulis.strategy import Pool
 from megatron.hydraulis.terminal import OnProgress, notebook_html, table_text
@@ -215,12 +215,7 @@ def compare_ways(
     PlanError if no strategy holds a batch, DataError as `LengthCounts.cut`.
     """
     costs = request.costs
-    settings = SimulationSettings(
-        shape=request.shape if costs.model is None else costs.model.shape,
-        regroup=costs.profile.regroup,
-        plan_ahead=request.plan_ahead,
-        kept=request.kept,
-    )
+    shape = request.shape if costs.model is None else costs.model.shape
     known = [way for way in WAYS if way in request.ways]
 
     def on_phase(what: str, done: int, total: int) -> None:
@@ -240,14 +235,21 @@ def compare_ways(
             pool=request.pool,
             costs=costs,
             seq_length=request.seq_length,
-            shape=settings.shape,
+            shape=shape,
             plan_time_s=request.plan_time_s,
             row_quantum=request.row_quantum_tokens,
             planning=planning,
             on_progress=on_phase,
         )
         for name in known:
-            result = simulate_way(name, ways.candidates(name), settings)
+            result = simulate_way(
+                name,
+                ways.candidates(name),
+                shape=shape,
+                regroup=costs.profile.regroup,
+                plan_ahead=request.plan_ahead,
+                kept=request.kept,
+            )
             if result is not None:
                 results.append(result)
             elif name == MEGATRON_CP and not costs.knows_exchange:

@@ -11,7 +11,6 @@ from dataclasses import dataclass
 from statistics import fmean, stdev
 from typing import Any
 
-from megatron.hydraulis.cost_model.interface import CostModel
 from megatron.hydraulis.cost_model.pipeline import StageCosts
 from megatron.hydraulis.cost_model.regrouping import RegroupCosts
 from megatron.hydraulis.model_shape import ModelShape
@@ -22,18 +21,6 @@ from megatron.hydraulis.simulator.work import CeilingCosts, IterationWork
 _MS_PER_S = 1e3
 PARTS = ("work", "fill", "imbalance", "regroup", "planning")
 """Parts of the time of a rank; see `IterationAccount`."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class SimulationSettings:
-    """Settings that all ways have in common."""
-
-    shape: ModelShape | None = None
-    """See `StageCosts`."""
-    regroup: RegroupCosts | None = None
-    plan_ahead: int = 2
-    kept: range | None = None
-    """Numbers of the iterations whose tasks are kept in the result; None for all."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -138,49 +125,52 @@ class WayResult:
 def simulate_way(
     name: str,
     candidates: Iterable[Variant],
-    settings: SimulationSettings,
+    *,
+    shape: ModelShape | None = None,
+    regroup: RegroupCosts | None = None,
+    plan_ahead: int = 2,
+    kept: range | None = None,
 ) -> WayResult | None:
     """The candidate that takes the least time over all batches; None if there is none.
+
+    Args:
+        shape: see `StageCosts`.
+        regroup, plan_ahead: see `Simulator`.
+        kept: numbers of the iterations whose tasks are kept in the result; None for all.
 
     Raises HydraulisError as Simulator.run does.
     """
     best: WayResult | None = None
     for candidate in candidates:
-        if best is None or candidate.least_ms < _MS_PER_S * best.time_s:
-            result = _simulated(name, candidate.cost_model, candidate.works(), settings)
-            if best is None or result.time_s < best.time_s:
-                best = result
+        if best is not None and candidate.least_ms >= _MS_PER_S * best.time_s:
+            continue
+        simulator = Simulator(
+            StageCosts(candidate.cost_model, shape),
+            regroup=None if isinstance(candidate.cost_model, CeilingCosts) else regroup,
+            plan_ahead=plan_ahead,
+        )
+        result = _simulated(name, simulator, candidate.works(), kept)
+        if best is None or result.time_s < best.time_s:
+            best = result
     return best
 
 
 def _simulated(
-    name: str, cost_model: CostModel, works: Sequence[IterationWork], settings: SimulationSettings
+    name: str, simulator: Simulator, works: Sequence[IterationWork], kept: range | None
 ) -> WayResult:
-    simulator = Simulator(
-        StageCosts(cost_model, settings.shape),
-        regroup=None if isinstance(cost_model, CeilingCosts) else settings.regroup,
-        plan_ahead=settings.plan_ahead,
-    )
     accounts: list[IterationAccount] = []
     ended_ms = 0.0
     with _no_garbage_collection():
         iterations = simulator.run(works)
         for iteration in iterations:
             times = simulator.regroup_times(iteration.work.strategy)
-            accounts.append(
-                account(
-                    iteration,
-                    started_ms=ended_ms,
-                    received_bytes=0.0 if times is None else times.received_bytes,
-                )
-            )
+            received_bytes = 0.0 if times is None else times.received_bytes
+            accounts.append(account(iteration, started_ms=ended_ms, received_bytes=received_bytes))
             ended_ms = iteration.end_ms
     return WayResult(
         name=name,
         accounts=tuple(accounts),
-        iterations=tuple(
-            each for each in iterations if settings.kept is None or each.number in settings.kept
-        ),
+        iterations=tuple(each for each in iterations if kept is None or each.number in kept),
         strategies={work.strategy.name: str(work.strategy) for work in works},
         num_row_shapes=len(frozenset().union(*(work.row_shapes for work in works))),
     )
@@ -234,11 +224,6 @@ class IterationAccount:
     planning_ms: float
     received_bytes: float
     """Mean over ranks of gather and scatter; 0.0 if regrouping is not simulated."""
-
-    @property
-    def idle_ms(self) -> float:
-        """Rank-time without work."""
-        return self.fill_ms + self.imbalance_ms + self.regroup_ms + self.planning_ms
 
 
 def account(

@@ -98,8 +98,7 @@ class Simulator:
         regroup: times of regrouping; None if model or links are unknown.
         plan_ahead: number of iterations planned ahead; 0 plans between iterations.
 
-    Raises ConfigurationError for a negative plan_ahead, and for regrouping without the model's
-    shape in costs.
+    Raises ConfigurationError for regrouping without the model's shape in costs.
     """
 
     def __init__(
@@ -109,11 +108,6 @@ class Simulator:
         regroup: RegroupCosts | None = None,
         plan_ahead: int = 2,
     ) -> None:
-        if plan_ahead < 0:
-            raise ConfigurationError(
-                f"simulation: plans are made 0 or more iterations ahead but plan_ahead is "
-                f"{plan_ahead}; give 0 to plan between iterations"
-            )
         if regroup is not None and costs.shape is None:
             raise ConfigurationError(
                 "simulation: buckets of regrouping follow the model's layers but the costs of "

@@ -40,7 +40,7 @@ from megatron.hydraulis.cost_model.job_costs import JobCosts
 from megatron.hydraulis.cost_model.limits import Limits
 from megatron.hydraulis.cost_model.pipeline import StageCosts
 from megatron.hydraulis.cost_model.profile import ProfileCostModel
-from megatron.hydraulis.errors import ConfigurationError, PlanError, StrategyError
+from megatron.hydraulis.errors import PlanError, StrategyError
 from megatron.hydraulis.model_shape import ModelShape
 from megatron.hydraulis.planner.bounds import dispatch_bound_ms
 from megatron.hydraulis.planner.costs import PoolCosts, SchemeCost, scheme_cost
@@ -150,14 +150,9 @@ class BatchPlanning:
     """Plans batches, in several processes if there are many; a context manager that ends them.
 
     Plans depend on their batch alone, not on the number of processes.
-    ConfigurationError for less than one process.
     """
 
     def __init__(self, num_processes: int = 1) -> None:
-        if num_processes < 1:
-            raise ConfigurationError(
-                f"simulation: planning needs at least 1 process but has {num_processes}; raise it"
-            )
         self._num_processes = num_processes
         self._executor: ProcessPoolExecutor | None = None
 
@@ -231,10 +226,7 @@ def _plans(
 
 @dataclass(frozen=True, kw_only=True)
 class Ways:
-    """All ways to train some batches.
-
-    Raises ConfigurationError for no batch.
-    """
+    """All ways to train some batches, of which there is at least one."""
 
     batches: Batches
     """Lengths of the sequences of each iteration, in tokens."""
@@ -255,17 +247,6 @@ class Ways:
         default_factory=dict, init=False, repr=False, compare=False
     )
     """Known `fixed_length_shares` without empty rows, by number of lanes and batch."""
-
-    def __post_init__(self) -> None:
-        if not self.batches:
-            raise ConfigurationError(
-                "simulation: there is at least 1 batch but 0 are given; simulate more iterations"
-            )
-        if self.longest > (self.seq_length or self.longest):
-            raise ConfigurationError(
-                f"simulation: sequences have at most --seq-length {self.seq_length} tokens but "
-                f"one has {self.longest}; raise it or cut the sequences"
-            )
 
     @property
     def profile(self) -> ProfileCostModel:

@@ -107,7 +107,6 @@ def test_the_slowest_replica_determines_the_iteration_and_others_wait() -> None:
     assert result.time_ms == 10
     assert result.work_ms == 2 * 10 + 8
     assert result.imbalance_ms == (10 - 8) + 10 + 2 * 10
-    assert result.idle_ms + result.work_ms == 6 * 10
     assert result.imbalance == pytest.approx(10 * 4 / (2 * 10 + 8))
     assert result.replica_times_ms == (10, 8, 0)
 
@@ -304,16 +303,12 @@ def test_an_iteration_without_any_work_takes_no_time() -> None:
 
 
 def test_bad_input_is_refused() -> None:
-    with pytest.raises(ConfigurationError, match="plan_ahead is -1"):
-        simulator(plan_ahead=-1)
     with pytest.raises(ConfigurationError, match="costs of stages have 0"):
         Simulator(StageCosts(TableCostModel()), regroup=regroup_costs(4))
     with pytest.raises(PlanError, match="1 lists for 2 replicas"):
         work_of("2*tp1", [[1]], num_ranks=2)
     with pytest.raises(PlanError, match="at least 1 trained token"):
         MicroBatchWork(0, (1,))
-    with pytest.raises(PlanError, match=r"plan_time_s is -1\.0"):
-        IterationWork(work_of("tp1", [[1]], num_ranks=1).strategy, ((),), -1.0)
 
 
 def wave_times(scheme: Scheme) -> Coefficients:

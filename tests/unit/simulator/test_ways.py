@@ -9,7 +9,7 @@ import signal
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -27,7 +27,7 @@ from megatron.hydraulis.data.sampler import BatchSizes
 from megatron.hydraulis.errors import ConfigurationError, PlanError
 from megatron.hydraulis.lengths.counts import LengthCounts
 from megatron.hydraulis.simulator.comparison import SimulationRequest, compare_ways
-from megatron.hydraulis.simulator.results import SimulationSettings, WayResult, simulate_way
+from megatron.hydraulis.simulator.results import WayResult, simulate_way
 from megatron.hydraulis.simulator.ways import (
     BALANCED,
     CEILING,
@@ -91,10 +91,9 @@ def ways(*, context: bool = True, seq_length: int | None = None) -> Ways:
 
 @pytest.fixture(scope="module")
 def results() -> dict[str, WayResult]:
-    setting = SimulationSettings()
     found = {}
     for way in WAYS:
-        result = simulate_way(way, ways().candidates(way), setting)
+        result = simulate_way(way, ways().candidates(way))
         assert result is not None
         found[way] = result
     return found
@@ -121,7 +120,7 @@ def test_no_way_is_faster_than_the_ceiling() -> None:
         random = replace(ways(), batches=batches)
         times_s = {}
         for way in WAYS:
-            result = simulate_way(way, random.candidates(way), SimulationSettings())
+            result = simulate_way(way, random.candidates(way))
             assert result is not None
             times_s[way] = [each.time_ms for each in result.accounts]
         for way, of_way in times_s.items():
@@ -137,7 +136,7 @@ def test_no_candidate_is_faster_than_its_limit_by_which_it_is_left_out(way: str)
         of_batches = replace(ways(), batches=batches, shape=SMALL_SHAPE)
         for candidate in of_batches.candidates(way):
             alone = replace(candidate, least_ms=0.0)
-            result = simulate_way(way, [alone], SimulationSettings(shape=SMALL_SHAPE))
+            result = simulate_way(way, [alone], shape=SMALL_SHAPE)
             assert result is not None
             shares.append(candidate.least_ms / (1e3 * result.time_s))
     assert max(shares) <= 1.0 + 1e-9
@@ -162,9 +161,8 @@ def test_progress_counts_the_plans_that_exist() -> None:
     assert reports[-1] == (POOL, 3, 3)
 
 
-def test_every_phase_has_the_number_of_its_way() -> None:
-    phases: dict[str, None] = {}
-    request = SimulationRequest(
+def request() -> SimulationRequest:
+    return SimulationRequest(
         corpus=LengthCounts.of([50, 40, 10, 5]),
         sizes=BatchSizes.constant(num_sequences=4),
         pool=pool(),
@@ -173,7 +171,11 @@ def test_every_phase_has_the_number_of_its_way() -> None:
         iterations=2,
         plan_time_s=0.0,
     )
-    compare_ways(request, lambda what, done, total: phases.setdefault(what))
+
+
+def test_every_phase_has_the_number_of_its_way() -> None:
+    phases: dict[str, None] = {}
+    compare_ways(request(), lambda what, done, total: phases.setdefault(what))
     assert list(phases) == [
         f"1/3 {PACKING}",
         f"2/3 {BALANCED}, greedy plans",
@@ -184,7 +186,7 @@ def test_every_phase_has_the_number_of_its_way() -> None:
 
 def test_the_ceiling_takes_the_cheapest_rate_of_each_term() -> None:
     one = replace(ways(context=False), batches=((30, 10),))
-    result = simulate_way(CEILING, one.candidates(CEILING), SimulationSettings())
+    result = simulate_way(CEILING, one.candidates(CEILING))
     assert result is not None
     # A quarter of 0.001·Σs² and of 1.0·Σs, those of tp1; no constant.
     assert result.time_s == pytest.approx((0.001 * 1000 + 1.0 * 40) / 4 / 1e3)
@@ -229,10 +231,9 @@ def test_shares_of_a_way_add_up(results: dict[str, WayResult]) -> None:
 
 
 def test_tasks_of_the_requested_iterations_are_kept() -> None:
-    setting = SimulationSettings()
     candidates = list(ways().candidates(POOL))
-    everything = simulate_way(POOL, candidates, setting)
-    second = simulate_way(POOL, candidates, replace(setting, kept=range(2, 3)))
+    everything = simulate_way(POOL, candidates)
+    second = simulate_way(POOL, candidates, kept=range(2, 3))
     assert everything is not None
     assert second is not None
     assert [each.number for each in everything.iterations] == [1, 2, 3]
@@ -244,14 +245,9 @@ def test_tasks_of_the_requested_iterations_are_kept() -> None:
 
 
 def test_a_profile_s_own_time_of_a_strategy_counts() -> None:
-    setting = SimulationSettings()
     (candidate,) = ways().candidates(POOL)
     free, costly = (
-        simulate_way(
-            POOL,
-            [replace(candidate, cost_model=profile(overhead_ms=each))],
-            setting,
-        )
+        simulate_way(POOL, [replace(candidate, cost_model=profile(overhead_ms=each))])
         for each in (0.0, 50.0)
     )
     assert free is not None
@@ -272,11 +268,6 @@ def test_a_strategy_s_own_limit_counts_in_static_ways() -> None:
         assert [work.num_tokens for work in works[0]] == [sum(batch) for batch in BATCHES]
         rows = [row for work in works[0] for replica in work.replicas for row in replica]
         assert max(row.num_tokens for row in rows) <= 120
-
-
-def test_a_sequence_beyond_the_limit_is_refused() -> None:
-    with pytest.raises(ConfigurationError, match="at most --seq-length 60 tokens but one has 100"):
-        ways(seq_length=60)
 
 
 def test_megatron_s_groups_are_skipped_if_their_cost_is_unknown() -> None:
@@ -343,6 +334,11 @@ def test_a_killed_process_is_an_error() -> None:
         list(planning.plans(pool(), Limits(dying), batches()))
 
 
-def test_no_process() -> None:
-    with pytest.raises(ConfigurationError, match="at least 1 process but has 0"):
-        BatchPlanning(0)
+def test_a_request_refuses_numbers_out_of_range() -> None:
+    for name, value, option in (
+        ("num_processes", 0, "--processes must be at least 1 but is 0"),
+        ("plan_ahead", -1, "--plan-ahead must be at least 0 but is -1"),
+        ("plan_time_s", -1.0, "--plan-time must be at least 0 but is -1"),
+    ):
+        with pytest.raises(ConfigurationError, match=option):
+            replace(request(), **cast(Any, {name: value}))
