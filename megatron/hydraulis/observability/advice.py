@@ -43,7 +43,7 @@ class Remark:
     kind: Literal["act", "know"]
     """``act``: something costs time or may be wrong; ``know``: for information."""
     finding: str
-    """What the run shows, with its number."""
+    """The observation, with its number."""
     action: str
 
 

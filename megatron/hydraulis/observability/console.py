@@ -240,7 +240,7 @@ _TEXTS: dict[str, Callable[[Any], str]] = {
     "expert_load": ratio_text,
     "factor": factor_text,
 }
-"""By the end of a name, which is its unit."""
+"""The text of a statistic, by the end of its name, which is the unit."""
 
 
 def text_of(name: str, value: Any) -> str:

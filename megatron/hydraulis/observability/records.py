@@ -32,7 +32,7 @@ _LEFT_BY_A_RUN = (
 )
 
 _DAMAGES = (ValueError, TypeError, KeyError, AttributeError, RecursionError, HydraulisError)
-"""What reading a damaged record raises."""
+"""Errors that reading a damaged record raises."""
 _UNLIMITED = ("lm_loss", "grad_norm")
 """Numbers that may be anything, also not finite. All others are finite and at least 0."""
 _LOWEST: dict[str, float] = {
@@ -63,7 +63,7 @@ class IterationRecord:
     num_tokens: int
     """Tokens that the sequences of the global batch predict, without padding."""
     trained_tokens: int
-    """Those of them with a weight above 0."""
+    """Tokens of these with a weight above 0."""
     strategy: str
     """Name of the strategy in the pool, or its notation."""
     iteration_time_s: float
@@ -85,7 +85,7 @@ class IterationRecord:
     replica_times_s: tuple[float, ...]
     """Predicted time of each replica, in the order of the strategy's replicas."""
     plan_status: str
-    """How planning ended: the worse of the statuses of dispatch and packing."""
+    """The worse of the statuses with which dispatch and packing ended."""
     plan_gap: float | None
     """Largest share of the makespan that a better plan with the same strategy could save, from 0
     to 1; None for a plan without a bound."""
@@ -110,13 +110,13 @@ class IterationRecord:
     """Mean loss of routers that balances experts, without its coefficient; None as above and
     without such a loss."""
     router_z_loss: float | None = None
-    """Likewise, their z-loss."""
+    """Their mean z-loss; None likewise."""
     router_bias_range: tuple[float, float] | None = None
     """Smallest and largest bias of a router, after the update; None as above and without biases."""
     model_flops: float | None = None
     """Operations that the sequences need, see `ModelShape.causal_flops`; None as above."""
     strategy_times_s: Mapping[str, Mapping[str, float]] = dataclasses.field(default_factory=dict)
-    """By strategy that holds the batch: ``bound_s`` and ``found_s`` of the planner; empty where
+    """The planner's ``bound_s`` and ``found_s`` of each strategy that holds the batch; empty where
     there was no choice, and as above."""
 
     def __post_init__(self) -> None:

@@ -54,12 +54,12 @@ _OBJECTS = ("model", "settings", "hydraulis", "batch_sizes")
 """Sections of the configuration."""
 
 MIN_ITERATIONS_TO_COMPARE = 9
-"""To compare the beginning of a run with its end: three each."""
+"""The beginning of a run and its end are compared by three iterations each, or more."""
 _WHY_SHORT: dict[object, str] = {
     True: "an --exit option ended it",
     False: "it was interrupted or is still running",
 }
-"""By `HAS_ENDED`, which earlier versions did not write."""
+"""The reason for each value of `HAS_ENDED`, which earlier versions did not write."""
 _US_PER_S = 1e6
 
 
@@ -72,8 +72,8 @@ class PoolReplica:
     max_tokens: int | None
     """Most tokens of a micro-batch."""
     experts: str = ""
-    """Of a layer on each rank, in words; empty without experts, and in configurations of versions
-    that did not write it."""
+    """Experts of a layer on each rank, in words; empty without experts, and in configurations of
+    versions that did not write it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,7 +93,7 @@ class Run:
 
     folder: Path
     records: tuple[IterationRecord, ...]
-    """At least one, in ascending order of iterations."""
+    """One or more records, in ascending order of iterations."""
     starts: frozenset[int]
     """The first iteration of every process that trained: it also builds models and groups."""
     config: Mapping[str, Any] = field(default_factory=dict)
@@ -103,7 +103,7 @@ class Run:
     spans: Spans = field(default_factory=Spans)
     """The trace; empty if there is none."""
     notes: tuple[str, ...] = ()
-    """What a reader must know to interpret the figures, a sentence each."""
+    """Sentences that a reader must know to interpret the figures."""
 
     def setting(self, section: str, name: str) -> Any:
         """A value from a section of the configuration; None if it is missing."""
@@ -341,8 +341,8 @@ class Numbers:
         self._run = run
         self._pool = {strategy.name: strategy for strategy in run.strategies}
         self.measured_replicas = self._measured_replicas()
-        """Per traced iteration and replica with sequences: predicted time, and measured time from
-        the start of its first forward to the end of its last backward on any of its ranks."""
+        """The predicted time of each replica with sequences in each traced iteration, and the
+        measured time from its first forward to the end of its last backward on any rank."""
         kept = self._steady({one["iteration"] for one in self.measured_replicas})
         self._measured = [one for one in self.measured_replicas if one["iteration"] in kept]
         self.iterations = prediction((r.predicted_time_s, r.iteration_time_s) for r in run.steady)
@@ -350,8 +350,8 @@ class Numbers:
         self.replicas_traced = _traced(self._measured)
         """Prediction of replicas in traced iterations."""
         self.static = self._static_strategy()
-        """Of the pool's fastest strategy if it ran every iteration, by sums over the same batches
-        of the planner's times; None if the planner had no choice, or no strategy holds every
+        """The pool's fastest strategy if it ran every iteration, by sums over the same batches of
+        the planner's times; None if the planner had no choice, or no strategy holds every
         batch."""
         self.totals = self._totals()
         self.strategies = self._strategy_rows()

@@ -91,7 +91,7 @@ class ReportFigure:
     name: str
     title: str
     caption: str
-    """What is drawn and how it is measured, a sentence or two."""
+    """A sentence or two about what is drawn and how it is measured."""
     figure: Figure
 
     def svg(self) -> str:
@@ -126,14 +126,14 @@ class _Panel:
 
     ylabel: str
     lines: Mapping[str, tuple[str | Sequence[float], str]]
-    """By label, which is empty for a single line: a record's field, or a value for each iteration;
-    colour."""
+    """A record's field, or a value for each iteration, and a colour by label, which is empty for a
+    single line."""
     min_top: float | None = None
     """If given, the axis begins at 0 and reaches at least this."""
     scale: float = 1.0
-    """What values are multiplied by."""
+    """The factor of all values."""
     is_smoothed: bool = False
-    """Whether many values are drawn grey, below their running median."""
+    """If True, many values are drawn grey, below their running median."""
     has_only_dots: bool = False
 
     def draw(self, axes: Axes, run: Run) -> str:
@@ -429,7 +429,7 @@ class _Work:
     share: float
     """Share of the makespans with work."""
     remark: str = ""
-    """What the legend adds to the label."""
+    """The legend's addition to the label."""
 
 
 def _work_of_replicas(run: Run) -> Iterator[_Work]:

@@ -55,12 +55,12 @@ class Span:
     track: str
     name: str
     start_us: float
-    """Since the start of the trace, by the clock of rank 0."""
+    """Time since the start of the trace, by the clock of rank 0."""
     end_us: float
     is_planned: bool = False
-    """Whether it was predicted from the plan instead of measured."""
+    """True if it was predicted from the plan instead of measured."""
     detail: Mapping[str, int | str] = field(default_factory=dict)
-    """What the view shows about it: ``iteration``, ``micro_batch``, ``stage``, ``bucket``, …"""
+    """Details for the view: ``iteration``, ``micro_batch``, ``stage``, ``bucket``, …"""
 
     def __post_init__(self) -> None:
         if not (math.isfinite(self.start_us) and self.start_us <= self.end_us < math.inf):
