@@ -167,6 +167,7 @@ CANNOT_RACE = {
     "data/packed_batch.py: return self._with_tensors(lambda tensor: tensor.to(device, "
     "non_blocking=non_blocking))": "as above",
     "library/batches.py: part = part.pinned().to(device, non_blocking=True)": "as above",
+    "loop/preflight.py: work.wait()": "completes a measurement of the links; orders no data",
     "planner/ahead.py: self._process.wait()": "a process",
     "flags/convert.py: process.wait()": "a process",
 }
