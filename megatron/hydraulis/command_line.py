@@ -14,7 +14,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, fields
 from typing import Any, NoReturn, get_args, get_type_hints
 
-from megatron.hydraulis.errors import ConfigurationError, Problems
+from megatron.hydraulis.errors import ConfigurationError, Problems, printable
 from megatron.hydraulis.ranges import RANGES_OF_COMMANDS, check_range
 
 _EXIT_WITHOUT_READER = 141
@@ -104,7 +104,7 @@ class CommandParser(argparse.ArgumentParser):
         for converter, fix in _FIX_OF_VALUE.items():
             if f": invalid {converter} value: " in message:
                 message += f"; {fix}"
-        super().error(message + self.suggestions())
+        super().error(printable(message + self.suggestions()))
 
     def suggestions(self) -> str:
         """``; did you mean --strategy instead of --stratgy?`` for unknown flags, or nothing."""

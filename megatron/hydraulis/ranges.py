@@ -112,14 +112,14 @@ _OPTIONS: dict[OptionRange, str] = {
 _OPTIONS_OF_COMMANDS: dict[OptionRange, str] = {
     _FROM_1: "--max-tokens --num-sizes --short-tokens --num-repeats --top --iteration --call",
     _FROM_0: "--seed --num-warmup --matrix-size",
-    _POSITIVE: "--timeout --max-file-gb --intra-node-gb-per-s --inter-node-gb-per-s",
+    _POSITIVE: "--max-file-gb --intra-node-gb-per-s --inter-node-gb-per-s",
     OptionRange(1, 2**53): "--memory-limit-bytes",
     OptionRange(1, 1_000_000): "--iterations",
     OptionRange(1, 100_000): "--num-batches",
     OptionRange(1, 1_000): "--max-strategies",
     OptionRange(1, 256): "--processes --workers",
     OptionRange(0.0, 86_400.0): "--plan-time",
-    OptionRange(0.0, 86_400.0, above_low=True): "--time-limit",
+    OptionRange(0.0, 86_400.0, above_low=True): "--time-limit --timeout",
 }
 """Of commands other than training, where they mean something else or do not exist."""
 

@@ -32,6 +32,7 @@ _HOSTILE = [
         "--tokenizer-metadata x.json",
         "from --vocab-size alone but files are given: x.json",
     ),
+    ("preflight --timeout 1e18", "--timeout must be at most 86400"),
     ("EMPTY", "an argument has an empty value"),
     ("trace EMPTY", "an argument has an empty value"),
     ("trace good --picture trace.json", "a picture is a .png but this is '.json'"),
@@ -67,11 +68,18 @@ def test_hostile_input_is_one_line(
 
 
 @pytest.mark.parametrize(
-    ("value", "fix"), [("1.5", "write a whole number"), ("x", "write a whole number")]
+    ("words", "says"),
+    [
+        (["--seq-length", "1.5"], "invalid int value: '1.5'; write a whole number"),
+        (["--seq-length", "x"], "invalid int value: 'x'; write a whole number"),
+        (["--unknown", "\x1b[2J"], r"unrecognized arguments: --unknown \x1b[2J"),
+    ],
 )
-def test_a_number_that_cannot_be_read(
-    value: str, fix: str, capsys: pytest.CaptureFixture[str]
+def test_errors_of_argparse(
+    words: list[str], says: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with pytest.raises(SystemExit):
-        main(["lengths", "--lengths", "x", "--seq-length", value])
-    assert f"invalid int value: '{value}'; {fix}" in capsys.readouterr().err
+        main(["lengths", "--lengths", "x", *words])
+    error = capsys.readouterr().err
+    assert says in error
+    assert error.replace("\n", "").isprintable()
