@@ -5,8 +5,8 @@ from typing import Any
 import pytest
 
 from megatron.hydraulis.planner import pipeline_packing
+from megatron.hydraulis.planner.bounds import best_works_ms
 from megatron.hydraulis.planner.costs import Pipeline
-from megatron.hydraulis.planner.pipeline_bounds import best_works_ms
 from megatron.hydraulis.planner.solver import Deadline, Outcome, Solver
 from tests.fault.test_solver_trouble import CASES, statuses
 

@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 
 from megatron.hydraulis.cost_model import Coefficients
-from megatron.hydraulis.planner import pipeline_bounds
+from megatron.hydraulis.planner import bounds
 from megatron.hydraulis.planner import search as search_module
 from megatron.hydraulis.planner.plan import IterationPlan
 from megatron.hydraulis.planner.planners import CertifiedPlanner, GreedyPlanner
@@ -242,7 +242,7 @@ def break_highs(monkeypatch: pytest.MonkeyPatch) -> Callable[[type[FaultyHighs]]
 
     def install(fault: type[FaultyHighs]) -> None:
         fault.num_met = 0
-        pipeline_bounds._best_shapes.cache_clear()
+        bounds._best_shapes.cache_clear()
         monkeypatch.setattr(highspy, "Highs", fault)
 
     return install

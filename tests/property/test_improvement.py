@@ -318,5 +318,5 @@ def test_caches_between_plans_are_bounded() -> None:
         ).items()
         if hasattr(value, "cache_info")
     }
-    assert "pipeline_bounds._best_shapes" in kept
+    assert "bounds._best_shapes" in kept
     assert all(info.maxsize is not None and info.maxsize <= 4096 for info in kept.values()), kept

@@ -10,8 +10,7 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from megatron.hydraulis.cost_model import Coefficients, pipeline_time_ms
-from megatron.hydraulis.planner.costs import Pipeline, ReplicaClass, SchemeCost
-from megatron.hydraulis.planner.pipeline_bounds import (
+from megatron.hydraulis.planner.bounds import (
     MAX_EXACT,
     MAX_SHAPED,
     PipelineColumns,
@@ -24,6 +23,7 @@ from megatron.hydraulis.planner.pipeline_bounds import (
     ranges_of_numbers,
     shapes,
 )
+from megatron.hydraulis.planner.costs import Pipeline, ReplicaClass, SchemeCost
 from megatron.hydraulis.planner.pipeline_packing import Effort, ReplicaPacker
 from megatron.hydraulis.planner.relaxation import Tier, class_modes
 from megatron.hydraulis.planner.solver import (

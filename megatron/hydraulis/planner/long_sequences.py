@@ -13,7 +13,7 @@ runs before position q, R_q what runs after it, φ the share of the forward, p t
     T >= Σ t + (p-1)·φ·t_q - (1-φ)·S_q + (p-1)·(1-φ)·t_r - φ·R_r     for all q <= r,
 
 the path forward through all stages at one and back through all stages at another (see
-pipeline_bounds.py). Other micro-batches only add to it. The inequalities are linear, so they hold
+bounds.py). Other micro-batches only add to it. The inequalities are linear, so they hold
 for the means over the replicas in a mode too, which is what the program contains.
 
 **Search.** With few long sequences on few replicas no single move or swap makes the slowest replica
@@ -21,7 +21,7 @@ faster, long before the best dispatch is found. Threshold accepting (Dueck and S
 Computational Physics 90, 1990) also takes moves and swaps that are worse by less than a threshold,
 which falls to zero. Times are those of the long sequences alone, in a pipeline each in its own
 micro-batch, in the best order that rises to the longest and falls from it. The bound of
-pipeline_bounds.py is quicker than 1F1B: a step with too large a bound is rejected at once, and
+bounds.py is quicker than 1F1B: a step with too large a bound is rejected at once, and
 only the orders with the least bounds are timed.
 """
 
@@ -396,7 +396,7 @@ def _sides(num: int) -> FloatArray:
 
 
 def _bounds_of_orders_ms(rising_ms: FloatArray, pipeline: Pipeline) -> FloatArray:
-    """``X + F + B`` of pipeline_bounds.py for each of the orders of _sides."""
+    """``X + F + B`` of bounds.py for each of the orders of _sides."""
     num_stages, forward = pipeline
     fill, drain = (num_stages - 1) * forward, (num_stages - 1) * (1.0 - forward)
     others_ms, longest_ms = rising_ms[:-1], float(rising_ms[-1])

@@ -15,9 +15,7 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from megatron.hydraulis.planner.costs import Pipeline, SchemeCost
-from megatron.hydraulis.planner.greedy import best_fit, deal
-from megatron.hydraulis.planner.pipeline_bounds import (
+from megatron.hydraulis.planner.bounds import (
     MAX_EXACT,
     LongOrder,
     Shape,
@@ -28,6 +26,8 @@ from megatron.hydraulis.planner.pipeline_bounds import (
     long_micro_batch_orders,
     shapes,
 )
+from megatron.hydraulis.planner.costs import Pipeline, SchemeCost
+from megatron.hydraulis.planner.greedy import best_fit, deal
 from megatron.hydraulis.planner.plan import Packing
 from megatron.hydraulis.planner.solver import Solver
 

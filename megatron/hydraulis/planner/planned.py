@@ -16,7 +16,6 @@ from megatron.hydraulis.observability.trace import Span, Spans
 from megatron.hydraulis.planner.plan import (
     MS_PER_S,
     IterationPlan,
-    PlanExplanation,
     StrategyOutcome,
 )
 from megatron.hydraulis.planner.planners import CertifiedPlanner
@@ -61,9 +60,22 @@ class PlannedBatch:
         return "\n".join((summary(self.plan), *(table_text(table, WIDTH) for table in tables)))
 
     def strategy_table(self) -> Table:
-        """Every strategy of the pool."""
-        explanation = PlanExplanation(plan=self.plan, strategies=self.strategies)
-        return strategy_table(explanation, self.pool, self.cost_model)
+        """Every strategy of the pool, in its order: bound, best plan found, and why not chosen.
+
+        Times are predicted times of the iteration in seconds, including overhead: what regrouping
+        and optimizer add to the makespan.
+        """
+        columns = ("bound s", "found s", "gap %", "overhead s")
+        table = figures_table("strategies", ("strategy", "replicas"), columns)
+        table.add_column("why not chosen", overflow="fold")
+        for outcome in self.strategies:
+            strategy = self.pool.strategy(outcome.name)
+            overhead = f"{self.cost_model.overhead_ms(strategy) / MS_PER_S:.4f}"
+            style = "bold" if outcome.is_chosen else None
+            why = outcome.why_not_chosen or "chosen"
+            numbers = (*_numbers(outcome), overhead)
+            table.add_row(strategy.name, str(strategy), *numbers, why, style=style)
+        return table
 
     def figure(self) -> Figure:
         """Forward and backward of the micro-batches of every stage: of its first rank, as all its
@@ -253,25 +265,6 @@ def summary(plan: IterationPlan) -> str:
         f"{plan.num_sequences} sequences, {plan.num_tokens} tokens; "
         f"planned in {plan.plan_time_s:.3f} s"
     )
-
-
-def strategy_table(explanation: PlanExplanation, pool: Pool, cost_model: CostModel) -> Table:
-    """Every strategy of the pool, in its order: bound, best plan found, and why not chosen.
-
-    Times are predicted times of the iteration in seconds, including overhead: what regrouping and
-    optimizer add to the makespan.
-    """
-    columns = ("bound s", "found s", "gap %", "overhead s")
-    table = figures_table("strategies", ("strategy", "replicas"), columns)
-    table.add_column("why not chosen", overflow="fold")
-    for outcome in explanation.strategies:
-        strategy = pool.strategy(outcome.name)
-        overhead = f"{cost_model.overhead_ms(strategy) / MS_PER_S:.4f}"
-        style = "bold" if outcome.is_chosen else None
-        why = outcome.why_not_chosen or "chosen"
-        numbers = (*_numbers(outcome), overhead)
-        table.add_row(strategy.name, str(strategy), *numbers, why, style=style)
-    return table
 
 
 def _numbers(outcome: StrategyOutcome) -> Iterable[str]:

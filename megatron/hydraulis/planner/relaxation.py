@@ -2,7 +2,7 @@
 
 For a time T each class of equal replicas can run in several modes. A replica that has to finish by
 T with v micro-batches does at most ``X_v(T) - v·c`` of work: X_v(T) is T for one stage and follows
-from the best shape of the pipeline for more (pipeline_bounds.py). It holds at most ``v·limit``
+from the best shape of the pipeline for more (bounds.py). It holds at most ``v·limit``
 tokens. Both together are a **mode**. The program spreads the tokens of buckets over modes and
 minimises the tokens left over. If some are left over at the optimum, no plan finishes within T. Its
 answer says how much of each bucket each class should get. It takes milliseconds.
@@ -28,15 +28,15 @@ from itertools import groupby, pairwise
 import numpy as np
 from numpy.typing import NDArray
 
-from megatron.hydraulis.planner.bounds import dual_feasible
-from megatron.hydraulis.planner.costs import ReplicaClass, SchemeCost
-from megatron.hydraulis.planner.pipeline_bounds import (
+from megatron.hydraulis.planner.bounds import (
     MAX_SHAPED,
     choose_long_micro_batches,
+    dual_feasible,
     long_micro_batch_orders,
     most_work_ms,
     ranges_of_numbers,
 )
+from megatron.hydraulis.planner.costs import ReplicaClass, SchemeCost
 from megatron.hydraulis.planner.solver import (
     LinearModel,
     Outcome,

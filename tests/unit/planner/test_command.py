@@ -17,7 +17,7 @@ from megatron.hydraulis.__main__ import main
 from megatron.hydraulis.cost_model import Coefficients
 from megatron.hydraulis.errors import PlanError
 from megatron.hydraulis.planner.plan import IterationPlan, PlanExplanation, StrategyOutcome
-from megatron.hydraulis.planner.planned import replica_table, strategy_table, summary
+from megatron.hydraulis.planner.planned import PlannedBatch, replica_table, summary
 from megatron.hydraulis.planner.planners import CertifiedPlanner, GreedyPlanner
 from megatron.hydraulis.strategy import Pool, Strategy
 from tests.support.index_file import write_idx
@@ -290,7 +290,8 @@ def test_every_strategy_has_a_row_and_every_replica(
     model = TableCostModel(limits={(1, 1, 2): 250})
     explanation = planner(EXPLAINED_POOL, model).explain([100, 200, 300, 50])
     plan = explanation.plan
-    rows = rendered(strategy_table(explanation, EXPLAINED_POOL, model))
+    planned = PlannedBatch(plan, explanation.strategies, EXPLAINED_POOL, model)
+    rows = rendered(planned.strategy_table())
     assert [row[0] for row in rows] == [strategy.name for strategy in EXPLAINED_POOL.strategies]
     assert [row[1] for row in rows] == [str(strategy) for strategy in EXPLAINED_POOL.strategies]
     assert rows[0][6] == "chosen"
