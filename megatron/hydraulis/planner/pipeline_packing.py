@@ -3,11 +3,10 @@
 For one stage only the number of micro-batches counts. For a pipeline the sequences are assigned,
 longest first, to the micro-batch that lacks most of its share of the work, for the most promising
 numbers of micro-batches and shapes; the exact 1F1B time decides. Then a packing is improved in
-steps: each tries to move every sequence to every other micro-batch, to swap every pair of
-sequences and every pair of micro-batches in the order, and takes the best by exact 1F1B time.
+steps: each tries to move every sequence to every other micro-batch and to swap every pair of
+sequences, and takes the best by exact 1F1B time.
 """
 
-import functools
 import itertools
 import math
 from collections.abc import Iterator, Sequence
@@ -57,7 +56,6 @@ _MAX_SWAPPED = 32
 _MAX_MOVED = 128
 # With more micro-batches a packing is not improved: fill and drain are a small part of the time.
 _MAX_IMPROVED = 64
-_MAX_CACHED = 256
 
 
 class Effort:
@@ -424,12 +422,6 @@ def improve_pipeline(
     return [[int(s) for s in members[place == k]] for k in range(num)]
 
 
-@functools.lru_cache(maxsize=_MAX_CACHED)
-def _pairs(num: int) -> tuple[IntArray, IntArray]:
-    """All pairs of indices, the first below the second."""
-    return np.triu_indices(num, 1)
-
-
 class _Trial:
     """Works of the micro-batches after every possible step; the last row is without a step."""
 
@@ -465,8 +457,6 @@ class _Trial:
             & (gain != 0)
         )
         self._x, self._y = longest[x], longest[y]
-        # Swaps of micro-batches p and q in the order.
-        self._p, self._q = _pairs(num)
         self.loads = self._all(loads, work)
         if cost.rows is not None:
             num_tokens = self._all(cost.max_tokens - rooms, tokens)
@@ -477,9 +467,9 @@ class _Trial:
         self, loads: NDArray[Number], work: NDArray[Number]
     ) -> NDArray[Number]:
         """Loads after every step; work: what each sequence adds to the load that it is in."""
-        i, k, x, y, p, q = self._i, self._k, self._x, self._y, self._p, self._q
+        i, k, x, y = self._i, self._k, self._x, self._y
         place = self._place
-        trial = np.empty((len(i) + len(x) + len(p) + 1, len(loads)), dtype=loads.dtype)
+        trial = np.empty((len(i) + len(x) + 1, len(loads)), dtype=loads.dtype)
         trial[:] = loads
         rows = np.arange(len(i))
         trial[rows, place[i]] -= work[i]
@@ -487,20 +477,15 @@ class _Trial:
         rows = len(i) + np.arange(len(x))
         trial[rows, place[x]] += work[y] - work[x]
         trial[rows, place[y]] += work[x] - work[y]
-        rows = len(i) + len(x) + np.arange(len(p))
-        trial[rows, p], trial[rows, q] = loads[q], loads[p]
         return trial
 
     def place_after(self, row: int) -> IntArray:
         """Micro-batch of each sequence after the step of a row."""
         after = self._place.copy()
-        num_moves, num_swaps = len(self._i), len(self._x)
+        num_moves = len(self._i)
         if row < num_moves:
             after[self._i[row]] = self._k[row]
-        elif row < num_moves + num_swaps:
+        else:
             one, other = self._x[row - num_moves], self._y[row - num_moves]
             after[one], after[other] = after[other], after[one]
-        else:
-            one, other = (side[row - num_moves - num_swaps] for side in (self._p, self._q))
-            after[self._place == one], after[self._place == other] = other, one
         return after

@@ -263,19 +263,6 @@ def test_heterogeneous_beats_homogeneous_on_a_long_tail() -> None:
     assert mixed.predicted_time_s < 0.95 * static.predicted_time_s
 
 
-def test_the_same_input_gives_the_same_plan() -> None:
-    lengths = [random.Random(2).randrange(1, 1000) for _ in range(300)]
-    plans = [planner("tp2+2*tp1", "2*pp2").plan(lengths) for _ in range(2)]
-    assert plans[0].digest == plans[1].digest
-
-
-def test_numpy_lengths_give_the_same_plan_as_lists() -> None:
-    lengths = [500, 20, 300]
-    from_numpy = planner("tp2+2*tp1").plan(np.array(lengths))  # type: ignore[arg-type]
-    assert from_numpy.digest == planner("tp2+2*tp1").plan(lengths).digest
-    assert IterationPlan.from_json(from_numpy.to_json()) == from_numpy
-
-
 def test_thousands_of_sequences_on_hundreds_of_replicas() -> None:
     lengths = [max(1, int(random.Random(i).expovariate(1 / 300))) for i in range(3000)]
     lengths = [min(length, 4000) for length in lengths]
@@ -290,23 +277,6 @@ def test_reports_bound_the_objective() -> None:
         assert report is not None
         assert report.status == "greedy"
         assert 0.0 < report.bound_s <= report.objective_s == plan.predicted_time_s
-
-
-def test_a_batch_without_sequences_is_refused() -> None:
-    with pytest.raises(PlanError, match="iteration 5: a batch holds at least 1 sequence but has 0"):
-        planner("4*tp1").plan([], iteration=4)
-
-
-def test_an_empty_sequence_is_refused() -> None:
-    with pytest.raises(PlanError, match="at least 1 token but sequence 1 has 0"):
-        planner("4*tp1").plan([5, 0])
-
-
-def test_a_sequence_too_long_for_every_strategy_is_refused_with_the_best_limit() -> None:
-    with pytest.raises(
-        PlanError, match=r"sequence 1 has 4001 tokens and the largest limit, .*'2\*tp2', is 4000"
-    ):
-        planner("4*tp1", "2*tp2").plan([5, 4001])
 
 
 def test_a_strategy_with_a_replica_without_room_for_the_weights_is_not_used() -> None:

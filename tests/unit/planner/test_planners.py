@@ -202,8 +202,11 @@ def test_idle_ranks_get_nothing() -> None:
     assert plan.replica_of(3) is None
 
 
-def test_lengths_may_be_of_numpy() -> None:
-    plan = CertifiedPlanner(pool_of("4*tp1"), MODEL).plan(np.array([7, 900, 30]))  # type: ignore[arg-type]
+@pytest.mark.parametrize("planner", [CertifiedPlanner, GreedyPlanner])
+def test_lengths_may_be_of_numpy(planner: type[CertifiedPlanner] | type[GreedyPlanner]) -> None:
+    lengths = [7, 900, 30]
+    plan = planner(pool_of("4*tp1"), MODEL).plan(np.array(lengths))  # type: ignore[arg-type]
+    assert plan.digest == planner(pool_of("4*tp1"), MODEL).plan(lengths).digest
     assert IterationPlan.from_json(json.loads(json.dumps(plan.to_json()))).digest == plan.digest
 
 
@@ -257,14 +260,17 @@ def test_a_plan_has_the_times_of_every_strategy_that_holds_the_batch() -> None:
 @pytest.mark.parametrize(
     ("lengths", "message"),
     [
-        ([], "a batch holds at least 1 sequence"),
-        ([5, 0], "sequence 1 has 0"),
-        ([5, 4001], "sequence 1 has 4001 tokens and the largest limit.*is 4000"),
+        ([], "iteration 5: a batch holds at least 1 sequence but has 0"),
+        ([5, 0], "at least 1 token but sequence 1 has 0"),
+        ([5, 4001], r"sequence 1 has 4001 tokens and the largest limit, .*'2\*tp2', is 4000"),
     ],
 )
-def test_what_no_plan_can_hold_is_refused(lengths: list[int], message: str) -> None:
+@pytest.mark.parametrize("planner", [CertifiedPlanner, GreedyPlanner])
+def test_what_no_plan_can_hold_is_refused(
+    planner: type[CertifiedPlanner] | type[GreedyPlanner], lengths: list[int], message: str
+) -> None:
     with pytest.raises(PlanError, match=message):
-        CertifiedPlanner(pool_of("tp2+2*tp1", "4*tp1"), MODEL).plan(lengths)
+        planner(pool_of("4*tp1", "2*tp2"), MODEL).plan(lengths, iteration=4)
 
 
 def test_without_time_the_current_plan_is_used_and_marked() -> None:
