@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from megatron.hydraulis.library.building import constants_of_this_rank
+from megatron.hydraulis.library.devices import constants_of_this_rank
 from megatron.hydraulis.loop.preflight import installed_driver
 
 PACKAGES = ("megatron-core", "transformer-engine", "flash-attn", "apex", "numpy", "highspy")

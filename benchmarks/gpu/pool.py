@@ -19,12 +19,8 @@ from benchmarks.step_report import finish_device
 from megatron.hydraulis.data.packed_batch import PackedBatch, pack
 from megatron.hydraulis.errors import HydraulisError
 from megatron.hydraulis.flags.arguments import Resolved, parse_arguments
-from megatron.hydraulis.library.building import (
-    build_engine,
-    choose_core_attention,
-    constants_of_this_rank,
-    definition_of,
-)
+from megatron.hydraulis.library.building import build_engine, choose_core_attention, definition_of
+from megatron.hydraulis.library.devices import constants_of_this_rank
 from megatron.hydraulis.library.planning import Planning, read_cost_profile
 from megatron.hydraulis.loop.memory_safety import MemorySafety
 from megatron.hydraulis.optimizer.sharded_adamw import AdamWSettings

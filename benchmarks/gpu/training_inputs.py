@@ -18,7 +18,7 @@ from benchmarks.gpu.programs import training_flags
 from benchmarks.gpu.sizes import Sizes, add_size_options, chosen_sizes
 from megatron.hydraulis.cost_model.analytic import AnalyticCostModel
 from megatron.hydraulis.flags.arguments import parse_arguments
-from megatron.hydraulis.library.building import constants_of_this_rank
+from megatron.hydraulis.library.devices import constants_of_this_rank
 from megatron.hydraulis.library.planning import Planning
 from megatron.hydraulis.strategy import Scheme
 

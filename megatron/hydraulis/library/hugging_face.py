@@ -30,13 +30,8 @@ from megatron.hydraulis.flags.arguments import Resolved, parse_arguments
 from megatron.hydraulis.flags.honoured import HONOURED_BY_TOPIC
 from megatron.hydraulis.flags.parser import FlagParser
 from megatron.hydraulis.library.batches import check_same
-from megatron.hydraulis.library.building import (
-    build_engine,
-    choose_core_attention,
-    common_constants,
-    constants_of_this_rank,
-    definition_of,
-)
+from megatron.hydraulis.library.building import build_engine, choose_core_attention, definition_of
+from megatron.hydraulis.library.devices import common_constants, constants_of_this_rank
 from megatron.hydraulis.library.planning import Planning, read_cost_profile
 from megatron.hydraulis.library.plans import PoolLike, ProfileLike, as_pool
 from megatron.hydraulis.optimizer.sharded_adamw import AdamWSettings

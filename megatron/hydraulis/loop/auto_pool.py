@@ -24,7 +24,7 @@ from megatron.hydraulis.flags.arguments import Resolved
 from megatron.hydraulis.flags.checks import check_context
 from megatron.hydraulis.json_object import write_json
 from megatron.hydraulis.lengths.counts import LengthCounts
-from megatron.hydraulis.library.building import constants_of_this_rank
+from megatron.hydraulis.library.devices import constants_of_this_rank
 from megatron.hydraulis.library.planning import (
     analytic_cost_model,
     profiled_model,

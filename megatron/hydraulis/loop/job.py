@@ -44,13 +44,11 @@ from megatron.hydraulis.flags.describe import (
 )
 from megatron.hydraulis.flags.samples import sample_tokens
 from megatron.hydraulis.json_object import write_output
-from megatron.hydraulis.library.building import (
-    build_engine,
-    choose_core_attention,
+from megatron.hydraulis.library.building import build_engine, choose_core_attention, model_config
+from megatron.hydraulis.library.devices import (
     common_constants,
     constants_of_this_rank,
     known_peak_flops_per_s,
-    model_config,
 )
 from megatron.hydraulis.library.planning import (
     Planning,

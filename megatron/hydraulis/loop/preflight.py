@@ -32,7 +32,7 @@ import torch
 import torch.distributed as dist
 
 from megatron.hydraulis.errors import ConfigurationError, HydraulisError, counted, listed
-from megatron.hydraulis.library.building import constants_of_this_rank
+from megatron.hydraulis.library.devices import constants_of_this_rank
 from megatron.hydraulis.loop.startup import (
     MAX_NAMED,
     check_devices,

@@ -20,7 +20,6 @@ from megatron.core.datasets.utils import get_blend_from_list
 from megatron.hydraulis.data.chat import WeightedTokens
 from megatron.hydraulis.data.dataset import idx_path
 from megatron.hydraulis.data.documents import RawDocument, read_documents
-from megatron.hydraulis.data.preprocess import DatasetWriter
 from megatron.hydraulis.data.tokenizer import DocumentEncoder, build_tokenizer
 from megatron.hydraulis.errors import DataError
 from megatron.hydraulis.flags.checks import DATA_PATHS
@@ -91,6 +90,9 @@ def write_dataset(path: str, prefix: str, tokenizer: Any) -> None:
     """
     documents = DocumentEncoder(tokenizer, append_eod=False)
     num_sequences = num_tokens = num_trained = 0
+    # Only a job that converts loads what writes datasets, and shows progress.
+    from megatron.hydraulis.data.preprocess import DatasetWriter
+
     with DatasetWriter(prefix, documents.token_type, has_weights=True) as writer:
         for document in read_documents(Path(path), json_key=None):
             for sequence in sequences_of(document, documents):

@@ -8,7 +8,7 @@ import torch
 
 from megatron.hydraulis.cost_model.device import Precision, device_constants
 from megatron.hydraulis.errors import ConfigurationError
-from megatron.hydraulis.library.building import (
+from megatron.hydraulis.library.devices import (
     common_constants,
     constants_of_this_rank,
     known_peak_flops_per_s,
