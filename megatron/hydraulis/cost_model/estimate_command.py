@@ -252,13 +252,12 @@ def _fastest_of_each_size(schemes: Sequence[ProfiledScheme]) -> list[ProfiledSch
     kept: list[ProfiledScheme] = []
     for num_ranks in sorted({row.scheme.num_ranks for row in schemes}):
         of_size = [row for row in schemes if row.scheme.num_ranks == num_ranks]
-        kept += sorted(of_size, key=_least_token_time_ms)[:_MOST_OF_A_SIZE]
+        # Time per token in a full micro-batch, without attention, which depends on the lengths.
+        of_size.sort(
+            key=lambda row: row.coefficients.b_ms_per_token + row.coefficients.c_ms / row.max_tokens
+        )
+        kept += of_size[:_MOST_OF_A_SIZE]
     return [row for row in schemes if row in kept]
-
-
-def _least_token_time_ms(row: ProfiledScheme) -> float:
-    """Time per token in a full micro-batch, without attention, which depends on the lengths."""
-    return row.coefficients.b_ms_per_token + row.coefficients.c_ms / row.max_tokens
 
 
 def _table(profile: ProfileCostModel, rows: Sequence[ProfiledScheme]) -> Table:
