@@ -201,9 +201,12 @@ def add_flags(parser: argparse._ActionsContainer, request: type, *names: str, **
 
 def given_flags(request: type, namespace: argparse.Namespace) -> dict[str, Any]:
     """The fields of a request that a command takes as flags, with their values."""
-    options = {name: option for name, (option, *_) in _flags(request).items()}
-    values = {name: options[name].strip("-").replace("-", "_") for name in options}
-    return {name: getattr(namespace, d) for name, d in values.items() if hasattr(namespace, d)}
+    given, found = vars(namespace), {}
+    for name, (option, *_) in _flags(request).items():
+        destination = option.removeprefix("--").replace("-", "_")
+        if destination in given:
+            found[name] = given[destination]
+    return found
 
 
 def check_flags(request: Any) -> None:

@@ -88,7 +88,7 @@ class WayResult:
         """Number of iterations by strategy."""
         return Counter(each.strategy for each in self.accounts)
 
-    def to_json(self, reference: WayResult | None) -> dict[str, Any]:
+    def to_json(self, reference: WayResult) -> dict[str, Any]:
         """Figures by name; speed_up is relative to the reference."""
         return {
             "way": self.name,
@@ -96,7 +96,7 @@ class WayResult:
             "error_of_iteration_s": self.error_s,
             "num_tokens": self.num_tokens,
             "tokens_per_s": self.tokens_per_s,
-            "speed_up": None if reference is None else reference.time_s / self.time_s,
+            "speed_up": reference.time_s / self.time_s,
             "utilisation": self.shares["work"],
             "shares": self.shares,
             "imbalance": self.imbalance,
