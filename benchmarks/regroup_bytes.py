@@ -8,7 +8,6 @@ Counted from the transfer plans; nothing is run. `docs/regrouping.md` explains t
 from __future__ import annotations
 
 import argparse
-import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -19,7 +18,6 @@ import numpy as np
 from rich.table import Table
 
 from benchmarks.inputs import MODEL, POOL
-from megatron.hydraulis.errors import HydraulisError
 from megatron.hydraulis.model_shape import ModelShape
 from megatron.hydraulis.strategy import Pool, Strategy
 from megatron.hydraulis.terminal import figures_table, results_console
@@ -34,7 +32,6 @@ PARAMETER_BYTES = 2
 GRADIENT_BYTES = 4
 """fp32 on the wire."""
 BYTES_PER_GB = 1e9
-EXIT_BAD_INPUT = 2
 WIDTH = 170
 """Columns of the output if it is not a terminal."""
 
@@ -248,26 +245,19 @@ def _mean_and_max(num_bytes: Sequence[float]) -> str:
     return f"{mean(num_bytes) / BYTES_PER_GB:.3f} / {max(num_bytes) / BYTES_PER_GB:.3f}"
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Print both tables; exit status 2 for a bad pool, or one that cannot cut the model."""
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Print both tables."""
     options = _parser().parse_args(arguments)
     console = results_console(WIDTH)
-    try:
-        pool, shape = Pool.read(options.pool), ModelShape.read(MODEL)
-        pool.check_model(shape)
-        commonest = options.commonest or pool.strategies[0].name
-        pool.strategy(commonest)
-    except HydraulisError as error:
-        console.print(f"error: {error}", style="red", markup=False)
-        return EXIT_BAD_INPUT
-    traffic = PoolTraffic(pool, shape, commonest)
+    pool, shape = Pool.read(options.pool), ModelShape.read(MODEL)
+    pool.check_model(shape)
+    traffic = PoolTraffic(pool, shape, options.commonest or pool.strategies[0].name)
     console.print(
         f"{shape.num_parameters / 1e9:.1f} G parameters in {len(traffic.layout.buckets)} "
         f"buckets, {pool.num_ranks} ranks, T = {pool.tp_lcm} atoms"
     )
     console.print(volume_table(traffic))
     console.print(link_table(traffic))
-    return 0
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -285,4 +275,4 @@ def _parser() -> argparse.ArgumentParser:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()
