@@ -53,8 +53,6 @@ LossNormalization = Literal["token", "sequence"]
 """Whether tokens have the weights of the data, or these divided by their sum over the document, so
 that all documents with any weight have the same; the parts of a split document share its sum."""
 
-LOSS_NORMALIZATIONS: tuple[LossNormalization, ...] = get_args(LossNormalization)
-
 _VERSION = 1
 _REBUILD = "write the dataset again, e.g. with `hydraulis preprocess`"
 

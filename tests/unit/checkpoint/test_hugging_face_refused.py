@@ -306,11 +306,6 @@ def test_folders_without_checkpoints(checkpoint: Path, tmp_path: Path) -> None:
         export_checkpoint(tmp_path, tmp_path / "out", max_file_bytes=GB)
 
 
-def written(path: Path, tensors: dict[str, torch.Tensor], common: dict[str, Any]) -> Path:
-    write_tensors(path, tensors, common)
-    return path
-
-
 SMALL = HuggingFaceModel(
     num_layers=3,
     hidden_size=32,
@@ -335,13 +330,13 @@ def test_checkpoints_of_other_models(checkpoint: Path, tmp_path: Path) -> None:
     tensors = whole_tensors(checkpoint)
     arguments = SMALL.to_arguments()
     common = {"args": Namespace(**arguments)}
-    fine = written(tmp_path / "fine", tensors, common)
-    assert export_checkpoint(fine, tmp_path / "out", max_file_bytes=GB).model == SMALL
+    write_tensors(tmp_path / "fine", tensors, common)
+    assert export_checkpoint(tmp_path / "fine", tmp_path / "out", max_file_bytes=GB).model == SMALL
 
     def message(name: str, kept: dict[str, torch.Tensor], further_state: dict[str, Any]) -> str:
-        path = written(tmp_path / name, kept, further_state)
+        write_tensors(tmp_path / name, kept, further_state)
         with pytest.raises((ConfigurationError, CheckpointError)) as caught:
-            export_checkpoint(path, tmp_path / f"out of {name}", max_file_bytes=GB)
+            export_checkpoint(tmp_path / name, tmp_path / f"out of {name}", max_file_bytes=GB)
         return str(caught.value)
 
     key = "decoder.final_layernorm.weight"
