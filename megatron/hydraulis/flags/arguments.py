@@ -2,7 +2,7 @@
 
 One parser reads upstream's flags and ours. Upstream's checks run as for a job of one rank, with all
 parallel sizes 1, because the strategy defines what the ranks do. Nothing here uses
-torch.distributed, and only install_globals changes upstream's process-wide variables.
+torch.distributed or changes upstream's process-wide variables.
 """
 
 import argparse
@@ -21,7 +21,6 @@ import torch
 from megatron.core.transformer.enums import AttnBackend
 from megatron.training.argument_utils import gpt_config_from_args
 from megatron.training.arguments import validate_args
-from megatron.training.global_vars import set_global_variables
 from megatron.training.models import GPTModelConfig
 
 from megatron.hydraulis.cost_model.model_arguments import (
@@ -325,14 +324,6 @@ def _missing_here(flags: ParsedFlags, *, has_cuda: bool) -> Iterator[tuple[str, 
             "(pip install wandb)",
         )
         args.wandb_project = None
-
-
-def install_globals(resolved: Resolved) -> None:
-    """Set upstream's process-wide variables; call once per process, before pretrain().
-
-    Builds tokenizer, timers and, on the last rank, the TensorBoard and W&B writers.
-    """
-    set_global_variables(resolved.args)
 
 
 def gpt_model_config(

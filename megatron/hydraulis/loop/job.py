@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from megatron.training.global_vars import set_global_variables
 
 from hydraulis_patches.training_loop import apply_training_loop
 from megatron.hydraulis.checkpoint.collective_errors import on_all_ranks, on_rank_0
@@ -33,7 +34,7 @@ from megatron.hydraulis.errors import (
     listed,
     why_not_written,
 )
-from megatron.hydraulis.flags.arguments import Resolved, install_globals
+from megatron.hydraulis.flags.arguments import Resolved
 from megatron.hydraulis.flags.checks import check_data_files
 from megatron.hydraulis.flags.defaults import has_fused_weight_gradients
 from megatron.hydraulis.flags.describe import (
@@ -467,7 +468,8 @@ class Job:
 
         loop = TrainingLoop(self._resolved, parts, make_iterators)
         apply_training_loop(loop, has_cuda=self._has_cuda)
-        install_globals(self._resolved)
+        # Once per process: tokenizer, timers and, on the last rank, the writers.
+        set_global_variables(self._resolved.args)
         if args.exit_signal_handler:
             heed_signals(args.exit_signal)
         timeout = timedelta(minutes=args.distributed_timeout_minutes)

@@ -14,7 +14,7 @@ from megatron.training import global_vars
 
 from megatron.hydraulis.__main__ import main
 from megatron.hydraulis.errors import ConfigurationError, StrategyError
-from megatron.hydraulis.flags.arguments import Resolved, install_globals
+from megatron.hydraulis.flags.arguments import Resolved
 from megatron.hydraulis.flags.config import HydraulisConfig, default_run_dir, option_of
 from megatron.hydraulis.flags.honoured import HONOURED
 from tests.unit.flags.argument_command import base_command, flag_parser, parse, write_corpus
@@ -222,11 +222,11 @@ def test_ranks_differ_only_in_their_rank(tmp_path: Path) -> None:
     assert (first.hydraulis, first.pool) == (last.hydraulis, last.pool)
 
 
-def test_install_globals_hands_the_arguments_to_upstream(tmp_path: Path) -> None:
+def test_upstream_takes_the_arguments(tmp_path: Path) -> None:
     # The last rank would open TensorBoard's writer.
     resolved = parse(tmp_path, "--global-batch-size", "6", num_ranks=2, rank=0)
     try:
-        install_globals(resolved)
+        global_vars.set_global_variables(resolved.args)
         assert global_vars.get_args() is resolved.args
         assert global_vars.get_tokenizer().vocab_size == 200
         assert get_current_global_batch_size() == 6
