@@ -68,7 +68,7 @@ class Effort:
         self.left = budget
 
     def spend(self, amount: float) -> None:
-        """Take from the budget; a negative amount adds to it."""
+        """Take from the budget."""
         self.left -= amount
 
     @property

@@ -182,6 +182,7 @@ class StrategySearch:
             return
         starts = []
         if self._has_pipelines:
+            # The first plan's packings are quick ones.
             starts.append(Assignment(self._packers, self.best.shares, self._effort))
         else:
             self._improve(self.best)
