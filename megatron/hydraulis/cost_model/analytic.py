@@ -41,7 +41,7 @@ from dataclasses import dataclass, fields, replace
 from functools import partial
 
 from megatron.hydraulis.cluster import Cluster
-from megatron.hydraulis.cost_model.context import Exchange, exchange_of
+from megatron.hydraulis.cost_model.context import exchange_of
 from megatron.hydraulis.cost_model.interface import Coefficients, usual_times_ms
 from megatron.hydraulis.cost_model.memory import MemoryModel
 from megatron.hydraulis.cost_model.pipeline import split_layers
@@ -267,7 +267,6 @@ class AnalyticCostModel(TrainedModel):
         embedding's lookup is free.
         """
         forward = self.forward_terms(scheme)
-        exchange = self._exchange(scheme)
         weights_s = self.kernels.weight_passes * self._matrix_bytes(scheme)
         backward = {
             "matmul": _BACKWARD_FORWARDS * forward["matmul"],
@@ -278,11 +277,7 @@ class AnalyticCostModel(TrainedModel):
             "tensor_parallel": forward["tensor_parallel"],
             "expert_copies": forward["expert_copies"],
             "expert_parallel": forward["expert_parallel"],
-            "context_parallel": self._cp_term(
-                scheme,
-                exchange.total_bytes - exchange.forward_bytes,
-                exchange.total_messages - exchange.forward_messages,
-            ),
+            "context_parallel": self._context_terms(scheme)[1],
         }
         terms = {cause: num_layers * (term + backward[cause]) for cause, term in forward.items()}
         again = self.recompute
@@ -306,7 +301,6 @@ class AnalyticCostModel(TrainedModel):
             kernels.hidden_passes * shape.hidden_size / num_shares
             + kernels.query_passes * shape.qkv_size / scheme.tp
         ) / scheme.cp
-        exchange = self._exchange(scheme)
         return {
             "matmul": self._matmul(
                 shape.num_matrix_parameters_per_layer + self._excess_entries(scheme), scheme
@@ -321,9 +315,7 @@ class AnalyticCostModel(TrainedModel):
             "tensor_parallel": self._tp_messages(scheme),
             "expert_copies": self._expert_copies(scheme),
             "expert_parallel": self._expert_exchange(scheme),
-            "context_parallel": self._cp_term(
-                scheme, exchange.forward_bytes, exchange.forward_messages
-            ),
+            "context_parallel": self._context_terms(scheme)[0],
         }
 
     def _expert_launch_share(self, scheme: Scheme) -> float:
@@ -462,14 +454,17 @@ class AnalyticCostModel(TrainedModel):
         latency_s = self.kernels.collective_latencies * link.latency_s
         return number * CostTerm(0.0, num_bytes / (link.bytes_per_s * share), latency_s)
 
-    def _exchange(self, scheme: Scheme) -> Exchange:
-        return exchange_of(self.shape, scheme, self.parameter_bytes, self.cp_comm_type)
-
-    def _cp_term(self, scheme: Scheme, num_bytes: float, num_messages: int) -> CostTerm:
-        """Messages between the cp ranks, num_bytes for every token of the row."""
+    def _context_terms(self, scheme: Scheme) -> tuple[CostTerm, CostTerm]:
+        """Messages between the cp ranks in the forward of a layer, and in its backward."""
+        moved = exchange_of(self.shape, scheme, self.parameter_bytes, self.cp_comm_type)
         link = self.cluster.point_to_point(scheme.tp * scheme.cp)
         bandwidth = link.bytes_per_s * self.device.link_fraction
-        return CostTerm(0.0, num_bytes / bandwidth, num_messages * link.latency_s)
+        backward_bytes = moved.total_bytes - moved.forward_bytes
+        backward_messages = moved.total_messages - moved.forward_messages
+        return (
+            CostTerm(0.0, moved.forward_bytes / bandwidth, moved.forward_messages * link.latency_s),
+            CostTerm(0.0, backward_bytes / bandwidth, backward_messages * link.latency_s),
+        )
 
     def boundary(self, scheme: Scheme) -> CostTerm:
         """A stage's messages to its neighbours."""
