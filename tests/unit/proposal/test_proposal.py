@@ -4,6 +4,7 @@ import itertools
 import json
 from collections.abc import Iterator
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -115,11 +116,13 @@ def test_no_pool_of_a_small_job_is_much_better(seed: int) -> None:
         assert planned_s <= found.mean_s * (1 + 1e-9)
 
 
-def test_more_strategies_are_no_worse_and_the_first_ones_count_most() -> None:
-    asked = request(num_ranks=4, num_batches=6, seed=4)
+@pytest.mark.parametrize("seed", [3, 4])
+def test_more_strategies_are_no_worse_and_the_first_ones_count_most(seed: int) -> None:
+    asked = request(num_ranks=4, num_batches=6, seed=seed)
     found = [propose(replace(asked, max_strategies=size), MODEL) for size in (1, 2, 4)]
     means_s = [each.mean_s for each in found]
-    assert means_s == sorted(means_s, reverse=True)
+    # A larger pool comes from another greedy search, which may miss what the smaller one finds.
+    assert all(more <= 1.001 * fewer for fewer, more in pairwise(means_s)), means_s
     of_sizes_s = [size.mean_s for size in found[-1].sizes]
     assert of_sizes_s == sorted(of_sizes_s, reverse=True)
     assert of_sizes_s[-1] == means_s[-1]
