@@ -14,11 +14,6 @@ from typing import Any
 
 import torch.distributed as dist
 
-from megatron.hydraulis.checkpoint.collective_errors import (
-    agreed_problems,
-    on_all_ranks,
-    on_rank_0,
-)
 from megatron.hydraulis.checkpoint.folder import LATEST_FILE_NAME, RELEASE, CheckpointFolder
 from megatron.hydraulis.checkpoint.manifest import (
     FORMAT_NAME,
@@ -39,6 +34,11 @@ from megatron.hydraulis.checkpoint.names import (
 from megatron.hydraulis.checkpoint.torch_dist import MODEL, StoredCheckpoint
 from megatron.hydraulis.errors import CheckpointError, ConfigurationError, Problems, listed
 from megatron.hydraulis.runtime.engine import RuntimeEngine
+from megatron.hydraulis.runtime.process_groups import (
+    agreed_problems,
+    on_all_ranks,
+    on_rank_0,
+)
 
 _MAX_ITERATIONS_NAMED = 8
 

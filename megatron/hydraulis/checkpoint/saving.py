@@ -29,7 +29,6 @@ import torch.distributed as dist
 from megatron.core.dist_checkpointing.mapping import ShardedObject
 from torch import Tensor
 
-from megatron.hydraulis.checkpoint.collective_errors import on_all_ranks
 from megatron.hydraulis.checkpoint.folder import CheckpointFolder
 from megatron.hydraulis.checkpoint.manifest import Manifest, records_of
 from megatron.hydraulis.checkpoint.names import (
@@ -51,6 +50,7 @@ from megatron.hydraulis.checkpoint.torch_dist import (
 from megatron.hydraulis.errors import failure_of, raise_first
 from megatron.hydraulis.optimizer.sharded_adamw import ShardedAdamW
 from megatron.hydraulis.runtime.engine import RuntimeEngine
+from megatron.hydraulis.runtime.process_groups import on_all_ranks
 from megatron.hydraulis.strategy import Pool
 
 _VERSION = 3.0

@@ -12,13 +12,12 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from megatron.hydraulis.checkpoint.collective_errors import on_all_ranks
 from megatron.hydraulis.cost_model.limits import Limits
 from megatron.hydraulis.data.dataset import Weights, checked_weights
 from megatron.hydraulis.data.packed_batch import PackedBatch, pack
 from megatron.hydraulis.errors import ConfigurationError, DataError
 from megatron.hydraulis.planner.plan import IterationPlan, PlanText
-from megatron.hydraulis.runtime.process_groups import of_all_ranks
+from megatron.hydraulis.runtime.process_groups import of_all_ranks, on_all_ranks
 from megatron.hydraulis.strategy import Pool
 
 Tokens = npt.NDArray[np.int64]

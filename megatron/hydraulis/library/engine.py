@@ -14,7 +14,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron.hydraulis.checkpoint.collective_errors import on_all_ranks, on_rank_0
 from megatron.hydraulis.checkpoint.folder import CheckpointFolder
 from megatron.hydraulis.checkpoint.loading import find_checkpoints, load_checkpoint
 from megatron.hydraulis.checkpoint.manifest import model_of
@@ -44,7 +43,7 @@ from megatron.hydraulis.planner.planners import CertifiedPlanner
 from megatron.hydraulis.runtime.engine import RuntimeEngine
 from megatron.hydraulis.runtime.memory import SharedOutOfMemoryError, release_cached_memory
 from megatron.hydraulis.runtime.outcome import LossTotal, StepOutcome
-from megatron.hydraulis.runtime.process_groups import of_all_ranks
+from megatron.hydraulis.runtime.process_groups import of_all_ranks, on_all_ranks, on_rank_0
 from megatron.hydraulis.runtime.token_loss import (
     OUTPUTS,
     TokenLoss,

@@ -14,7 +14,6 @@ import torch.distributed as dist
 from torch import Tensor
 
 from hydraulis_patches.cpu_backend import apply_cpu_backend
-from megatron.hydraulis.checkpoint.collective_errors import on_all_ranks
 from megatron.hydraulis.checkpoint.hugging_face.import_hf import assembled, open_folder
 from megatron.hydraulis.checkpoint.hugging_face.model import HuggingFaceModel, model_flags
 from megatron.hydraulis.checkpoint.hugging_face.tensors import (
@@ -38,7 +37,7 @@ from megatron.hydraulis.optimizer.sharded_adamw import AdamWSettings
 from megatron.hydraulis.optimizer.shards import OwnedRectangle
 from megatron.hydraulis.quiet_imports import silence_upstream
 from megatron.hydraulis.runtime.engine import RuntimeEngine
-from megatron.hydraulis.runtime.process_groups import of_all_ranks
+from megatron.hydraulis.runtime.process_groups import of_all_ranks, on_all_ranks
 from megatron.hydraulis.transfer.canonical import Bucket, ParameterSpec, Piece
 
 _FLAG_OF_DTYPE = {torch.bfloat16: ("--bf16",), torch.float32: ()}

@@ -36,11 +36,11 @@ from verl.workers.config import FSDPEngineConfig, FSDPOptimizerConfig, HFModelCo
 from verl.workers.engine.base import BaseEngine, BaseEngineCtx, EngineRegistry
 from verl.workers.utils.losses import sft_loss
 
-from megatron.hydraulis.checkpoint.collective_errors import on_all_ranks, on_rank_0
 from megatron.hydraulis.checkpoint.hugging_face.export_hf import export_checkpoint
 from megatron.hydraulis.errors import ConfigurationError
 from megatron.hydraulis.library.engine import Engine
 from megatron.hydraulis.optimizer.sharded_adamw import AdamWSettings
+from megatron.hydraulis.runtime.process_groups import on_all_ranks, on_rank_0
 
 BACKEND = "hydraulis"
 """The name of the strategy in verl's configuration."""

@@ -17,7 +17,6 @@ import torch.distributed as dist
 from megatron.training.global_vars import set_global_variables
 
 from hydraulis_patches.training_loop import apply_training_loop
-from megatron.hydraulis.checkpoint.collective_errors import on_all_ranks, on_rank_0
 from megatron.hydraulis.checkpoint.folder import CheckpointFolder
 from megatron.hydraulis.checkpoint.folder_lock import STALE_S, FolderLocks, Writer
 from megatron.hydraulis.cost_model.device import described_device
@@ -97,6 +96,8 @@ from megatron.hydraulis.runtime.process_groups import (
     device_of_job,
     group_of_self,
     of_all_ranks,
+    on_all_ranks,
+    on_rank_0,
     training_loop_collection,
 )
 from megatron.hydraulis.runtime.spans import SpanRecorder, combine_recorders

@@ -24,7 +24,6 @@ from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
 from rich.progress import MofNCompleteColumn, TimeElapsedColumn
 
 from hydraulis_patches.cpu_backend import apply_cpu_backend
-from megatron.hydraulis.checkpoint.collective_errors import on_rank_0
 from megatron.hydraulis.command_line import add_pool_argument
 from megatron.hydraulis.cost_model.model_arguments import gradient_bytes
 from megatron.hydraulis.cost_model.profile import ProfileCostModel
@@ -63,7 +62,7 @@ from megatron.hydraulis.profiler.rig import EngineRig
 from megatron.hydraulis.runtime.core_attention import CoreAttentionName
 from megatron.hydraulis.runtime.engine import RuntimeEngine
 from megatron.hydraulis.runtime.memory import MemoryMeter, memory_meter
-from megatron.hydraulis.runtime.process_groups import of_all_ranks
+from megatron.hydraulis.runtime.process_groups import of_all_ranks, on_rank_0
 from megatron.hydraulis.runtime.spans import SpanRecorder
 from megatron.hydraulis.strategy import Pool, Scheme, Strategy
 from megatron.hydraulis.strategy.notation import parse_scheme
