@@ -189,9 +189,12 @@ class Manifest:
     def read(cls, folder: Path) -> Manifest:
         """The manifest of a checkpoint. Raises CheckpointError, FileNotFoundError."""
         path = folder / MANIFEST_NAME
-        if not path.exists():
-            raise FileNotFoundError(path)
-        raw = read_json(path, "manifest", CheckpointError)
+        try:
+            raw = read_json(path, "manifest", CheckpointError)
+        except CheckpointError as error:
+            if isinstance(error.__cause__, FileNotFoundError):
+                raise error.__cause__ from None
+            raise
         content = JsonObject(raw, str(path), CheckpointError)
         content.check_version(VERSION)
         rest = {key: content.value(key) for key in content.keys if key != "sha256"}

@@ -109,6 +109,14 @@ def test_a_manifest_is_read_as_it_was_written(tmp_path: Path) -> None:
     assert manifest.num_bytes == 3
 
 
+def test_only_a_manifest_that_is_not_there_is_missing(tmp_path: Path) -> None:
+    with pytest.raises(FileNotFoundError):
+        Manifest.read(tmp_path)
+    (tmp_path / "hydraulis.json").symlink_to("hydraulis.json")
+    with pytest.raises(CheckpointError, match=r"hydraulis\.json.* symbolic links"):
+        Manifest.read(tmp_path)
+
+
 def test_every_flipped_bit_of_a_manifest_is_detected(tmp_path: Path) -> None:
     (tmp_path / "a").write_bytes(b"abc")
     manifest_of(tmp_path).write(tmp_path)
