@@ -109,7 +109,7 @@ class CudaClock:
         self._take_base()
 
     def stamp(self) -> _Stamp:
-        return _Stamp(_recorded_event(), self._base, self._base_ns)
+        return _Stamp(_recorded_event(), *self._base)
 
     def times_ns(self, stamps: Sequence[_Stamp]) -> list[int]:
         for stamp in stamps:
@@ -124,7 +124,8 @@ class CudaClock:
     def _take_base(self) -> None:
         event = _recorded_event()
         event.synchronize()
-        self._base, self._base_ns = event, time.perf_counter_ns()
+        # One attribute, as the threads of backward passes stamp too.
+        self._base = event, time.perf_counter_ns()
 
 
 def _recorded_event() -> torch.cuda.Event:
