@@ -233,8 +233,8 @@ def _facts_of_megatron(
 def _print(found: FolderInspection, *, with_tensors: bool) -> None:
     width = None if sys.stdout.isatty() else _WIDTH
     console = Console(highlight=False, markup=False, soft_wrap=True, width=width)
-    what = counted(len(found.checkpoints), "checkpoint")
-    console.print(f"{found.path}: {what}, latest: {found.latest or 'none'}")
+    latest = "" if found.latest is None else f", latest: {found.latest}"
+    console.print(f"{found.path}: {counted(len(found.checkpoints), 'checkpoint')}{latest}")
     table = figures_table("", ("checkpoint", "state"), ("sequences", "ranks", "size"))
     for each in found.checkpoints:
         sequences, ranks = each.num_consumed_sequences, each.num_ranks

@@ -81,6 +81,8 @@ def test_one_of_them_and_its_tensors(root: Path, inspect: Tell) -> None:
     path = root / "iter_0000003"
     status, printed = inspect(path, "--quick", "--tensors")
     assert status == 0
+    assert f"{path}: 1 checkpoint" in printed
+    assert "latest" not in printed  # that is a matter of the folder
     assert "iter_0000003 │ complete, sizes right" in printed
     assert "decoder.weight │ 5 × 8 │ float32 │ 1" in printed
 
