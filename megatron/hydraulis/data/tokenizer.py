@@ -131,11 +131,11 @@ def _hub_problem() -> str | None:
     here, because its library is offline or uses a proxy."""
     from huggingface_hub import constants
 
-    place = urlsplit(constants.ENDPOINT)
-    proxies = {place.scheme, "all"} & getproxies().keys()
-    if constants.HF_HUB_OFFLINE or (proxies and not proxy_bypass(place.hostname or "")):
-        return None
     try:
+        place = urlsplit(constants.ENDPOINT)
+        proxies = {place.scheme, "all"} & getproxies().keys()
+        if constants.HF_HUB_OFFLINE or (proxies and not proxy_bypass(place.hostname or "")):
+            return None
         port = place.port or (80 if place.scheme == "http" else 443)
         socket.create_connection((place.hostname or "", port), _HUB_PATIENCE_S).close()
     except (OSError, ValueError) as error:  # ValueError: HF_ENDPOINT is no address
