@@ -265,7 +265,9 @@ class PackedGPTModel(GPTModel):
     ) -> None:
         """Give upstream's model this class.
 
-        num_tokens: that exist in the vocabulary.
+        Args:
+            num_tokens_in_vocabulary: without padding.
+            chunk_tokens: tokens whose logits exist at the same time, see `OutputSettings`.
         """
         model.__class__ = cls
         if not model.post_process:
