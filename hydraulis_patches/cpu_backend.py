@@ -120,11 +120,11 @@ class _Stream:
         """Nothing to wait for: CPU operations are complete when they return."""
 
     def record_event(self) -> Any:
-        """What waits for it need not wait either."""
+        """Returns the stream itself: whatever waits for it need not wait either."""
         return self
 
     def synchronize(self) -> None:
-        """Likewise."""
+        """Returns at once: there is nothing to wait for."""
 
 
 _STREAM = _Stream()

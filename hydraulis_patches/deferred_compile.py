@@ -51,7 +51,7 @@ def compile_at_first_call(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _is_fuser_disabled() -> bool:
-    """Whether upstream's `disable_jit_fuser` has been called."""
+    """True if upstream's `disable_jit_fuser` has been called."""
     jit = sys.modules["megatron.core.jit"]
     return jit.jit_fuser is jit.noop_decorator
 

@@ -1,4 +1,4 @@
-"""What a patch is, and how it is applied: only to the upstream version it was written for."""
+"""Patches of upstream, each applied only to the upstream version it was written for."""
 
 from __future__ import annotations
 

@@ -15,11 +15,11 @@ _TRAINING = "megatron.training.training:"
 
 
 class LoopReplacements(Protocol):
-    """What the patched loop calls; see `megatron.hydraulis.loop.step`."""
+    """Functions that the patched loop calls; see `megatron.hydraulis.loop.step`."""
 
     @property
     def train_step(self) -> Callable[..., Any]:
-        """With upstream's parameters, as are the next seven."""
+        """This function and the next seven have upstream's parameters."""
 
     @property
     def evaluate(self) -> Callable[..., Any]: ...
@@ -240,4 +240,4 @@ def _nothing(*args: Any, **kwargs: Any) -> None:
 
 
 def _never_called(*args: Any, **kwargs: Any) -> None:
-    """What upstream's loop passes to `train_step`, which does not use it."""
+    """Stands for arguments that upstream's loop passes to `train_step`, which does not use them."""

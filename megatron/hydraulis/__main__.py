@@ -52,7 +52,7 @@ class Command:
 
     @property
     def takes_launch_options(self) -> bool:
-        """Whether it takes all options of Megatron, of which most have no effect."""
+        """True if it takes all options of Megatron, of which most have no effect."""
         return self.name in _FOR_A_MODEL
 
 

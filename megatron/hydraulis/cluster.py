@@ -54,7 +54,7 @@ class Cluster:
         return self.num_nodes * self.ranks_per_node
 
     def crosses_nodes(self, num_ranks: int) -> bool:
-        """Whether a group of num_ranks neighbouring ranks is too large for one node."""
+        """True if a group of num_ranks neighbouring ranks is too large for one node."""
         return num_ranks > self.ranks_per_node
 
     def point_to_point(self, num_ranks: int) -> Link:

@@ -1,4 +1,4 @@
-"""How commands read their arguments and how they end when nobody reads their output."""
+"""Parsing of commands' arguments, and their end when nobody reads their output."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ class CommandParser(argparse.ArgumentParser):
         self._accept = accept
 
     def parse_args(self, args: Any = None, namespace: Any = None) -> Any:
-        """As argparse, but for words that are accepted.
+        """Parses as argparse does, except for words that are accepted.
 
         Raises ConfigurationError for a number outside the range of its option, and for a value that
         is empty or controls a terminal.
@@ -89,7 +89,7 @@ class CommandParser(argparse.ArgumentParser):
         problems.raise_any()
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
-        """As argparse; keeps the words for `error`."""
+        """Parses as argparse does, and keeps the words for `error`."""
         self._words = sys.argv[1:] if args is None else list(args)
         return super().parse_known_args(args, namespace)
 
@@ -135,7 +135,7 @@ class CommandParser(argparse.ArgumentParser):
 
 
 def problem_of_value(option: str, value: str) -> str | None:
-    """What is wrong with an empty value, such as a shell makes of a variable without one, and with
+    """Says what is wrong with an empty value, as a shell makes of an unset variable, and with
     control characters, which a name in the output would send to a terminal; else None."""
     if not value:
         return f"{option} has an empty value; give one or leave it out"
@@ -165,7 +165,7 @@ class _ShortUsage(argparse.HelpFormatter):
 
 @dataclass(frozen=True, slots=True)
 class Flag:
-    """In ``Annotated[type, Flag(…)]``: a field of a request that commands take as a flag."""
+    """Marks a field of a request, ``Annotated[type, Flag(…)]``, that commands take as a flag."""
 
     help: str
     """The default is added unless the text names one."""
@@ -174,7 +174,7 @@ class Flag:
     metavar: str | None = "N"
     choices: Sequence[str] | None = None
     parse: Callable[[str], Any] | None = None
-    """From a word to the value; by default the type of the field."""
+    """Function from a word to the value; by default the type of the field."""
 
 
 def add_flags(parser: argparse._ActionsContainer, request: type, *names: str, **other: Any) -> None:
@@ -217,7 +217,7 @@ def check_flags(request: Any) -> None:
 
 
 def _flags(request: type) -> dict[str, tuple[str, Flag, Any, Any]]:
-    """By field its option, flag, type and default."""
+    """Returns the option, flag, type and default of each field."""
     hints = get_type_hints(request, include_extras=True)
     return {
         each.name: (
@@ -304,7 +304,7 @@ def quiet_without_reader() -> Iterator[None]:
 
 
 def reader_has_gone() -> bool:
-    """Whether standard output is a pipe that nobody reads any more."""
+    """True if standard output is a pipe that nobody reads any more."""
     poll = select.poll()
     poll.register(sys.stdout.fileno(), 0)
     return any(event & select.POLLERR for _, event in poll.poll(0))

@@ -43,7 +43,7 @@ class JsonObject:
         return tuple(self._content)
 
     def has(self, key: str) -> bool:
-        """Whether the object has an optional key."""
+        """True if the object has an optional key."""
         return key in self._content
 
     def nested(self, content: Any, what: str) -> "JsonObject":

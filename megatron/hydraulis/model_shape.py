@@ -29,7 +29,7 @@ _HEAD_DIMS = ("qk_head_dim", "qk_pos_emb_head_dim")
 
 @dataclass(frozen=True, slots=True)
 class AttentionWindow:
-    """What core attention costs where some layers have a sliding window."""
+    """Sliding window that some layers have, for the cost of core attention."""
 
     num_tokens: int
     """Keys of a token in these layers, its own included."""
@@ -49,7 +49,7 @@ class AttentionWindow:
 
 
 def layers_with_experts(num_layers: int, frequency: int | Sequence[int]) -> list[bool]:
-    """Whether each layer of a model with experts has them.
+    """Returns for each layer of a model with experts whether it has them.
 
     Args:
         num_layers: of the model.
@@ -220,7 +220,7 @@ class ModelShape:
 
     @property
     def window(self) -> AttentionWindow | None:
-        """What a window changes in the time of attention; None without one."""
+        """The window that changes the time of attention; None without one."""
         if not self.num_windowed_layers:
             return None
         return AttentionWindow(self.window_tokens, self.num_windowed_layers / self.num_layers)
@@ -313,7 +313,7 @@ class ModelShape:
     def num_with_experts(
         self, num_layers: int, *, are_first: bool = False, most: bool | None = None
     ) -> int:
-        """How many of so many layers have experts, at most or at least.
+        """Returns how many of num_layers layers have experts, at most or at least.
 
         Args:
             are_first: whether they are the first of the model; otherwise any of them.

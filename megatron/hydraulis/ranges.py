@@ -121,7 +121,7 @@ _OPTIONS_OF_COMMANDS: dict[OptionRange, str] = {
     OptionRange(0.0, 86_400.0): "--plan-time",
     OptionRange(0.0, 86_400.0, above_low=True): "--time-limit --timeout",
 }
-"""Of commands other than training, where they mean something else or do not exist."""
+"""Options of other commands than training, where they mean something else or do not exist."""
 
 
 def _by_option(table: Mapping[OptionRange, str]) -> dict[str, OptionRange]:

@@ -1,4 +1,4 @@
-"""How commands show progress and results: bars, tables that fit the terminal, or JSON."""
+"""Output of commands: progress bars, tables that fit the terminal, or JSON."""
 
 from __future__ import annotations
 
@@ -199,7 +199,7 @@ def table_text(table: Table, width: int) -> str:
 
 
 def notebook_html(text: str, svg: str = "") -> str:
-    """What a notebook shows of a result: its picture above its tables."""
+    """HTML of a result in a notebook: its picture above its tables."""
     svg = svg.replace("<svg", '<svg style="max-width: 100%; height: auto"', 1)
     return f'<div>{svg}<pre style="overflow-x: auto">{html.escape(text)}</pre></div>'
 

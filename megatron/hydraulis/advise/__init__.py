@@ -1,1 +1,1 @@
-"""What a job gains by a pool, without running it."""
+"""Predicts what a job gains from a pool, without running it."""

@@ -68,7 +68,7 @@ class Choice:
     """One, or those of a pool by their number of batches."""
     makespan_s: float
     regroup_s: dict[str, float]
-    """What regrouping and optimizer add, by how it counts."""
+    """Time that regrouping and optimizer add, by how regrouping counts."""
     memory_bytes: float
     """Estimated, of the fullest rank with the largest micro-batch that its schemes hold, or that
     rows of fixed length fill."""
@@ -85,7 +85,7 @@ class Choice:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Advice:
-    """What a job gains; times are predicted and of the same batches."""
+    """The predicted gain of a job; all times are for the same batches."""
 
     proposal: Proposal
     fixed_rows: Choice
@@ -104,7 +104,7 @@ class Advice:
     model_flops: float
     """Mean of a batch, see `ModelShape.causal_flops`."""
     kinds: tuple[str, ...]
-    """How regrouping can count, see `ProfileCostModel.readings`."""
+    """Ways in which regrouping can count, see `ProfileCostModel.readings`."""
 
     @property
     def choices(self) -> tuple[Choice, ...]:
@@ -113,7 +113,7 @@ class Advice:
 
     @property
     def kind(self) -> str:
-        """How regrouping counts where one figure is given."""
+        """The way in which regrouping counts where one figure is given."""
         return self.kinds[-1]
 
     def gain(self, over: Choice, kind: str | None = None) -> float:
@@ -361,7 +361,7 @@ def run(namespace: argparse.Namespace) -> int:
 
 
 def _request(namespace: argparse.Namespace) -> ProposalRequest:
-    """What the flags ask for, by default with fewer batches of many sequences."""
+    """Returns what the flags ask for, by default with fewer batches of many sequences."""
     num_ranks, ranks_per_node = job_ranks(namespace)
     request = ProposalRequest.of_command(
         namespace, num_ranks=num_ranks, ranks_per_node=ranks_per_node
@@ -513,7 +513,7 @@ def recompute_text(
     advice: Advice,
     on_progress: OnProgress,
 ) -> str | None:
-    """What recomputing every layer gains with the pool that is then the best; None if little.
+    """Describes the gain from recomputing every layer, with the best pool then; None if little.
 
     It costs time and saves memory: a pool is only proposed where fewer ranks hold the longest
     sequence with it, and where the bound allows a gain.
@@ -550,7 +550,7 @@ def recompute_text(
 
 
 def _words_of_search(namespace: argparse.Namespace, sizes: BatchSizes) -> list[str]:
-    """What `propose` reads of these flags, those of training included if all are known."""
+    """Returns flags for `propose` that repeat these, with those of training if all are known."""
     parser = argparse.ArgumentParser()
     add_arguments(parser)
     words = namespace.training_words

@@ -136,7 +136,7 @@ class CheckpointFolder:
 
 
 def is_unfinished(path: Path) -> bool:
-    """Whether a save into the folder is running or was interrupted, by its name."""
+    """True if a save into the folder is running or was interrupted, by its name."""
     return path.name.startswith(_SAVING)
 
 

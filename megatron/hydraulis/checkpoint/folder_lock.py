@@ -38,12 +38,12 @@ class Writer:
     host: str
     process: int
     process_namespace: str
-    """Where the process id is valid: two containers, or two machines of one name, may have the
+    """Namespace of the process id: two containers, or two machines of one name, may have the
     same."""
     token: str
     """Different for every start."""
     num_requeues: int = 0
-    """How often Slurm has queued the job again; before that it ends all its steps."""
+    """Number of times that Slurm requeued the job; it ends all its steps before it does."""
 
     @classmethod
     def of_this_process(cls, environment: Mapping[str, str] = os.environ) -> Writer:
@@ -59,7 +59,7 @@ class Writer:
         return cls(job, host, os.getpid(), _process_namespace(), token, count)
 
     def gives_way_to(self, other: Writer) -> bool:
-        """Whether this writer has surely ended if the other one starts.
+        """True if this writer has surely ended if the other one starts.
 
         Names prove nothing else: two jobs may have one --rdzv-id, two containers one host name.
         """

@@ -72,7 +72,7 @@ class Inspection:
     under_way: bool = False
     """Whether its save is running or was interrupted."""
     problems: tuple[str, ...]
-    """What is missing or damaged."""
+    """One text for each thing that is missing or damaged."""
     checksums_compared: bool = False
     iteration: int | None = None
     num_ranks: int | None = None
@@ -277,7 +277,7 @@ def _verdict(each: Inspection) -> str:
 
 
 def _facts(each: Inspection) -> Iterator[tuple[str, str]]:
-    """What the table of all checkpoints does not show."""
+    """Names and values that the table of all checkpoints does not show."""
     yield "written by", "this program" if each.written_by == "hydraulis" else "plain Megatron"
     if each.iteration is not None:
         yield "iteration", f"{each.iteration:,}"

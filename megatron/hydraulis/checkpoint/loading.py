@@ -65,7 +65,7 @@ class UpstreamState:
 
 @dataclass(frozen=True)
 class LoadedCheckpoint:
-    """What was loaded besides parameters and moments."""
+    """State that was loaded besides parameters and moments."""
 
     path: Path
     manifest: Manifest | None

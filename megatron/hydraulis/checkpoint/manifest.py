@@ -118,7 +118,7 @@ _EARLIER_NAMES = {
 
 @dataclass(frozen=True)
 class FileRecord:
-    """What a file must be."""
+    """Size and checksum that a file must have."""
 
     num_bytes: int
     sha256: str
@@ -131,7 +131,7 @@ class FileRecord:
             return cls(file.tell(), digest.hexdigest())
 
     def problem(self, path: Path, *, checks_content: bool) -> str | None:
-        """What is wrong with the file; None if nothing is."""
+        """Says what is wrong with the file; None if nothing is."""
         try:
             size = path.stat().st_size
             if size != self.num_bytes:
@@ -153,7 +153,7 @@ class Manifest:
     num_ranks: int
     """Number of ranks that wrote it."""
     model: Mapping[str, Any]
-    """What `model_of` returns, and the vocabulary: a run that loads it must have the same."""
+    """Result of `model_of`, and the vocabulary: a run that loads it must have the same."""
     state: Mapping[str, Any]
     """State of the run: counters, sampler, planner."""
     configuration: Mapping[str, Any]
@@ -225,7 +225,7 @@ class Manifest:
         checks_content: bool = True,
         advance: Callable[[int], None] = lambda num_bytes: None,
     ) -> list[str]:
-        """What is wrong with the files.
+        """Returns what is wrong with the files.
 
         Args:
             share: which of ``num_shares`` parts of the files to check.
@@ -244,7 +244,7 @@ class Manifest:
 
 
 def is_checkpoint(folder: Path) -> bool:
-    """Whether a folder is a checkpoint of this program or, in the same format, of Megatron."""
+    """True if a folder is a checkpoint of this program or, in the same format, of Megatron."""
     return (folder / MANIFEST_NAME).is_file() or (folder / FORMAT_NAME).is_file()
 
 

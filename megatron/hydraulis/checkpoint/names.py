@@ -1,4 +1,4 @@
-"""Where a checkpoint stores each parameter: Megatron's names, shapes and offsets.
+"""Places of parameters in a checkpoint: Megatron's names, shapes and offsets.
 
 Megatron itself says so: the whole model is built once on `meta` and asked for its sharded state
 dict. Equal layers are stored as one tensor with an axis for the layers before the others.
@@ -58,7 +58,7 @@ class StoredParameter:
     """Whether the checkpoint may have more or fewer rows: a padded vocabulary."""
 
     def fits(self, shape: tuple[int, ...], num_tokens: int) -> bool:
-        """Whether a stored tensor of that shape can be read, with a vocabulary of that size."""
+        """True if a stored tensor of that shape can be read, with a vocabulary of that size."""
         axis = len(self.prefix)
         return shape == self.shape or (
             self.may_be_padded
@@ -158,7 +158,7 @@ def sharding_metadata() -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class StoredModel:
-    """Where a checkpoint stores a model."""
+    """Places where a checkpoint stores a model."""
 
     parameters: Mapping[str, StoredParameter]
     """Places by the names in the whole model."""

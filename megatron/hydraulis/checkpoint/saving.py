@@ -66,9 +66,9 @@ def upstream_entries(
     *,
     num_floating_point_operations: float = 0.0,
 ) -> dict[str, Any]:
-    """What Megatron needs to read a checkpoint, in any program that saves one.
+    """Entries that Megatron needs to read a checkpoint, in any program that saves one.
 
-    Of its arguments those that can be read without running code.
+    Arguments are kept if they can be read without running code.
     """
     return {
         "args": Namespace(**{key: value for key, value in vars(args).items() if _is_plain(value)}),
@@ -123,7 +123,7 @@ _EXIT_FAILED = 3
 
 @dataclass(frozen=True)
 class SavedState:
-    """What a checkpoint holds besides parameters and moments."""
+    """State that a checkpoint holds besides parameters and moments."""
 
     iteration: int
     model: Mapping[str, Any]
@@ -151,7 +151,7 @@ class _Save:
 
     @property
     def is_done(self) -> bool:
-        """Whether this rank has completed the step at hand, or has failed."""
+        """True if this rank has completed the step at hand, or has failed."""
         if not self.written:
             return self.background is None or self.background.is_done
         return self.describing is None or self.describing.done()
@@ -216,7 +216,7 @@ class CheckpointSaver:
 
     @property
     def is_saving(self) -> bool:
-        """Whether a save has begun and is not complete; the same on every rank."""
+        """True if a save has begun and is not complete; the same on every rank."""
         return self._current is not None
 
     def poll(self) -> None:
@@ -273,7 +273,7 @@ class CheckpointSaver:
         yield from shard_pieces(shards, states[MASTER], stored, MODEL, dtype=self._engine.dtype)
 
     def _objects(self, saved: SavedState) -> dict[str, Any]:
-        """What Megatron stores besides tensors."""
+        """Objects that Megatron stores besides tensors."""
         common = dict(saved.upstream) | {"content_metadata": sharding_metadata()}
         objects: dict[str, Any] = dict.fromkeys(self._stored.objects)
         for key, value in saved.upstream.items():
@@ -401,7 +401,7 @@ class BackgroundWrite:
 
     @property
     def is_done(self) -> bool:
-        """Whether `result` would return at once."""
+        """True if `result` would return at once."""
         return self._wait(os.WNOHANG)
 
     def result(self) -> bytes:

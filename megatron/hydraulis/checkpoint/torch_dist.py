@@ -192,12 +192,12 @@ class StoredCheckpoint:
 
     @property
     def has_resumable_optimizer(self) -> bool:
-        """Whether any layout of ranks can read the optimizer state."""
+        """True if any layout of ranks can read the optimizer state."""
         return any(key.startswith(MASTER) for key in self.tensors)
 
     @property
     def has_separate_layers(self) -> bool:
-        """Whether every layer has its own tensors, instead of an axis in one tensor for all."""
+        """True if every layer has its own tensors, instead of an axis in one tensor for all."""
         return any(key.startswith(f"{LAYERS}0.") for key in self.tensors)
 
     @property
@@ -210,7 +210,7 @@ class StoredCheckpoint:
         return needed
 
     def layer_key(self, key: str, layer: int | None) -> str:
-        """What the function of this name returns for this checkpoint."""
+        """Returns what the function `layer_key` returns for this checkpoint."""
         return layer_key(key, layer, separate_layers=self.has_separate_layers)
 
     def read(self, key: str, layer: int | None = None, expert: int | None = None) -> Tensor:
@@ -371,7 +371,7 @@ def _with_renamed_norms(metadata: Metadata) -> Metadata:
 
 
 def _is_valid(metadata: Any) -> bool:
-    """Whether the types are right, and no file outside the checkpoint is named."""
+    """True if the types are right, and no file outside the checkpoint is named."""
     return (
         isinstance(metadata, Metadata)
         and all(
@@ -400,7 +400,7 @@ _PieceRecord = tuple[tuple[int, ...], tuple[int, ...], _Place]
 
 @dataclass(frozen=True)
 class WrittenFile:
-    """What one rank has written. In plain tuples, since all ranks send it to rank 0."""
+    """A file that one rank has written; all ranks send it to rank 0, so it has plain tuples."""
 
     name: str
     record: FileRecord
@@ -506,7 +506,7 @@ def _own_storage(piece: FilePiece) -> Tensor:
 
 
 def _appended(content: Any, stream: _HashingStream) -> _Place:
-    """Where torch.save has put the content."""
+    """Appends the content by torch.save and returns its place."""
     first = stream.tell()
     try:
         torch.save(content, cast(IO[bytes], stream))

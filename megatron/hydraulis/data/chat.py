@@ -30,7 +30,7 @@ TrainOn = Literal["assistant", "last", "all"]
 """Which turns are trained: all of the assistant's, its last one, or every token."""
 
 LongConversations = Literal["error", "truncate", "drop"]
-"""What to do with a long conversation. Splitting would part an answer from its context."""
+"""Policies for a long conversation. Splitting would part an answer from its context."""
 
 TRAIN_ON: tuple[TrainOn, ...] = get_args(TrainOn)
 LONG_CONVERSATIONS: tuple[LongConversations, ...] = get_args(LongConversations)
@@ -55,7 +55,7 @@ _PREDECESSORS: Mapping[str, tuple[str | None, ...]] = {
 """Role -> roles that may come before it; None is the beginning."""
 
 _GENERATION_MARK = re.compile(r"\{%-?\s*generation\s*-?%\}")
-"""How ``transformers`` recognises the marks."""
+"""Pattern by which ``transformers`` recognises the marks."""
 
 _SHOWN_TOKENS = 8
 """Tokens in a message about two texts that differ."""
@@ -266,7 +266,7 @@ def _turns(value: Any, role_of_text: str, origin: str, key: str) -> list[dict[st
 
 @dataclass(frozen=True, kw_only=True)
 class ChatCounts:
-    """What became of conversations."""
+    """Counts of what became of conversations."""
 
     num_trained_tokens: int = 0
     num_untrained: int = 0
@@ -354,7 +354,7 @@ class ConversationEncoder:
             )
 
     def encode(self, document: RawDocument) -> tuple[WeightedTokens | None, ChatCounts]:
-        """What is stored of a conversation, or None for nothing, and what became of it.
+        """Returns what is stored of a conversation, None for nothing, and what became of it.
 
         Raises:
             DataError: not a conversation, one that the template cannot render or whose answers

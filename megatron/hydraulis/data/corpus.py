@@ -30,7 +30,7 @@ class DatasetFingerprint:
     """One dataset of a corpus."""
 
     prefix: str
-    """Where it was; the same data may lie elsewhere."""
+    """Path at that time; the same data may now lie elsewhere."""
     share: float
     """Share of the draws, at most 1."""
     num_sequences: int
@@ -44,7 +44,7 @@ class DatasetFingerprint:
     """SHA-256 of their weights, of large datasets of a sample; None without weights."""
 
     def has_share_of(self, other: DatasetFingerprint) -> bool:
-        """Whether both have the same share: weights 3 and 7 are weights 0.3 and 0.7."""
+        """True if both have the same share: weights 3 and 7 are weights 0.3 and 0.7."""
         return math.isclose(self.share, other.share, rel_tol=1e-9)
 
 
@@ -76,7 +76,7 @@ def data_differences(
 
 
 def keeps_place(saved: Sequence[DatasetFingerprint], here: Sequence[DatasetFingerprint]) -> bool:
-    """Whether the place in the saved data is one in these: datasets of equal sizes and shares."""
+    """True if the place in the saved data is one in these: datasets of equal sizes and shares."""
     return len(saved) == len(here) and all(
         there.num_sequences == now.num_sequences and there.has_share_of(now)
         for there, now in zip(saved, here, strict=True)
@@ -124,7 +124,7 @@ class DocumentRange:
 
 @dataclass(frozen=True, kw_only=True)
 class CorpusReport:
-    """How the documents were cut into sequences; for logs."""
+    """Figures for logs: how documents were cut into sequences."""
 
     num_documents: int
     num_sequences: int
@@ -258,7 +258,7 @@ class Corpus:
         return int(np.searchsorted(self._ends, sequence_id, side="right"))
 
     def describe(self, sequence_id: int) -> str:
-        """Where a sequence comes from, for messages: dataset, document and tokens within it."""
+        """Origin of a sequence, for messages: dataset, document and tokens within it."""
         dataset = self.dataset_of(sequence_id)
         first = self._offset(dataset, sequence_id)
         return (
@@ -373,7 +373,7 @@ class Corpus:
         return trains
 
     def fingerprints(self) -> tuple[DatasetFingerprint, ...]:
-        """What each dataset holds and how often it is drawn from.
+        """Identifies what each dataset holds and how often it is drawn from.
 
         Reads at most ``FINGERPRINT_TOKENS`` of each. Raises DataError for data that cannot be read.
         """

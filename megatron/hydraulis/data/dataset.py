@@ -39,7 +39,7 @@ import numpy.typing as npt
 from megatron.hydraulis.errors import DataError
 
 LongSequences = Literal["split", "truncate", "drop", "error"]
-"""What to do with a document that has more tokens than ``--seq-length`` can train.
+"""Policies for a document that has more tokens than ``--seq-length`` can train.
 
 ``split`` cuts it into pieces of ``seq_length``, of which neighbours share a token, so that no
 transition is lost; ``truncate`` keeps the first ``seq_length``; ``drop`` skips the document;

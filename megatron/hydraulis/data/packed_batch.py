@@ -131,7 +131,7 @@ class PackedBatch:
 
 
 def token_places(batch: PackedBatch) -> tuple[Places, Places, Places]:
-    """Where the tokens of sequences are in a rank's part of a row; see `part_places`."""
+    """Places of the sequences' tokens in a rank's part of a row; see `part_places`."""
     return part_places(
         batch.sequence_lengths, batch.segment_lengths, batch.context_size, batch.context_rank
     )

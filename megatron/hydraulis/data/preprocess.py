@@ -269,7 +269,7 @@ def report_run(
 
 @dataclass(frozen=True, eq=False)
 class PreprocessReport:
-    """What was written."""
+    """Summary of what was written."""
 
     num_files: int
     num_empty: int
@@ -277,7 +277,7 @@ class PreprocessReport:
     document_lengths: npt.NDArray[np.int64]
     """(num_documents,) number of tokens of each document, end-of-document token included."""
     chat: ChatCounts | None = None
-    """What became of conversations, if the documents are such."""
+    """Counts of what became of conversations; None for other documents."""
 
 
 class _EncodedChunk(NamedTuple):
@@ -571,7 +571,7 @@ def map_in_order[Input, Output](
 
 
 _FUNCTION: ContextVar[Callable[[Any], Any]] = ContextVar("_FUNCTION")
-"""What a worker applies; set there alone."""
+"""Function that a worker applies; set only in workers."""
 
 
 def _begin_work(function: Callable[[Any], Any]) -> None:

@@ -47,7 +47,7 @@ class GlobalBatch:
 
 @dataclass(frozen=True, slots=True)
 class BatchSizes:
-    """How many sequences, or at most how many tokens, each global batch of a run holds.
+    """Number of sequences, or at most of tokens, in each global batch of a run.
 
     The size of a batch follows from what the batches before it consumed, so that it is the same on
     every rank, under every strategy and after a restart.
@@ -94,7 +94,7 @@ class BatchSizes:
 
     @property
     def unit(self) -> str:
-        """What is counted."""
+        """Name of the unit that is counted."""
         return "tokens" if self.in_tokens else "sequences"
 
     @property
@@ -109,7 +109,7 @@ class BatchSizes:
 
     @property
     def number_varies(self) -> bool:
-        """Whether batches may differ in their number of sequences."""
+        """True if batches may differ in their number of sequences."""
         return self.in_tokens or len(self.steps) > 1
 
     def text(self, mean_length: float, seq_length: int | None) -> str:
@@ -151,7 +151,7 @@ class BatchSizes:
             )
 
     def num_consumed(self, batch: GlobalBatch) -> int:
-        """What a batch consumes, in the unit of the sizes."""
+        """Amount that a batch consumes, in the unit of the sizes."""
         return batch.num_tokens if self.in_tokens else batch.num_sequences
 
     def after(self, num_consumed: int) -> int:
@@ -159,7 +159,7 @@ class BatchSizes:
         return self.steps[bisect.bisect_right(self.steps, num_consumed, key=lambda s: s[0]) - 1][1]
 
     def num_consumed_by(self, num_batches: int) -> int:
-        """What the first batches consume; in tokens at most, because they are not quite full."""
+        """Amount that the first batches consume; at most, in tokens, as they are not quite full."""
         num_consumed = 0
         ends = [consumed for consumed, _ in self.steps[1:]] + [num_batches * self.largest]
         for end, (_, size) in zip(ends, self.steps, strict=True):

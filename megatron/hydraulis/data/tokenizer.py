@@ -56,7 +56,7 @@ _HUB_NAME = r"\w[\w.-]*(/[\w.-]+)?"
 
 @dataclass(frozen=True, kw_only=True)
 class TokenizerSettings:
-    """What Megatron's ``build_tokenizer`` reads; names and defaults are those of its flags."""
+    """Settings of Megatron's ``build_tokenizer``; names and defaults are those of its flags."""
 
     tokenizer_type: str
     tokenizer_model: str | None = None
@@ -208,7 +208,7 @@ def build_tokenizer(settings: TokenizerSettings | argparse.Namespace) -> Any:
 
 @dataclass(frozen=True)
 class TokenizerFingerprint:
-    """What the token ids of a dataset mean; written next to it as ``prefix.tokenizer.json``."""
+    """The meaning of a dataset's token ids; written next to it as ``prefix.tokenizer.json``."""
 
     num_tokens: int
     """Size of the tokenizer's vocabulary."""

@@ -76,7 +76,7 @@ class Resolved:
     pool: Pool
     """The strategies of the flags and the pool file."""
     pool_changes: tuple[str, ...]
-    """How they differ from what the flags describe, by --elastic or as experts are whole; one line
+    """Differences from what the flags describe, by --elastic or as experts are whole; one line
     per change."""
     given: tuple[str, ...]
     """Honoured options with their values, as typed."""
@@ -229,14 +229,14 @@ def check_fit(args: argparse.Namespace, pool: Pool, problems: Problems) -> None:
 
 
 def _has_cuda(args: argparse.Namespace) -> bool:
-    """Whether the job computes with CUDA, on this machine or on the device of a dry run."""
+    """True if the job computes with CUDA, on this machine or on the device of a dry run."""
     if args.dry_run and args.device is not None:
         return args.device != "cpu"
     return torch.cuda.is_available()
 
 
 def wants_proposal(argv: Sequence[str]) -> bool:
-    """Whether the last --strategy-pool of a command line is ``auto``."""
+    """True if the last --strategy-pool of a command line is ``auto``."""
     return _split_pool(argv)[0] == "auto"
 
 

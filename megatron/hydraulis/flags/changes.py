@@ -101,7 +101,7 @@ class Change:
 
     @property
     def changes_update(self) -> bool:
-        """Whether training takes another course by it."""
+        """True if training takes another course by it."""
         return self.name in _CHANGE_UPDATE
 
     def __str__(self) -> str:

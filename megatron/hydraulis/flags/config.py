@@ -231,7 +231,7 @@ class HydraulisConfig:
 
     @property
     def sequence_parallel(self) -> bool:
-        """Whether replicas with tp > 1 use sequence parallelism."""
+        """True if replicas with tp > 1 use sequence parallelism."""
         return not self.no_sequence_parallel
 
 

@@ -28,7 +28,7 @@ _GIVEN_LATER = ("tokenizer_type", "data_path")
 """Attributes that a file of options may leave to the command line."""
 _TIME_LIMIT_S = 120.0
 _BACKGROUND_S = 10.0
-"""How long what a script leaves in the background may take."""
+"""Time limit for what a script leaves in the background."""
 _MOST_MEMORY_BYTES = 4 << 30
 """Limit of each process of a script: one that doubles a variable forty times ends with an error."""
 _SHOWN_BYTES = 1500
@@ -64,7 +64,7 @@ class LaunchCommand:
 
     @property
     def pretrains(self) -> bool:
-        """Whether the program is named pretrain….py."""
+        """True if the program is named pretrain….py."""
         return PurePath(self.program).name.startswith("pretrain")
 
     def command(self, options: Sequence[Sequence[str]]) -> str:
@@ -220,7 +220,7 @@ def recorded_calls(
 
 
 def _run(command: Sequence[str], environment: dict[str, str], limit_s: float) -> tuple[str, str]:
-    """How a command ended within a time, and the end of its output."""
+    """Returns how a command ended within a time, and the end of its output."""
     try:
         process = subprocess.Popen(
             command,

@@ -43,7 +43,7 @@ class Difference:
 
     @property
     def warns(self) -> bool:
-        """Whether a user has to be warned of it: dropout, which most scripts leave to a default,
+        """True if a user has to be warned of it: dropout, which most scripts leave to a default,
         a loss that balances experts, and positions."""
         named = ("dropout", "aux-loss", "rope-scaling-factor")
         return self.changes_update and any(name in self.typed for name in named)
@@ -140,7 +140,7 @@ def differences(
 
 
 def _of_option(args: argparse.Namespace, dest: str) -> str:
-    """How training with an option that is given differs from upstream's; empty if it does not."""
+    """Difference from upstream's training with an option that is given; empty if there is none."""
     if dest == "grad_reduce_in_bf16":
         return "gradients of micro-batches, and those of ranks, are added in fp32"
     if dest == "moe_aux_loss_coeff" and balances_by_a_loss(args):
@@ -227,13 +227,13 @@ def chosen_layers(flags: ParsedFlags, asked: str, *, has_cuda: bool) -> str:
 
 
 def runs_here(flags: ParsedFlags) -> bool:
-    """Whether the job may compute with CUDA on this machine: not without a GPU, nor where --device
+    """True if the job may compute with CUDA on this machine: not without a GPU, nor where --device
     says what a dry run is for."""
     return torch.cuda.is_available() and not flags.was_given("device")
 
 
 def has_fused_weight_gradients() -> bool:
-    """Whether apex's kernel that accumulates weight gradients is installed."""
+    """True if apex's kernel that accumulates weight gradients is installed."""
     return importlib.util.find_spec(_FUSED_WEIGHT_GRADIENTS) is not None
 
 

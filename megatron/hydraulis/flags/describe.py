@@ -158,7 +158,7 @@ def option_texts(
 
 
 def length_text(resolved: Resolved, mean_length: float) -> str:
-    """How long training by samples, or in batches that grow, is here and in Megatron; else empty.
+    """Length of training by samples or in growing batches, here and in Megatron; else empty.
 
     mean_length: of the corpus's sequences (tokens).
     """
@@ -193,7 +193,7 @@ def block_lines(name: str, what: str, lines: Sequence[str]) -> list[str]:
 
 
 def option_lines(description: dict[str, Any]) -> list[str]:
-    """What became of options that are not honoured as given, in blocks with an option a line.
+    """Lists options that are not honoured as given, in blocks with an option per line.
 
     description: of `option_texts`, or more.
     """

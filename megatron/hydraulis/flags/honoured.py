@@ -17,7 +17,7 @@ class Need:
     dest: str
     """Attribute of the parsed arguments that has to be set, or several of which one has."""
     flag: str
-    """How a user sets it."""
+    """Flag by which a user sets it."""
     values: tuple[object, ...] | None = None
     """Values of the attribute that count; None accepts all but None, False and empty."""
     absent: bool = False
@@ -26,10 +26,10 @@ class Need:
 
 @dataclass(frozen=True, slots=True)
 class Honoured:
-    """How one option is honoured: by default as upstream's help says."""
+    """An option that is honoured: by default as upstream's help says."""
 
     here: str = ""
-    """What the option does here if upstream's help says something else, one phrase."""
+    """Effect of the option here if upstream's help says something else, one phrase."""
     only: tuple[object, ...] | None = None
     """The values that are accepted; None accepts all that the parser does."""
     otherwise: str = ""
@@ -38,7 +38,7 @@ class Honoured:
 
     @property
     def help_text(self) -> str:
-        """What --help says instead of upstream's words; empty where those are true."""
+        """Text of --help instead of upstream's; empty where upstream's is true."""
         if not self.here:
             return ""
         values = "" if self.only is None else f"; only {', '.join(map(str, self.only))}"

@@ -42,7 +42,7 @@ _ELSEWHERE = (
     *("ssh", "pdsh", "clush", "pssh", "parallel-ssh", "ray", "kubectl", "nsys"),
     *("docker", "podman", "singularity", "apptainer", "enroot"),
 )
-"""What these are given runs here only if it may lead to training: ``docker rm`` does not."""
+"""Programs whose words run here only if they may lead to training: ``docker rm`` does not."""
 STUBS = (*_RECORDED, "python", "python3", *_JOB, *_ELSEWHERE, "scontrol")
 
 _PROGRAM = re.compile(rf"bash|sh|zsh|env|{_PYTHON.pattern}|{'|'.join(_RECORDED)}|.+\.(sh|bash|py)")
@@ -135,7 +135,7 @@ def split_call(words: Sequence[str]) -> tuple[list[str], str, list[str]]:
 
 
 def is_training(words: Sequence[str]) -> bool:
-    """Whether words that begin with Python call a launcher or a training program."""
+    """True if words that begin with Python call a launcher or a training program."""
     script = next((at for at, word in enumerate(words[1:], 1) if word[:1] != "-"), len(words))
     if "-c" in words[1 : script + 1]:
         return False
@@ -150,12 +150,12 @@ def is_training(words: Sequence[str]) -> bool:
 
 
 def has_model_options(words: Sequence[str]) -> bool:
-    """Whether two or more options are those of Megatron's models and training."""
+    """True if two or more options are those of Megatron's models and training."""
     return sum(bool(_MODEL_OPTION.fullmatch(word.replace("_", "-"))) for word in words) > 1
 
 
 def handed_on(words: Sequence[str]) -> list[str]:
-    """What a launcher would start: its words from the first one on that names a shell, Python, a
+    """Words that a launcher would start: those from the first one on that names a shell, Python, a
     launcher of training or a script; else a text for a shell; else from the first program on."""
     is_job = PurePath(words[0]).name in _JOB
     if not (is_job or re.search(r"torchrun|deepspeed|accelerate|python|\.sh\b", " ".join(words))):

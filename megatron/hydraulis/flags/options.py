@@ -1,4 +1,4 @@
-"""What this program does with each option of upstream's parser: one row says it, `row_of` finds it.
+"""Treatment of each option of upstream's parser: one row says it, `row_of` finds it.
 
 An option is *honoured*, *taken* (accepted without acting on it, because the update is the same) or
 *refused* (it would change the model, the data or the update in a way that is not built). An option
@@ -19,7 +19,7 @@ class Taken:
     """Accepted without acting on it: the update is the same."""
 
     instead: str
-    """What happens instead, one phrase."""
+    """Phrase that says what happens instead."""
     only: tuple[object, ...] | None = None
     """The values that are accepted; None accepts all that the parser does."""
     otherwise: str = ""
@@ -43,7 +43,7 @@ class Refused:
     """Whether time or memory may depend on the options: planning commands refuse them, too."""
 
     def covers(self, option: str, group: str) -> bool:
-        """Whether the option, or the group it stands in, belongs here."""
+        """True if the option, or the group it stands in, belongs here."""
         by_name = self.options and re.fullmatch(self.options, option.removeprefix("--"))
         return bool(by_name) or group in self.groups
 
@@ -180,8 +180,8 @@ _TAKEN_FOR = {
         r"moe-per-layer-logging|save-tokens-per-expert-interval|moe-routing-trace-.*"
     ),
 }
-"""What happens instead -> regular expression on the options, without their dashes, that are taken
-whether what they configure is there or not."""
+"""Phrase that says what happens instead -> regular expression on options, without their dashes,
+that are taken whether what they configure is there or not."""
 
 _TAKEN_BY_VALUE = {
     "--dataloader-type": Taken(
@@ -224,8 +224,8 @@ _ONLY_WITH = {
     r"biencoder-.*|titles-data-path|query-in-block-prob|use-one-sent-docs|evidence-data-path|"
     r"retriever-.*|block-data-path|embedding-path|indexer-.*",
 }
-"""What gives options an effect, which is refused itself or is another program -> regular expression
-on these options, which are taken."""
+"""Option or program without which others have no effect, and which is refused or is not this one
+-> regular expression on these others, which are taken."""
 
 _REMOVE = "remove it"
 _LAW = "the plan would change the update"

@@ -53,7 +53,7 @@ class Given:
     """One option of a command line."""
 
     option: str
-    """As typed."""
+    """The option as typed."""
     dest: str
     """The attribute that it sets."""
     values: tuple[str, ...]
@@ -70,23 +70,23 @@ class ParsedFlags:
     """All attributes, given or default, those of our own flags included. Those of options that are
     taken have their defaults."""
     given: tuple[Given, ...]
-    """What was honoured, in the order of the command line."""
+    """Options that were honoured, in the order of the command line."""
     taken: tuple[tuple[str, str], ...]
-    """What was taken: (the option with its values, what happens instead)."""
+    """Options that were taken: (the option with its values, what happens instead)."""
     unknown: tuple[tuple[str, str], ...]
-    """What --ignore-unknown-options left out: (the option with its values, our equivalent)."""
+    """Options that --ignore-unknown-options left out: (option with its values, our equivalent)."""
     attempted: frozenset[str]
     """The attributes of all options that were given, rightly or wrongly."""
     wrong: frozenset[str]
     """Those of options whose value cannot be read or is out of range."""
 
     def was_given(self, dest: str) -> bool:
-        """Whether any option that sets the attribute was given."""
+        """True if any option that sets the attribute was given."""
         return any(given.dest == dest for given in self.given)
 
     @property
     def as_typed(self) -> tuple[str, ...]:
-        """What was honoured, each option with its last values."""
+        """Options that were honoured, each with its last values."""
         return tuple({given.option: str(given) for given in self.given}.values())
 
     @property
@@ -198,12 +198,12 @@ class FlagParser:
         return {dest: self._parser.get_default(dest) for dest in dests}
 
     def knows_shape(self, problems: Problems) -> bool:
-        """Whether no setting of the model has a problem."""
+        """True if no setting of the model has a problem."""
         of_model = {self._upstream[option][0].dest for option in _OF_MODEL}
         return problems.wrong.isdisjoint({SHAPE, *of_model})
 
     def as_typed(self, dest: str, value: object) -> str:
-        """How a user gives an attribute this value; empty for a switch that is not given."""
+        """Words that give an attribute this value; empty for a switch that is not given."""
         actions = self._upstream_by_dest.get(dest, [])
         switches = [action for action in actions if action.nargs == 0]
         if switches and isinstance(value, bool):
@@ -358,11 +358,11 @@ class FlagParser:
         return tuple(found.items()) if ignores else ()
 
     def _may_be_off(self, given: Given) -> bool:
-        """Whether a value may switch the option off, so that only its last mention counts."""
+        """True if a value may switch the option off, so that only its last mention counts."""
         return given.option in _SWITCHED_OFF_BY_0 or isinstance(self._row(given.option), Refused)
 
     def _switches_off(self, given: Given) -> bool:
-        """Whether an option has a value that leaves its feature off: its default, or 0."""
+        """True if an option has a value that leaves its feature off: its default, or 0."""
         action = self._actions.get(given.option)
         if action is None or action.nargs == 0 or not given.values:
             return False
@@ -377,7 +377,7 @@ class FlagParser:
         return self._readers[option]
 
     def _has_right_values(self, given: Given, row: Row | None, problems: Problems) -> bool:
-        """Whether the values can be converted and lie in their range; adds a problem otherwise."""
+        """True if the values can be converted and lie in their range; adds a problem otherwise."""
         nargs = self._actions[given.option].nargs
         most = 1 if nargs in (None, "?") else nargs
         if isinstance(most, int) and len(given.values) > most:
@@ -495,7 +495,7 @@ def _in_our_words(given: Given, message: str) -> str:
 
 
 def _lacking(row: Row | None, set_here: Collection[str]) -> Need | None:
-    """What an option needs, where it would be refused with it and no option sets it.
+    """Returns what an option needs, if it is refused without that and no option sets it.
 
     set_here: the attributes that options of the command line set.
     """

@@ -1,4 +1,4 @@
-"""How a command line counts: sizes of global batches, and samples.
+"""Counting of a command line: sizes of global batches, and samples.
 
 A sample is a sequence or, with ``--global-batch-tokens``, ``--seq-length`` tokens as in Megatron.
 """
@@ -36,7 +36,7 @@ def check_counting(args: argparse.Namespace) -> None:
 
 
 def sample_tokens(args: argparse.Namespace, sizes: BatchSizes) -> int:
-    """What a sample is in the unit of the sizes: 1 sequence, or --seq-length tokens."""
+    """Size of a sample in the unit of the sizes: 1 sequence, or --seq-length tokens."""
     return int(args.seq_length) if sizes.in_tokens else 1
 
 
@@ -47,7 +47,7 @@ def num_iterations(args: argparse.Namespace, sizes: BatchSizes, num_consumed: in
 
 
 def counts_iterations(*, number_varies: bool, by_samples: bool) -> bool:
-    """Whether the learning-rate schedule counts iterations, instead of samples as Megatron's does.
+    """True if the learning-rate schedule counts iterations, instead of samples as Megatron's does.
 
     Args:
         number_varies: whether global batches may differ in their number of sequences.

@@ -269,7 +269,7 @@ def check_same(of_ranks: Sequence[Any], what: str, fix: str) -> None:
 
 @dataclass(frozen=True)
 class RankShare:
-    """What a rank runs of a plan: nothing where it is idle."""
+    """A rank's share of a plan: nothing where it is idle."""
 
     strategy: str
     micro_batches: tuple[PackedBatch, ...]

@@ -487,7 +487,7 @@ class Engine:
         return outcome
 
     def _share(self, part: Batch) -> RankShare:
-        """What this rank runs of a batch with one plan."""
+        """This rank's share of a batch with one plan."""
         (plan,) = part.plans
         sequences = part.sequences
         none = {name: value[:0] for name, value in sequences[0].inputs.items()}

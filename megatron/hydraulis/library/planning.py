@@ -1,4 +1,4 @@
-"""What a run plans with: cost model, strategies that fit the devices, and planner."""
+"""Parts that a run plans with: cost model, strategies that fit the devices, and planner."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ from megatron.hydraulis.strategy.pool import balance_pool
 
 
 def profiled_model(resolved: Resolved, core_attention: str | None = None) -> ProfiledModel:
-    """What a cost profile for this run has to be made for; without core_attention on any kernel."""
+    """The model that this run's cost profile must be for; without core_attention on any kernel."""
     args = resolved.args
     return ProfiledModel(
         shape=resolved.shape,
@@ -107,7 +107,7 @@ class Planning:
     left_out: tuple[str, ...]
     """One line for every strategy of the pool file that the run goes without."""
     source: str
-    """Where times and limits come from, in a few words."""
+    """Origin of times and limits, in a few words."""
 
     @classmethod
     def of(
@@ -179,8 +179,8 @@ class Planning:
         )
 
     def bf16_advice(self, num_tokens: float) -> str | None:
-        """What --grad-reduce-in-bf16 would save in the mean over the strategies, if that is worth
-        a line.
+        """Says what --grad-reduce-in-bf16 would save in the mean over the strategies; None if that
+        is not worth a line.
 
         num_tokens: of a global batch, assumed to fill micro-batches evenly.
         """
@@ -302,7 +302,7 @@ def analytic_cost_model(
 
 
 def regroup_settings(resolved: Resolved) -> dict[str, Any]:
-    """What the flags say about gradients and overlap, as arguments of `JobCosts.of`."""
+    """The flags' settings of gradients and overlap, as arguments of `JobCosts.of`."""
     return {
         "gradient_bytes": gradient_bytes(resolved.args),
         "overlaps": not resolved.hydraulis.no_regroup_overlap,

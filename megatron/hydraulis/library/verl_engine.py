@@ -72,7 +72,7 @@ _NOT_IN_BATCHES = (
     "teacher_ids",
     "teacher_logprobs",
 )
-"""What a batch asks for that log-probabilities and entropies of text do not give."""
+"""Keys that ask for more than log-probabilities and entropies of text."""
 
 
 @dataclass
@@ -84,7 +84,7 @@ class HydraulisEngineConfig(FSDPEngineConfig):
 
     strategy: str = BACKEND
     pool: Any = None
-    """What `Engine.from_hf` takes: a strategy, several, or the path of a pool file."""
+    """Pool for `Engine.from_hf`: a strategy, several, or the path of a pool file."""
     cost_profile: str | None = None
     max_tokens_per_micro_batch: int | None = None
     options: list[str] = field(default_factory=list)

@@ -91,7 +91,7 @@ def _kept_or_proposed(resolved: Resolved, *, has_cuda: bool) -> Pool:
 def _made_for(
     resolved: Resolved, device: DeviceConstants, lengths: npt.NDArray[np.integer[Any]]
 ) -> dict[str, Any]:
-    """What a proposal depends on, besides ranks, as JSON values."""
+    """Inputs of a proposal besides ranks, as JSON values."""
     args, hydraulis = resolved.args, resolved.hydraulis
     profile = hydraulis.cost_profile
     model = profiled_model(resolved, hydraulis.core_attention)
@@ -122,7 +122,7 @@ def _made_for(
 def _why_not_kept(
     resolved: Resolved, kept: Pool, made_for: dict[str, Any], content: dict[str, Any]
 ) -> str | None:
-    """What a pool was made for that this job is not; None if it is of this job."""
+    """Says how the job that a pool was made for differs from this one; None if it does not."""
     num_ranks, ranks_per_node = resolved.pool.num_ranks, resolved.pool.ranks_per_node
     if (kept.num_ranks, kept.ranks_per_node) != (num_ranks, ranks_per_node):
         return (

@@ -451,7 +451,7 @@ def _data_of(manifest: Manifest) -> tuple[DatasetFingerprint, ...] | None:
 
 
 def _unit_of_schedule(configuration: Mapping[str, Any]) -> str:
-    """What the learning-rate schedule of a run counts.
+    """Unit in which the learning-rate schedule of a run counts.
 
     configuration: as `flags.describe` returns it.
     """
@@ -508,11 +508,11 @@ _SCHEDULE = (
     ("the end of training", "wd_incr_steps", ()),
     ("--weight-decay-incr-style", "wd_incr_style", ()),
 )
-"""What users call an attribute of upstream's schedule, its name, and names in older checkpoints."""
+"""Flag for an attribute of upstream's schedule, its name, and names in older checkpoints."""
 
 
 def _schedule_differences(scheduler: Any, saved: Mapping[str, Any], unit: str) -> list[str]:
-    """In what upstream's schedule differs from that of a checkpoint.
+    """Lists how upstream's schedule differs from that of a checkpoint.
 
     unit: what both count.
     """

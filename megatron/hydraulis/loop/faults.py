@@ -55,13 +55,13 @@ _LOST_CONNECTION = re.compile(
     r"[Cc]onnection (closed|reset) by peer( \[[^\]]+\]:\d+)?|Broken pipe"
     r"|Connection was likely closed|remote process exit\w*"
 )
-"""In messages of gloo, of torch's store and of NCCL (ncclRemoteError)."""
+"""Words for a lost connection in messages of gloo, torch's store and NCCL (ncclRemoteError)."""
 
 
 def seconds_before_report(
     error: HydraulisError, *, rank: int, local_rank: int, ranks_have_met: bool
 ) -> float:
-    """How long a rank waits before it reports an error, so that few ranks report the same.
+    """Returns how long a rank waits before it reports an error, so that few report the same.
 
     Rank 0 reports at once. Until the ranks have met, so does the first rank of every node, which
     may miss a file that other nodes have; from then on, so does any rank with an error that the
@@ -227,7 +227,7 @@ _AFTER = {"scatter": "loss"}
 """Phases that follow another without being entered."""
 _WITHOUT_WAIT = ("end",)
 _NOTE = "phase '"
-"""How the text of a place begins."""
+"""Beginning of the text of a place."""
 
 
 @dataclass(frozen=True)

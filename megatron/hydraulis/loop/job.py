@@ -110,7 +110,7 @@ _STATE_BYTES = 16
 
 @dataclass(frozen=True, kw_only=True)
 class UserHooks:
-    """What a user may replace, with upstream's signatures."""
+    """Functions that a user may replace, with upstream's signatures."""
 
     loss_func: LossFunction = loss_func
     """``loss_func(loss_mask, output_tensor) -> (weighted sum of losses, sum of weights, report)``;
@@ -118,9 +118,9 @@ class UserHooks:
     model_provider: Callable[..., torch.nn.Module] | None = None
     """``model_provider(pre_process, post_process, config=, pg_collection=)``: one stage."""
     engine: Callable[..., RuntimeEngine] = RuntimeEngine
-    """What builds the engine: a subclass can watch, or replace, what it is given to run."""
+    """Class of the engine: a subclass can watch, or replace, what it is given to run."""
     notes: tuple[str, ...] = ()
-    """What a reader of the run's report must know, a sentence each; kept in ``config.json``."""
+    """Sentences that a reader of the run's report must know; kept in ``config.json``."""
 
 
 class Job:
@@ -154,7 +154,7 @@ class Job:
         return Planning.of(self._resolved, self._device, self._profile, name)
 
     def print_description(self) -> None:
-        """What --dry-run prints; also raises, at the end, what is wrong with the data."""
+        """Prints the output of --dry-run; at the end raises what is wrong with the data."""
         try:
             self._check_data()
         finally:

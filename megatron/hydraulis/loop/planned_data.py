@@ -221,11 +221,11 @@ class RankBatch:
     digest: str
     """Digest of the plan."""
     share: RankShare
-    """What this rank runs of it."""
+    """This rank's share of the plan."""
     plan_wait_s: float
-    """How long training waited for the planner; equal on every rank."""
+    """Time that training waited for the planner; equal on every rank."""
     plan_fetch_s: float
-    """How long this rank waited for the plan in the job's store; on ranks other than 0 this
+    """Time that this rank waited for the plan in the job's store; on ranks other than 0 this
     includes the planner and the time until rank 0 publishes the plan."""
 
     @property

@@ -133,7 +133,7 @@ def run(namespace: argparse.Namespace) -> int:
 
 
 Facts = dict[str, str | int]
-"""What a rank runs on, by name; an empty version is that of what is not installed."""
+"""Software and hardware of a rank, by name; the version is empty if it is not installed."""
 
 
 def _connect(device: torch.device, limit_s: float) -> tuple[Facts, list[str]]:

@@ -1,4 +1,4 @@
-"""How the ranks of a job start: their devices, and the store in which they meet."""
+"""Start of a job's ranks: their devices, and the store in which they meet."""
 
 from __future__ import annotations
 
@@ -258,7 +258,7 @@ def fresh_store(
 def _store_of_rank_0(
     find: Callable[[], dist.TCPStore | None], place: str, rank: int, timeout: timedelta
 ) -> dist.TCPStore:
-    """What find returns, called until it is a store."""
+    """Calls find until it returns a store, and returns that."""
     wait = _Wait(timeout)
     while (found := find()) is None:
         if not wait.goes_on(f"rank {rank} waits for rank 0 at {place}"):

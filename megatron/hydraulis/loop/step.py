@@ -1,4 +1,4 @@
-"""What replaces functions of upstream's loop: train step, evaluation, data and log lines."""
+"""Replacements in upstream's loop: train step, evaluation, data and log lines."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ _NO_THROUGHPUT = " throughput per GPU (TFLOP/s/GPU): 0.0 |"
 
 @dataclass(frozen=True)
 class RunParts:
-    """What one run consists of besides engine and data."""
+    """Parts of a run besides engine and data."""
 
     metrics: MetricsWriter | None
     """Exists on the last rank, which logs."""

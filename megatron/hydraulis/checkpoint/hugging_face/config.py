@@ -29,13 +29,13 @@ _LLAMA3: Mapping[str, float] = {
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 8192,
 }
-"""What Megatron (0.19.2, `RotaryEmbedding._apply_scaling`) has fixed of Llama 3's scaling."""
+"""Llama 3's scaling as fixed in Megatron (0.19.2, `RotaryEmbedding._apply_scaling`)."""
 _YARN: Mapping[str, float] = {
     "beta_fast": 32,
     "beta_slow": 1,
     "original_max_position_embeddings": 4096,
 }
-"""What it has fixed of YaRN, in latent attention."""
+"""YaRN as fixed in Megatron's latent attention."""
 _SIZES = {
     "num_layers": "num_hidden_layers",
     "hidden_size": "hidden_size",
@@ -53,7 +53,7 @@ _SIZES_OF_LATENTS = {
 }
 """Whole numbers: their names here and in ``config.json``."""
 _NUMBER = "num_local_experts"
-"""What transformers (5.23) writes for the number of experts of some families."""
+"""Name that transformers (5.23) writes for the number of experts of some families."""
 _NUM_PREDICTING = "num_nextn_predict_layers"
 _PARTIAL = "partial_rotary_factor"
 _FULL_ATTENTION = "full_attention"

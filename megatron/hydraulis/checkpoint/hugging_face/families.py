@@ -21,7 +21,7 @@ DENSE_PROJECTIONS = ("gate_proj", "up_proj", "down_proj")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ExpertNames:
-    """What a family calls its experts, in ``config.json`` and in the names of tensors."""
+    """A family's names for its experts, in ``config.json`` and in the names of tensors."""
 
     number: str = "num_experts"
     ffn_hidden_size: str = "moe_intermediate_size"
@@ -80,7 +80,7 @@ class Family:
 
     @property
     def parts(self) -> Set[str]:
-        """What its models always or sometimes have."""
+        """Parts that its models always or sometimes have."""
         return self.marks | self.needs | self.may_have
 
 

@@ -52,7 +52,7 @@ _TOKENIZER_FILES = (
 
 @dataclass(frozen=True, slots=True)
 class _Source:
-    """Where a tensor is."""
+    """Place of a tensor."""
 
     file: str
     name: str

@@ -109,7 +109,7 @@ class Latents:
 
 @dataclass(frozen=True, kw_only=True)
 class Yarn:
-    """How rotary positions of latent attention are stretched from 4,096 (arXiv 2309.00071)."""
+    """Stretching of latent attention's rotary positions from 4,096 (arXiv 2309.00071)."""
 
     rotary_scaling_factor: float
     mscale: float = 1.0
@@ -229,7 +229,7 @@ class HuggingFaceModel:
 
     @cached_property
     def parts(self) -> tuple[str, ...]:
-        """What it has besides what all families have: flags of Megatron, with their values."""
+        """Megatron's flags, with values, for the parts that not all families have."""
         of_families = {part for family in FAMILIES.values() for part in family.parts}
         flags = [flag for flag in model_flags(self) if flag.split()[0] in of_families]
         if not self.add_bias_linear:

@@ -110,7 +110,7 @@ def leading_axes(
 
 
 def layers_differ(model: HuggingFaceModel) -> bool:
-    """Whether Megatron stores a tensor for every layer, instead of one with an axis for them."""
+    """True if Megatron stores a tensor for every layer, instead of one with an axis for them."""
     return model.experts is not None and not all(model.experts.moe_layer_freq)
 
 
@@ -189,7 +189,7 @@ def _attention(model: HuggingFaceModel) -> Iterator[_Module]:
 
 
 def _latent_attention(model: HuggingFaceModel) -> Iterator[_Module]:
-    """As `_attention`, with latents. Both rotate pairs of adjacent channels, in the same order."""
+    """`_attention` with latents. Both rotate pairs of adjacent channels, in the same order."""
     latents, hidden, heads = model.latents, model.hidden_size, model.num_attention_heads
     assert latents is not None
     queries, q_rank, kv_rank = heads * model.kv_channels, latents.q_lora_rank, latents.kv_lora_rank
@@ -242,7 +242,7 @@ def _qkv_runs(model: HuggingFaceModel) -> dict[str, Runs]:
 
 @dataclass(frozen=True)
 class Converted:
-    """What ``import-hf`` or ``export-hf`` has converted."""
+    """Result of ``import-hf`` or ``export-hf``."""
 
     checkpoint: Path
     """Folder of the checkpoint itself."""
