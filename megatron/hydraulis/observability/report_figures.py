@@ -47,7 +47,7 @@ HALF_WINDOWS_PER_RUN = 20
 MAX_HALF_WINDOW = 10
 MAX_RANK_BARS = 64
 MAX_LABELLED_REPLICAS = 6
-"""If there are more, the summary draws the slowest, median and fastest of an iteration."""
+"""Limit above which the summary draws only the slowest, median and fastest of an iteration."""
 MIN_BAR_SLOTS = 3
 """Slots of an axis of bars, so that a single bar is not as wide as the picture."""
 INCHES_PER_ROW = 0.18

@@ -64,12 +64,12 @@ class CanonicalShards:
         return self.gradients[self._offsets[bucket.index] : self._offsets[bucket.index + 1]]
 
     def rectangles(self) -> Iterator[OwnedRectangle]:
-        """What is owned, in the order of the flat shards: whole rows of atoms."""
+        """Yields what is owned, in the order of the flat shards: whole rows of atoms."""
         for bucket in self.layout.buckets:
             yield from self.rectangles_of(bucket)
 
     def rectangles_of(self, bucket: Bucket) -> Iterator[OwnedRectangle]:
-        """What is owned of a bucket, in the order of the flat shards."""
+        """Yields what is owned of a bucket, in the order of the flat shards."""
         start, stop = bucket.shard_range(self.rank)
         base = self._offsets[bucket.index] - start
         for piece, offset in zip(bucket.pieces, bucket.piece_offsets, strict=False):

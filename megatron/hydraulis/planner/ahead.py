@@ -27,9 +27,9 @@ from megatron.hydraulis.planner.plan import Planner, PlanText
 logger = logging.getLogger(__name__)
 
 MAX_RESTARTS = 1
-"""How often a planner process that dies or hangs is restarted."""
+"""Number of times that a planner process that dies or hangs is restarted."""
 GRACE_S = 60.0
-"""How much longer than its own time limit a plan may take before its process counts as hung.
+"""Time beyond its own time limit after which a plan's process counts as hung.
 
 A plan takes seconds at most. The rest allows for reading interpreter and solver from a slow disk,
 and for a machine under load.
@@ -40,7 +40,7 @@ too, before other ranks stop waiting for the plan."""
 NICENESS = 10
 """Priority of the process: plans are made ahead, so a rank that needs the core gets it."""
 SECONDS_TO_STOP = 5.0
-"""How long a planner process may take to end after its input is closed."""
+"""Time that a planner process may take to end after its input is closed."""
 _SIZE_BYTES = 8
 
 
@@ -76,7 +76,7 @@ class LookAheadPlanner:
         self._answer_limit_s = min((time_limit_s or 0.0) + grace_s, _MOST_OF_TIMEOUT * timeout_s)
         self._open: dict[int, tuple[int, ...]] = {}
         self.num_restarts = 0
-        """How often the process was restarted."""
+        """Number of times that the process was restarted."""
         self.is_lost = False
         """Whether the process died or hung too often, so that the stand-in plans inline."""
         self._process = self._started() if in_process else None
@@ -101,7 +101,7 @@ class LookAheadPlanner:
             self._process.replace(planner)
 
     def is_ready(self, iteration: int) -> bool:
-        """Whether `take` would return or raise what the process answered, without waiting."""
+        """True if `take` would return or raise what the process answered, without waiting."""
         return self._process is not None and self._process.has_result(iteration)
 
     def take(self, iteration: int) -> tuple[PlanText, float]:
@@ -213,7 +213,7 @@ class PlannerProcess:
         self._messages.put(pickle.dumps(planner))
 
     def has_result(self, iteration: int) -> bool:
-        """Whether `result` would return or raise without waiting."""
+        """True if `result` would return or raise without waiting."""
         with self._changed:
             return iteration in self._answers
 

@@ -1,4 +1,4 @@
-"""What the planner knows of costs: of a scheme, of the strategies of a pool, and of waves.
+"""Costs that the planner reads: of a scheme, of the strategies of a pool, and of waves.
 
 A replica of width W (``cpW~``) runs **waves**: micro-batches whose W columns are divided into
 groups of 1, 2, 4, … columns, each with its own sequences. A column is the tp·pp ranks of one cp
@@ -20,7 +20,7 @@ from megatron.hydraulis.strategy import Pool, Scheme, Strategy
 
 
 class Pipeline(NamedTuple):
-    """What the time of micro-batches under 1F1B depends on besides their works."""
+    """Parameters of the time of micro-batches under 1F1B besides their works."""
 
     num_stages: int
     forward_share: float = FORWARD_SHARE
@@ -69,7 +69,7 @@ class SchemeCost:
         return [-(-length // self.multiple) * self.multiple for length in lengths]
 
     def sequence_time_ms(self, length: int) -> float:
-        """What one sequence adds to its micro-batch on one stage."""
+        """Time that one sequence adds to its micro-batch on one stage."""
         time_ms: float = self.coefficients.sequence_time_ms(length)
         return time_ms
 

@@ -96,7 +96,7 @@ def slowness_of(
     lengths: Sequence[int],
     times_ms: Mapping[int, float],
 ) -> dict[SchemeCost, float]:
-    """How much longer packed replicas take than `dispatch` estimated, by cost.
+    """Returns by cost how much longer packed replicas take than `dispatch` estimated.
 
     costs, shares: shape (num_replicas,), each share by falling length; times_ms: by replica.
     """
@@ -125,7 +125,7 @@ def _units(sequences: Sequence[int], num_replicas: int) -> list[Sequence[int]]:
 
 @dataclass(slots=True)
 class _Load:
-    """What a replica has been assigned so far."""
+    """Work that a replica has been assigned so far."""
 
     cost: SchemeCost
     work_ms: float = 0.0

@@ -43,7 +43,7 @@ _NUM_THOROUGH_STEPS = 40
 
 @dataclass(slots=True)
 class _Share:
-    """What a replica holds."""
+    """Sequences of a replica and their packing."""
 
     sequences: list[int]
     """Its sequences by falling length."""
@@ -259,7 +259,7 @@ class Assignment:
         return found
 
     def _slowness(self, replica: int) -> float:
-        """How many times longer a pipeline takes than estimated: indivisible sequences do not fill
+        """Ratio of a pipeline's time to its estimate: indivisible sequences do not fill
         its shape, and only the longest one is estimated as a long micro-batch."""
         packer, share = self._packers[replica], self._shares[replica]
         if packer.cost.num_stages == 1 or not share.sequences:

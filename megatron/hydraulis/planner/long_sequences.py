@@ -112,7 +112,7 @@ class LongSequences:
         self._solver = solver
 
     def is_impossible(self, time_ms: float) -> bool:
-        """Whether it is proved that every plan takes longer than time_ms."""
+        """True if it is proved that every plan takes longer than time_ms."""
         model, _ = self._program(time_ms)
         solution = self._solver.solve(model)
         return solution.outcome is Outcome.OPTIMAL and self._leaves_tokens(solution.bound)
@@ -391,7 +391,7 @@ def _objective_ms(times_ms: Sequence[float]) -> float:
 
 @functools.lru_cache(maxsize=_MAX_IN_PIPELINE)
 def _sides(num: int) -> FloatArray:
-    """For each order of num micro-batches around the longest one: 1 for those before it."""
+    """Rows of 0 and 1, one per order of num micro-batches around the longest: 1 is before it."""
     return ((np.arange(1 << num)[:, None] >> np.arange(num)[None, :]) & 1).astype(np.float64)
 
 

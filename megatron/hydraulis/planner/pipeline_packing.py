@@ -73,7 +73,7 @@ class Effort:
 
     @property
     def is_spent(self) -> bool:
-        """Whether nothing is left."""
+        """True if nothing is left."""
         return self.left <= 0.0
 
 

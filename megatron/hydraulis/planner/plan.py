@@ -50,7 +50,7 @@ _MARKS = ("time limit", "solver ", "greedy")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StageReport:
-    """How good the answer of one planning stage is, dispatch or packing.
+    """Quality of the answer of one planning stage, dispatch or packing.
 
     Raises PlanError when the objective is below the bound or a number is negative or not finite.
     """
@@ -62,7 +62,7 @@ class StageReport:
     seconds: float
     """Time spent searching; not part of a plan's digest."""
     status: str
-    """How the search ended, for example 'greedy' or 'certified'."""
+    """Outcome of the search, for example 'greedy' or 'certified'."""
 
     def __post_init__(self) -> None:
         check_time("objective_s of a planning stage", self.objective_s)
@@ -194,7 +194,7 @@ class IterationPlan:
 
     @property
     def overhead_s(self) -> float:
-        """What regrouping and optimizer add to the makespan."""
+        """Time that regrouping and optimizer add to the makespan."""
         return self.predicted_time_s - self.makespan_s
 
     @property
@@ -424,7 +424,7 @@ def _report_from_json(plan: JsonObject, stage: str) -> StageReport | None:
 
 
 def _is_below(time_s: float, bound_s: float) -> bool:
-    """Whether a time is smaller than its lower bound by more than rounding."""
+    """True if a time is smaller than its lower bound by more than rounding."""
     return time_s < bound_s and not math.isclose(time_s, bound_s, rel_tol=_RELATIVE_TOLERANCE)
 
 
@@ -447,7 +447,7 @@ def plan_status(plan: IterationPlan) -> str:
 
 
 def is_marked(status: str) -> bool:
-    """Whether planning was cut short by a limit, a failing solver or a failing search."""
+    """True if planning was cut short by a limit, a failing solver or a failing search."""
     return status.startswith(_MARKS)
 
 
@@ -486,7 +486,7 @@ class StrategyOutcome:
 
     @property
     def is_chosen(self) -> bool:
-        """Whether the plan uses this strategy."""
+        """True if the plan uses this strategy."""
         return not self.why_not_chosen
 
 
@@ -596,7 +596,7 @@ class Candidate:
 
 
 def _largest_last(scheme: Scheme, micro_batches: tuple[MicroBatch, ...]) -> tuple[MicroBatch, ...]:
-    """On one stage the longest goes last, as its backward hides most of the scatters and the order
+    """Moves the longest last on one stage, as its backward hides most of the scatters and the order
     costs nothing; a pipeline's order is part of its time."""
     if scheme.pp > 1:
         return micro_batches

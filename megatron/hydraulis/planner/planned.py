@@ -191,7 +191,7 @@ def _rank_text(ranks: Sequence[int]) -> str:
 def planned_spans(
     plan: IterationPlan, cost_model: CostModel, *, rank: int, iteration: int, start_us: float
 ) -> list[Span]:
-    """What the plan predicts for one rank: forward and backward of each of its micro-batches.
+    """Predicts the spans of one rank: forward and backward of each of its micro-batches.
 
     Args:
         plan: the plan of the iteration.

@@ -193,7 +193,7 @@ def _search_all(
 
 
 def _is_beaten(search: StrategySearch, best: StrategySearch, least_gain: float) -> bool:
-    """Whether no plan of a strategy can be faster than the best one so far by more than a share."""
+    """True if no plan of a strategy can be faster than the best one so far by more than a share."""
     if search is best:
         return False
     return search.excludes(_found_ms(best) * (1.0 - least_gain) - search.overhead_ms)

@@ -94,7 +94,7 @@ class Relaxation:
         self._high = np.array([bucket.high for bucket in self.buckets], dtype=np.float64)
 
     def is_impossible(self, time_ms: float) -> bool:
-        """Whether it is proved that every plan takes longer than time_ms."""
+        """True if it is proved that every plan takes longer than time_ms."""
         program = self._program(time_ms)
         if program is None:
             return True
@@ -214,7 +214,7 @@ class Relaxation:
         return tiers
 
     def _spoils(self, cost: SchemeCost, length: int, time_ms: float) -> bool:
-        """Whether a pipeline that holds a sequence can do noticeably less work within a time."""
+        """True if a pipeline that holds a sequence can do noticeably less work within a time."""
         most_ms = long_micro_batch_orders((length,), cost).most_works_ms(time_ms)[-1]
         return most_ms < _SPOILED * time_ms
 
@@ -295,7 +295,7 @@ def _tier_with_long(cost: SchemeCost, shortest: int, longest: int, time_ms: floa
 
 @dataclass(frozen=True, slots=True)
 class Mode:
-    """What a replica of a class can do within a time with num_micro_batches micro-batches."""
+    """Capacity of a replica of a class within a time, with num_micro_batches micro-batches."""
 
     replica_class: int
     """Index of the class."""

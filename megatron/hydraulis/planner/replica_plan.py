@@ -24,7 +24,7 @@ class ContextGroup:
     size: int
     """Cp ranks in it."""
     num_sequences: int
-    """How many of the micro-batch's sequences it has, after those of the group before it. A group
+    """Number of its sequences in the micro-batch, after those of the group before it. A group
     without sequences runs a row of padding: see docs/architecture.md."""
 
     def __post_init__(self) -> None:
@@ -46,7 +46,7 @@ class ContextGroup:
 
 @dataclass(frozen=True, slots=True)
 class GroupShare:
-    """What one context group of a micro-batch runs."""
+    """One context group's share of a micro-batch."""
 
     group: ContextGroup
     sequences: tuple[int, ...]
@@ -143,7 +143,7 @@ class MicroBatch:
         return sum(self.lengths)
 
     def shares(self, width: int) -> tuple[GroupShare, ...]:
-        """What each context group runs, by offset; ``width`` is the replica's cp."""
+        """Shares of the context groups, by offset; ``width`` is the replica's cp."""
         if not self.groups:
             whole = ContextGroup(0, width, len(self.sequences))
             row_tokens = self.rows[0] if self.rows else None
@@ -158,7 +158,7 @@ class MicroBatch:
         return tuple(found)
 
     def shares_of(self, scheme: Scheme) -> tuple[tuple[Scheme, GroupShare], ...]:
-        """What each context group runs on a replica's scheme, and the scheme it costs like."""
+        """Share of each context group on a replica's scheme, with the scheme it costs like."""
         return tuple(
             (scheme.of_context_group(share.group.size), share) for share in self.shares(scheme.cp)
         )
@@ -174,7 +174,7 @@ class MicroBatch:
         )
 
     def share_of(self, column: int, width: int) -> GroupShare:
-        """What the group of a cp coordinate runs; IndexError outside the width."""
+        """Share of the group of a cp coordinate; raises IndexError outside the width."""
         for share in self.shares(width):
             if column in share.group.columns:
                 return share
@@ -231,7 +231,7 @@ class ReplicaPlan:
 
     scheme: Scheme
     ranks: tuple[int, ...]
-    """As in strategy.Replica: stage by stage, in a stage cp by cp, in that tp by tp."""
+    """Ranks as in strategy.Replica: stage by stage, in a stage cp by cp, in that tp by tp."""
     micro_batches: tuple[MicroBatch, ...]
     """Micro-batches in the order in which they run, which is part of the predicted time."""
     predicted_time_s: float

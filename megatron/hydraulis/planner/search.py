@@ -107,7 +107,7 @@ class StrategySearch:
 
     @property
     def is_started(self) -> bool:
-        """Whether there is a plan."""
+        """True if there is a plan."""
         return self._best is not None
 
     def start(self) -> None:
@@ -133,7 +133,7 @@ class StrategySearch:
         self._packing_s += time.perf_counter() - middle_s
 
     def excludes(self, time_ms: float) -> bool:
-        """Whether every plan is proved to take longer; the bound is then raised to time_ms."""
+        """True if every plan is proved to take longer; the bound is then raised to time_ms."""
         with self._dispatch_timed():
             return self._excludes(time_ms)
 

@@ -50,7 +50,7 @@ class SolverError(RuntimeError):
 
 
 class Outcome(enum.Enum):
-    """How a run ended."""
+    """Outcome of a run."""
 
     OPTIMAL = "optimal"
     LIMIT = "limit"

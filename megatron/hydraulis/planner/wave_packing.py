@@ -109,7 +109,7 @@ class Counts(NamedTuple):
     totals: Totals
 
     def without(self, other: Counts) -> Counts:
-        """What is left of the sequences without some of them."""
+        """Returns these sequences without the other ones."""
         nums = self.nums.copy()
         for place, num in zip(other.places, other.nums, strict=True):
             nums[bisect_left(self.places, place)] -= num
@@ -186,7 +186,7 @@ class LengthTable:
         return self._counted(Counter(map(self.place.__getitem__, lengths)))
 
     def held(self, wave: Wave) -> Counts:
-        """What a wave holds."""
+        """Sequences that a wave holds."""
         return self._counted(wave.counts)
 
     def _counted(self, num_by_place: Mapping[int, int]) -> Counts:
@@ -284,7 +284,7 @@ def fill_wave(
 
 
 class Beam(NamedTuple):
-    """How widely waves are searched."""
+    """Width of the search for waves."""
 
     num_beginnings: int
     """Number of beginnings that are continued."""
@@ -315,7 +315,7 @@ class _Continuation(NamedTuple):
     beginning: _Beginning
     wave: Wave
     held: Counts
-    """What the wave holds."""
+    """Sequences that the wave holds."""
     left: Totals
 
     @property

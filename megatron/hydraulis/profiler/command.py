@@ -233,7 +233,7 @@ def _process_group(job: _Job, *, num_ranks: int, rank: int) -> Iterator[None]:
 
 @dataclass(frozen=True, kw_only=True)
 class _Job:
-    """What is measured, and how."""
+    """The strategies and grid points to measure, and the job to measure them for."""
 
     namespace: argparse.Namespace
     resolved: Resolved

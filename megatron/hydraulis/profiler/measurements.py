@@ -154,7 +154,7 @@ class MeasuredStrategy:
     optimizer_ms: float
     regroup: RegroupSpeed
     replicas: str | None = None
-    """In strategy notation; None in older files."""
+    """Replicas in strategy notation; None in older files."""
     expert_load: float | None = None
     """Load by random tokens, as in metrics.jsonl; None without experts, and in older files."""
 

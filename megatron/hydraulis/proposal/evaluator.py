@@ -399,7 +399,7 @@ class Evaluator:
         return self._candidates.limit(mix) >= self.longest[batch]
 
     def overhead_ms(self, mix: Mix) -> float:
-        """What regrouping and optimizer add to the makespan of a mix."""
+        """Time that regrouping and optimizer add to the makespan of a mix."""
         pool, costs = self._pool(mix)
         return costs.overheads_ms[pool.strategies[0].name]
 

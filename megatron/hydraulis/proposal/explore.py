@@ -212,7 +212,7 @@ def regimes_of(
 
 
 def single_scheme_mixes(candidates: Candidates) -> tuple[Mix, ...]:
-    """As many replicas of each plain scheme as possible; others fill the remaining ranks."""
+    """Mixes with as many replicas of one plain scheme as possible; others fill the rest."""
     empty = (0,) * len(candidates.schemes)
     return tuple(dict.fromkeys(candidates.filled(empty, (i,)) for i in candidates.plain))
 

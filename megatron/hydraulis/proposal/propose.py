@@ -79,7 +79,7 @@ class PoolMember:
     mean_s: float | None
     """Over these batches; None if there are none."""
     overhead_s: float
-    """What regrouping and optimizer add to its makespan; part of every time."""
+    """Time that regrouping and optimizer add to its makespan; part of every time."""
     gain_s: float | None
     """Increase of the mean over all batches without it; None if the rest of the pool does not hold
     every batch and the corpus' longest sequence."""
@@ -116,7 +116,7 @@ class Proposal:
 
     pool: Pool
     profile: ProfileCostModel
-    """What it was proposed with, without assumed rows that the pool does not need."""
+    """Profile of the proposal, without assumed rows that the pool does not need."""
     members: tuple[PoolMember, ...]
     """The strategies in the order of the pool, which starts with the one used most."""
     mean_s: float

@@ -102,7 +102,7 @@ class PackedAttention(torch.nn.Module, ABC):
 
     @property
     def window(self) -> int | None:
-        """How many tokens before its own a token attends to; None for all of its sequence.
+        """Number of tokens before its own that a token attends to; None for all of its sequence.
 
         Read at every use: the layers of a stage get their numbers after they are built.
         """
@@ -388,7 +388,7 @@ class QueryBlocks:
 
     blocks: list[QueryBlock]
     window: int | None
-    """How many tokens before its own a token attends to."""
+    """Number of tokens before its own that a token attends to."""
     has_offset: bool
     """Whether each segment has one key more before its own, to which all its queries attend."""
     dtype: torch.dtype
@@ -548,7 +548,7 @@ class _GatheredAgain:
         self._again: Tensor | None = None
 
     def forget(self, saved: Tensor) -> Tensor | _View:
-        """What autograd saves instead of a tensor; called in the forward."""
+        """Returns what autograd saves instead of a tensor; called in the forward."""
         if saved.untyped_storage().data_ptr() != self._address:
             return saved
         return _View(saved.size(), saved.stride(), int(saved.storage_offset()))

@@ -217,7 +217,7 @@ def _spec(
 def _contribution(
     name: str, parameter: Any, tensor_parallel: bool, sequence_parallel: bool
 ) -> Contribution:
-    """What each TP rank has of the gradient of a parameter that all of them hold completely.
+    """Returns what each TP rank has of the gradient of a parameter that all hold completely.
 
     A wrong answer would leave the first loss intact and spoil the update, so with tensor
     parallelism nothing is guessed: a parameter is marked or known.
@@ -305,13 +305,13 @@ class _Extent:
         return cls(start, stop, stop - start == tensor.numel(), tensor.dtype)
 
     def touches(self, other: _Extent) -> bool:
-        """Whether both may share an element; offsets of different dtypes cannot be compared."""
+        """True if both may share an element; offsets of different dtypes cannot be compared."""
         if self.dtype != other.dtype:
             return True
         return self.start < other.stop and other.start < self.stop
 
     def covers(self, other: _Extent) -> bool:
-        """Whether it reaches every element of the other."""
+        """True if it reaches every element of the other."""
         is_around = self.start <= other.start and other.stop <= self.stop
         return is_around and self.is_dense and self.dtype == other.dtype
 

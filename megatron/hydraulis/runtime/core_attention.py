@@ -211,7 +211,7 @@ class TEAttention(PackedAttention):
 
 
 def choose_te_way(cp_comm_type: str, num_heads: int, num_groups: int, context_size: int) -> TEWay:
-    """How Transformer Engine exchanges in a group; equal on all its ranks.
+    """Chooses how Transformer Engine exchanges in a group; equal on all its ranks.
 
     ``auto`` is the all-to-all where it moves less and the heads allow it, else the ring, which
     moves as much as an all-gather but overlaps with compute.
@@ -255,7 +255,7 @@ def packed_arguments(packed_seq_params: PackedSeqParams) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class RowKind:
-    """What the choice of a kernel for packed rows depends on, other than their numbers' type."""
+    """Properties of packed rows that decide which kernel they take, except their dtype."""
 
     num_heads: int
     """Query heads on a rank, after tensor parallelism."""
@@ -266,7 +266,7 @@ class RowKind:
     num_tokens: int = 4096
     """Tokens of the row, and of its longest sequence."""
     window: int | None = None
-    """How many tokens before its own a token attends to; None for all of its sequence."""
+    """Number of tokens before its own that a token attends to; None for all of its sequence."""
     value_head_size: int | None = None
     """Size of a value's head; None if it is that of queries and keys."""
 
@@ -402,7 +402,7 @@ _NO_CUDA = "there is no CUDA device"
 
 @dataclass(frozen=True, kw_only=True)
 class Environment:
-    """What the selection depends on."""
+    """Facts that the selection depends on."""
 
     compute_capability: tuple[int, int] | None
     """That of this rank's GPU; None without CUDA."""

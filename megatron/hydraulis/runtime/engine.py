@@ -47,11 +47,11 @@ from megatron.hydraulis.transfer.ranges import best_owner_orders
 
 @dataclass(frozen=True)
 class LocalGradients:
-    """What this rank knows of a batch whose gradients are on the shards."""
+    """This rank's record of a batch whose gradients are on the shards."""
 
     runtime: StrategyRuntime
     reports: list[dict[str, Tensor]]
-    """What the loss function reported of each micro-batch; on the last stage."""
+    """The loss function's report of each micro-batch; on the last stage."""
     trained_tokens: int
     """Tokens with a weight above 0 in this rank's micro-batches."""
     out_of_memory: OutOfMemory | None = None
@@ -167,7 +167,7 @@ class RuntimeEngine:
             self.routers,
         )
         self.num_changes = 0
-        """How often parameters have changed."""
+        """Number of times that parameters have changed."""
         self._gathered: tuple[str, GatherPass] | None = None
         """The strategy whose current parameters are in the arena or on their way there."""
         self._accumulated: list[LocalGradients] = []
@@ -177,7 +177,7 @@ class RuntimeEngine:
 
     @property
     def has_optimizer(self) -> bool:
-        """Whether it can train."""
+        """True if it can train."""
         return self._optimizer is not None
 
     @property
@@ -377,7 +377,7 @@ class RuntimeEngine:
     def forward(
         self, strategy_name: str, batches: Sequence[PackedBatch], forward_step: ForwardStep
     ) -> list[dict[str, Tensor]]:
-        """What ``forward_step`` reports of each micro-batch, on the last stage; no gradients."""
+        """Returns ``forward_step``'s reports by micro-batch, on the last stage; no gradients."""
         self.gather(strategy_name)
         runtime = self.runtime_of(strategy_name)
         with self._in_phase("evaluation", strategy_name, untimed), torch.no_grad():
@@ -590,7 +590,7 @@ class RuntimeEngine:
             config.moe_grad_scale_func = lambda: sums[:1] / sums[1].clamp(min=1)
 
     def check_divisor(self, divisor: float | None) -> float | None:
-        """What the next update divides by; None for the sum of the weights.
+        """Returns the divisor of the next update; None for the sum of the weights.
 
         Raises ConfigurationError as `optim_step`.
         """
@@ -672,7 +672,7 @@ def _trained_tokens(batches: Sequence[PackedBatch]) -> int:
 
 
 def _out_of_memory(calls: Sequence[LocalGradients]) -> OutOfMemory | None:
-    """Where this rank first ran out of memory; None where it did not."""
+    """Returns where this rank first ran out of memory; None if it did not."""
     return next((call.out_of_memory for call in calls if call.out_of_memory is not None), None)
 
 

@@ -44,7 +44,7 @@ class RoleModel:
 
     @property
     def reports_loss(self) -> bool:
-        """Whether this rank reports its pipeline's loss: TP rank 0 of the last stage.
+        """True if this rank reports its pipeline's loss: TP rank 0 of the last stage.
 
         With cp > 1 every cp rank of a replica has a pipeline and the loss of its own tokens.
         """
@@ -284,7 +284,7 @@ def check_loss_function(
 
 
 def _sums(returned: Any) -> tuple[float, float]:
-    """What a loss function returned, after a check that its report agrees."""
+    """Returns the two sums of a loss function, after a check that its report agrees."""
     if not (isinstance(returned, tuple) and len(returned) == 3):
         raise ConfigurationError(
             "the loss function must return three values: the weighted sum of the token losses, the "

@@ -29,7 +29,7 @@ from megatron.hydraulis.runtime.process_groups import to_device
 
 
 def balances(config: TransformerConfig) -> bool:
-    """Whether routers add losses to that of the tokens."""
+    """True if routers add losses to that of the tokens."""
     has_experts = config.num_moe_experts is not None
     return has_experts and bool(_coefficient(config) or config.moe_z_loss_coeff)
 
@@ -69,7 +69,7 @@ def _coefficient(config: TransformerConfig) -> float:
 
 
 class RouterState:
-    """What all routers of the model share: biases, and sums over the tokens since the last update.
+    """State that all routers share: biases, and sums over the tokens since the last update.
 
     A rank has the rows of all layers, so no strategy moves them. Those of layers without experts
     stay 0.

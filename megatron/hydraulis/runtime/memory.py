@@ -145,7 +145,7 @@ def _kib_entry_bytes(path: Path, name: str) -> int | None:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class OutOfMemory:
-    """Where a rank ran out of memory."""
+    """Place where a rank ran out of memory."""
 
     rank: int
     strategy: str
@@ -188,7 +188,7 @@ class SharedOutOfMemoryError(OutOfMemoryError):
             else own.text
         )
         self.own = own
-        """What happened on this rank, if it is one of them."""
+        """This rank's own lack of memory, if it is one of them."""
 
 
 class LoneOutOfMemoryError(OutOfMemoryError):
@@ -204,7 +204,7 @@ class LoneOutOfMemoryError(OutOfMemoryError):
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Whether torch found no memory, on a device or on the host."""
+    """True if torch found no memory, on a device or on the host."""
     if isinstance(error, torch.OutOfMemoryError | MemoryError | OutOfMemoryError):
         return True
     return isinstance(error, RuntimeError) and _NO_MEMORY_ON_CPU in str(error)
@@ -217,7 +217,7 @@ def recover_from_oom(
     batches: Sequence[PackedBatch],
     num_begun: int,
 ) -> OutOfMemory:
-    """What a rank without memory reports to the others, if it can go on with the iteration.
+    """Returns what a rank without memory reports to the others, if it can go on.
 
     Args:
         batches: this rank's micro-batches.

@@ -44,13 +44,13 @@ class LossTotal:
 
     @property
     def is_finite(self) -> bool:
-        """Whether every micro-batch's loss was finite."""
+        """True if every micro-batch's loss was finite."""
         return math.isfinite(self.loss_sum) and math.isfinite(self.weight_sum)
 
 
 @dataclass(frozen=True, kw_only=True)
 class StepVote:
-    """What all ranks add up after their backward passes, so that all take the same decision."""
+    """Values that all ranks sum after their backward passes, so that all decide the same."""
 
     loss: LossTotal
     next_strategy: int | None
@@ -59,7 +59,7 @@ class StepVote:
     squared_norm: float
     """That of the gradients before any division; 0 where no update follows."""
     routing: Tensor
-    """What `RouterState.accept` reads; empty without experts and where no update follows."""
+    """Input of `RouterState.accept`; empty without experts and where no update follows."""
 
     @staticmethod
     def to_tensor(
@@ -106,7 +106,7 @@ class StepVote:
 
 @dataclass(frozen=True, kw_only=True)
 class RoutingFigures:
-    """How the tokens of an update were routed to experts; the losses are without coefficients."""
+    """Routing of an update's tokens to experts; the losses are without coefficients."""
 
     worst_load: float
     """Tokens of the busiest expert of a layer over the mean of its experts; of the worst layer."""
@@ -130,7 +130,7 @@ class StepOutcome:
     """Micro-batches of this rank's replica whose loss, on this rank's part of them, is not finite
     (last stage only)."""
     regroup_bytes: int = 0
-    """What this rank receives from others and sends to them in one gather and one scatter of the
+    """Bytes that this rank receives from others and sends to them in one gather and scatter of the
     iteration's strategy."""
     gather_wait_s: float = 0.0
     """Time for which this rank's compute waited for parameters."""
@@ -139,6 +139,6 @@ class StepOutcome:
     num_ranks_without_memory: int = 0
     """Ranks that ran out of memory; equal on every rank. If there are any, nothing is updated."""
     out_of_memory: OutOfMemory | None = None
-    """What happened on this rank, if it is one of them."""
+    """This rank's own lack of memory, if it is one of them."""
     routing: RoutingFigures | None = None
     """None without experts, and where nothing was updated."""

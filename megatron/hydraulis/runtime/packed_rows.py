@@ -99,7 +99,7 @@ Stretch = tuple[int, int, int]
 
 @dataclass(frozen=True, slots=True)
 class Borders:
-    """Where the segments of a row begin, as kernels take it."""
+    """Borders of a row's segments, as kernels take them."""
 
     sums: Tensor
     """(segments + 1,) int32: cumulative lengths in tokens, from 0."""
@@ -119,7 +119,7 @@ class Stretches:
 
 @dataclass(frozen=True, eq=False)
 class SharedRow:
-    """What every layer needs for a row that a group shares; computed once per micro-batch."""
+    """Data that every layer needs for a row that a group shares; computed once per micro-batch."""
 
     group: dist.ProcessGroup
     size: int
@@ -367,7 +367,7 @@ def _is_rotated_here(attention: Any) -> bool:
 
 
 def _keeps_fused_output(attention: Any) -> bool:
-    """Whether norms of queries or keys save the output of the fused linear layer.
+    """True if norms of queries or keys save the output of the fused linear layer.
 
     Those of Transformer Engine save copies, and ours around one save them in fp32.
     """

@@ -107,7 +107,7 @@ class GatherPass:
                 self._num_missing -= 1
 
     def num_missing_of(self, buckets: Iterable[int]) -> int:
-        """How many of these buckets have not been waited for."""
+        """Returns how many of these buckets have not been waited for."""
         return sum(self._tickets[bucket] is not None for bucket in buckets)
 
     def finish(self) -> None:
@@ -120,10 +120,10 @@ class PostFrom(Enum):
     """The moment from which a rank may post scatters; docs/regrouping.md, section Overlap."""
 
     LAST_BACKWARD = auto()
-    """If a scatter never delays compute."""
+    """The beginning of the last backward, if a scatter never delays compute."""
     FIRST_GRADIENT = auto()
-    """Of the last backward. Megatron's schedules announce that backward before they receive what it
-    works on; once it has added to a gradient, a first stage has no message left."""
+    """The first gradient of the last backward. Megatron's schedules announce that backward before
+    they receive its input; once it has added to a gradient, a first stage has no message left."""
     FINISH = auto()
     """After the schedule; at once where there is none."""
 
@@ -168,7 +168,7 @@ class ScatterPass:
         self._is_last_backward = False
 
     def begin_last_backward(self) -> None:
-        """From now on, a gradient is complete once it has been added to."""
+        """Declares that from now on a gradient is complete once it has been added to."""
         self._is_last_backward = True
         if self._post_from is PostFrom.LAST_BACKWARD:
             self._post_complete()

@@ -42,7 +42,7 @@ def _new_group(ranks: list[int] | None = None, **named: Any) -> Any:
 
 
 def _uses_nccl() -> bool:
-    """Whether the world has NCCL, alone or by device, as in ``cpu:gloo,cuda:nccl``."""
+    """True if the world has NCCL, alone or by device, as in ``cpu:gloo,cuda:nccl``."""
     return "nccl" in dist.get_backend()
 
 
@@ -260,7 +260,7 @@ def local_collection() -> ProcessGroupCollection:
 
 
 def device_of_job() -> torch.device:
-    """Where tensors of the collectives live: the current CUDA device, or the CPU with gloo."""
+    """Device of the collectives' tensors: the current CUDA device, or the CPU with gloo."""
     if dist.is_initialized() and _uses_nccl():
         return torch.device("cuda", torch.cuda.current_device())
     return torch.device("cpu")

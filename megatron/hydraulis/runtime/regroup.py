@@ -100,7 +100,7 @@ class Regrouper:
             parameter_bytes=wire_dtype.itemsize,
             gradient_bytes=gradient_dtype.itemsize,
         )
-        """What this rank exchanges with others in an iteration."""
+        """Bytes that this rank exchanges with others in an iteration."""
         self.routes: list[Route] = []
         """One for each bucket."""
         self._scatter_routes: list[Route] = []
@@ -146,9 +146,9 @@ class BucketEnds:
     bucket: Bucket
     shards: CanonicalShards
     held: tuple[Copy, ...]
-    """What the rank's role holds, in canonical order."""
+    """Copies that the rank's role holds, in canonical order."""
     contributed: tuple[Copy, ...]
-    """What it contributes to gradients, in canonical order."""
+    """Copies that it contributes to gradients, in canonical order."""
     wire_dtype: torch.dtype
     """Dtype in which parameters travel."""
     gradient_dtype: torch.dtype
@@ -184,7 +184,7 @@ def make_route(
 
 
 class Route(ABC):
-    """How one bucket travels.
+    """Way in which one bucket travels.
 
     Args:
         arriving: parameters in the order in which they arrive.
@@ -219,12 +219,12 @@ class Route(ABC):
 
     @property
     def received_in_place(self) -> bool:
-        """Whether parameters arrive in the arena itself."""
+        """True if parameters arrive in the arena itself."""
         return self._arrival_run is not None
 
     @property
     def sent_in_place(self) -> bool:
-        """Whether gradients leave from the arena itself."""
+        """True if gradients leave from the arena itself."""
         return self._departure_run is not None
 
     def job(
@@ -248,7 +248,7 @@ class Route(ABC):
         """Arena to shards, whose gradients are replaced or added to; see `track.TrackJob.steps`."""
 
     def _sends_shard(self, runs: Sequence[Run], num_elements: int) -> bool:
-        """Whether a gather sends from the shard itself: one run, in the dtype of the wire."""
+        """True if a gather sends from the shard itself: one run, in the dtype of the wire."""
         is_one_run = len(runs) == 1 and runs[0][1] - runs[0][0] == num_elements
         return is_one_run and self._ends.parameters.dtype == self._ends.wire_dtype
 
@@ -266,7 +266,7 @@ class Route(ABC):
         return send
 
     def _receive_buffer(self, slot: StagingSlot) -> Tensor:
-        """Where parameters arrive: in the arena, or else in a buffer to `_unpack`."""
+        """Place where parameters arrive: the arena, or else a buffer to `_unpack`."""
         if self._arrival_run is not None:
             return self._arrival_run
         return slot.take("received", self._num_received, self._ends.wire_dtype)
@@ -277,7 +277,7 @@ class Route(ABC):
                 stack.view.copy_(stack.in_buffer(received))
 
     def _packed_gradients(self, slot: StagingSlot) -> Tensor:
-        """What the rank contributes, in the order in which it is sent."""
+        """The rank's contribution, in the order in which it is sent."""
         if self._departure_run is not None:
             return self._departure_run
         send = slot.take("sent", self._num_sent, self._ends.gradient_dtype)
@@ -533,7 +533,7 @@ class Copy:
 def canonical_copies(
     layout: CanonicalLayout, bucket: Bucket, role: Role, arena: Arena, *, gradients: bool
 ) -> tuple[Copy, ...]:
-    """What the role holds of the bucket, or contributes to its gradients, in canonical order.
+    """Copies of a bucket that the role holds, or contributes to gradients, in canonical order.
 
     Neighbours in both places are one copy. Needs `Arena.in_memory`.
     """
@@ -676,7 +676,7 @@ def _merged(copies: Iterable[Copy]) -> tuple[Copy, ...]:
 
 
 def _adjoin(first: Tensor, second: Tensor) -> bool:
-    """Whether both are without gaps and ``second`` begins where ``first`` ends."""
+    """True if both are without gaps and ``second`` begins where ``first`` ends."""
     if not (first.is_contiguous() and second.is_contiguous()):
         return False
     return bool(second.storage_offset() == first.storage_offset() + first.numel())

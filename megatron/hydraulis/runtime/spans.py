@@ -93,7 +93,7 @@ class _Stamp:
     event: torch.cuda.Event
     base: torch.cuda.Event
     base_ns: int
-    """When the host saw the base complete."""
+    """Time at which the host saw the base complete."""
 
 
 class CudaClock:

@@ -1,4 +1,4 @@
-"""What a rank needs to run each strategy of a pool: its role's model, arena and regrouping."""
+"""A rank's parts for each strategy of a pool: its role's model, arena and regrouping."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from megatron.hydraulis.transfer.role import Role
 
 @dataclass(frozen=True)
 class StrategyRuntime:
-    """What this rank needs to run one strategy; `model` and `arena` are None where idle."""
+    """This rank's parts for one strategy; `model` and `arena` are None where idle."""
 
     strategy: Strategy
     bound: BoundRole | None
@@ -63,7 +63,7 @@ class StrategyRuntimes:
     gradient_dtype: torch.dtype
     """Dtype in which gradients travel."""
     routers: RouterState | None
-    """What the routers of all models share; None without experts."""
+    """State that the routers of all models share; None without experts."""
     _built: dict[str, StrategyRuntime] = field(default_factory=dict, init=False)
     _bound_roles: dict[object, BoundRole] = field(default_factory=dict, init=False)
     _is_training: bool = field(default=True, init=False)

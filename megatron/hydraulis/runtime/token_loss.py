@@ -51,7 +51,7 @@ and entropies; these are None unless requested. ``inputs`` are the sequences' te
 and without the first of each sequence, which nothing predicts. Possibly 0 tokens."""
 
 OUTPUTS = ("log_probs", "entropy")
-"""What a forward pass can give of each token."""
+"""Names of what a forward pass can give for each token."""
 
 
 class Segments:
@@ -198,7 +198,7 @@ def _losses(
     inputs: Mapping[str, Tensor],
     segments: Segments,
 ) -> Tensor:
-    """What the loss returns, if that is one loss per token."""
+    """Returns the losses, after a check that there is one per token."""
     losses = loss(log_probs, entropy, _Inputs(inputs), segments)
     if not isinstance(losses, Tensor) or losses.shape != log_probs.shape:
         found = f"shape {tuple(losses.shape)}" if isinstance(losses, Tensor) else repr(losses)
@@ -314,7 +314,7 @@ _NO_LOGIT = -1e30
 
 @dataclass(frozen=True)
 class TokenOutputs:
-    """What the last stage computes of each token of a row, with gradients."""
+    """Values that the last stage computes for each token of a row, with gradients."""
 
     log_probs: Tensor
     """(1, tokens), of the labels; fp32, or fp64 for an fp64 model."""
@@ -352,7 +352,7 @@ def token_losses(**given: Any) -> Tensor:
 
 @dataclass(frozen=True)
 class OutputSettings:
-    """How logits are made and used."""
+    """Settings of how logits are made and used."""
 
     num_tokens_in_vocabulary: int
     """Logits of the padding behind them take no part in the softmax."""
@@ -427,7 +427,7 @@ class _Columns:
     """Whether the matrix has no other use in the stage, whose gradient comes later."""
 
     def chunks(self, num_tokens: int) -> list[slice]:
-        """As few chunks as possible, of almost equal size. They do not depend on entropies, so that
+        """Makes the fewest chunks, almost equal in size. Entropies do not change them, so
         log-probabilities are equal bit by bit with and without."""
         num_chunks = -(-num_tokens // self.chunk_tokens)
         size = -(-num_tokens // num_chunks)

@@ -77,7 +77,7 @@ class Staging:
 
 
 Step = dist.Work | None
-"""What a job waits for next; None where there is nothing to wait for."""
+"""Work that a job waits for next; None where there is nothing to wait for."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -87,7 +87,7 @@ class TrackJob:
     span: str
     """'gather' or 'scatter'."""
     detail: Mapping[str, int | str]
-    """What the span, and an error, says of the job."""
+    """Details of the job for its span and for errors."""
     num_collectives: int
     needs_staging: bool
     """Whether `steps` takes memory from its slot."""
@@ -105,7 +105,7 @@ class Ticket(Protocol):
 
     @property
     def is_done(self) -> bool:
-        """Whether the job has ended, successfully or not; never waits."""
+        """True if the job has ended, successfully or not; never waits."""
         ...
 
     def wait(self) -> None:
@@ -348,7 +348,7 @@ class StreamTrack:
     """A CUDA stream: jobs are queued on the device in their order; the host never waits."""
 
     may_delay_compute = True
-    """Where streams share one hardware queue, a waiting job delays everything queued after it."""
+    """If streams share one hardware queue, a waiting job delays everything queued after it."""
 
     def __init__(
         self, device: torch.device, staging: Staging, spans: SpanRecorder = NO_SPANS

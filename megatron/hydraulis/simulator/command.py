@@ -215,7 +215,7 @@ def _shown_spans(iteration: IterationTasks, spans: Sequence[Span]) -> list[Span]
 
 
 def iteration_spans(iteration: IterationTasks, *, started_ms: float) -> list[Span]:
-    """What every rank does in an iteration, by start.
+    """Spans of every rank in an iteration, by start.
 
     The spans have the names of measured ones and are not planned ones: the simulation takes the
     place of a run, so that tables, pictures and viewers of traces show it in the same way.
@@ -272,7 +272,7 @@ def _stage_spans(iteration: IterationTasks, operations: list[OperationTasks]) ->
 
 
 def _common_spans(iteration: IterationTasks, started_ms: float) -> Iterator[Span]:
-    """What all ranks do at the same time."""
+    """Spans that all ranks have in common."""
     number, strategy = iteration.number, iteration.work.strategy.name
     begin_ms, end_ms = iteration.begin_ms, iteration.end_ms
     if begin_ms > started_ms:

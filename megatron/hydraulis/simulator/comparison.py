@@ -54,7 +54,7 @@ readable."""
 
 @dataclass(frozen=True, kw_only=True, repr=False)
 class Comparison:
-    """What ways to train take for the same batches; a notebook draws it, ``print`` shows tables."""
+    """Times of ways to train on the same batches; a notebook draws it, ``print`` shows tables."""
 
     results: tuple[WayResult, ...]
     """One for each way, in the order of `WAYS`."""
@@ -65,7 +65,7 @@ class Comparison:
 
     @property
     def reference(self) -> WayResult:
-        """What speed-ups are relative to: packing if it was simulated, else the first way."""
+        """The base of speed-ups: packing if it was simulated, else the first way."""
         return next((each for each in self.results if each.name == PACKING), self.results[0])
 
     def result(self, way: str) -> WayResult:
@@ -80,7 +80,7 @@ class Comparison:
 
     @property
     def title(self) -> str:
-        """What was simulated."""
+        """Title that says what was simulated."""
         batches = self.ways.batches
         return (
             f"{len(batches)} iterations on {self.ways.pool.num_ranks} ranks: "

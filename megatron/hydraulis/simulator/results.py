@@ -34,7 +34,7 @@ class WayResult:
     strategies: dict[str, str]
     """Notation of each used strategy by name."""
     num_row_shapes: int
-    """How many different rows ran: by scheme and tokens, padding included."""
+    """Number of different rows that ran: by scheme and tokens, padding included."""
 
     @property
     def time_s(self) -> float:
@@ -191,7 +191,7 @@ def _no_garbage_collection() -> Iterator[None]:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class IterationAccount:
-    """Where the time of one iteration went.
+    """The time of one iteration, by what it was spent on.
 
     Parts are rank-times: ms of one rank, summed over ranks. From the end of the previous iteration
     to the end of this one, the time of every rank is
@@ -229,7 +229,7 @@ class IterationAccount:
 def account(
     iteration: IterationTasks, *, started_ms: float, received_bytes: float = 0.0
 ) -> IterationAccount:
-    """Where the time of an iteration went; the sum of the parts is time x ranks.
+    """Splits the time of an iteration by use; the sum of the parts is time x ranks.
 
     Args:
         iteration: after the simulation.

@@ -73,17 +73,17 @@ class IterationTasks:
 
     @property
     def begin_ms(self) -> float:
-        """When the plan was ready and the previous iteration had ended."""
+        """Time when the plan was ready and the previous iteration had ended."""
         return self.begin.end_ms
 
     @property
     def end_ms(self) -> float:
-        """When the update ended."""
+        """Time when the update ended."""
         return self.end.end_ms
 
     @property
     def replica_ends_ms(self) -> tuple[float, ...]:
-        """When each replica finished its last backward; begin_ms for one without work."""
+        """Time when each replica finished its last backward; begin_ms for one without work."""
         return tuple(
             max((task.end_ms for task in replica.ends), default=self.begin_ms)
             for replica in self.replicas

@@ -124,7 +124,7 @@ class LaneLayout:
 
 @dataclass(frozen=True, slots=True)
 class Variant:
-    """What a way could do."""
+    """Variant of a way."""
 
     cost_model: CostModel
     works: Callable[[], Works]
@@ -250,7 +250,7 @@ class Ways:
 
     @property
     def profile(self) -> ProfileCostModel:
-        """What strategies without assumed widths cost."""
+        """Profile of strategies without assumed widths."""
         return self.costs.profile
 
     @cached_property
@@ -273,7 +273,7 @@ class Ways:
         return self.longest if self.seq_length is None else self.seq_length
 
     def candidates(self, way: str) -> Iterator[Variant]:
-        """What a way could do, that with the lowest limit first; the fastest counts.
+        """Variants of a way, that with the lowest limit first; the fastest counts.
 
         None if no such strategy holds the longest sequence. Raises PlanError if a batch cannot be
         planned at all, StrategyError for a scheme that the profile lacks.

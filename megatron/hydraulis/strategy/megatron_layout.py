@@ -91,7 +91,7 @@ class MegatronLayout:
         return max(schemes, key=_num_shares_of)
 
     def note(self, scheme: Scheme) -> str:
-        """What is said of a scheme whose ranks hold more experts than Megatron's; else empty."""
+        """Note on a scheme whose ranks hold more experts than Megatron's; else empty."""
         num_here = _num_shares_of(scheme)
         if not self.num_experts or num_here >= self._num_shares:
             return ""

@@ -112,7 +112,7 @@ class Scheme:
         return max(1, -(-num_tokens // self.token_quantum)) * self.token_quantum
 
     def layers_per_stage(self, num_layers: int) -> tuple[int, ...]:
-        """How many of num_layers each of the pp stages holds.
+        """Number of the num_layers layers that each of the pp stages holds.
 
         The listed layers, or an even split in which the first ``num_layers % pp`` stages hold one
         layer more, as the last stage also computes the output layer.
@@ -136,7 +136,7 @@ class Scheme:
         return tuple(num_each + (stage < num_longer) for stage in range(self.pp))
 
     def experts_per_rank(self, num_experts: int) -> int:
-        """How many of a layer's experts a rank holds, whole with ep above 1 and its part else.
+        """Number of a layer's experts that a rank holds, whole with ep above 1 and its part else.
 
         Raises StrategyError if ep ranks cannot hold equal numbers of them.
         """

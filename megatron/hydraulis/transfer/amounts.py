@@ -1,4 +1,4 @@
-"""What any strategy exchanges over a layout, counted without building its transfer plans.
+"""Amounts that strategies exchange over a layout, counted without building transfer plans.
 
 A transfer plan lists ranges; times need only their sizes by owner. These depend on how a bucket is
 cut and on the part of it that a role holds, of which a job has few, so they are counted once and
@@ -62,7 +62,7 @@ RankAmounts = LinkElements[Amounts]
 
 
 class LayoutAmounts:
-    """What roles need of a layout, counted once for all strategies.
+    """Amounts of a layout that roles need, counted once for all strategies.
 
     Args:
         ranks_per_node: None if nodes are unknown: all ranks then count as one node.
@@ -94,7 +94,7 @@ class LayoutAmounts:
 
 
 class StrategyAmounts:
-    """What the ranks of a strategy exchange.
+    """Amounts that the ranks of a strategy exchange.
 
     Args:
         roles: the role of every rank, None for idle ranks.
@@ -180,7 +180,7 @@ class StrategyAmounts:
         )
 
     def _of_role(self, bucket: Bucket, contributed: bool) -> Amounts:
-        """What each role needs of each owner: shape (num_roles + 1, num_ranks)."""
+        """Elements that each role needs of each owner: shape (num_roles + 1, num_ranks)."""
         return np.stack(
             [self._needed(bucket, role, contributed) for role in [*([r] for r in self._roles), []]]
         )

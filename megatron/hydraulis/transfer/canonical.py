@@ -147,7 +147,7 @@ class Piece:
 
 @dataclass(frozen=True)
 class Block:
-    """Where a `Piece` lies in a rank's local parameter: a strided rectangle.
+    """Place of a `Piece` in a rank's local parameter: a strided rectangle.
 
     Element (r, c) lies at flat index ``offset + r * row_stride + c``.
     """
@@ -305,7 +305,7 @@ class CanonicalLayout:
             )
 
     def holds(self, piece: Piece, tp: int, tp_rank: int) -> bool:
-        """Whether TP rank ``tp_rank`` of ``tp`` holds the piece if it holds part of the parameter;
+        """True if TP rank ``tp_rank`` of ``tp`` holds the piece if it holds part of the parameter;
         `Role.cut_of` has the arguments."""
         if self.parameters[piece.parameter].tp_dim is None:
             return True
@@ -313,7 +313,7 @@ class CanonicalLayout:
         return tp_rank * per_rank <= piece.atom < (tp_rank + 1) * per_rank
 
     def block(self, piece: Piece, tp: int, tp_rank: int) -> Block:
-        """Where the piece lies in the local parameter of TP rank ``tp_rank`` of ``tp``."""
+        """Place of the piece in the local parameter of TP rank ``tp_rank`` of ``tp``."""
         parameter = self.parameters[piece.parameter]
         if parameter.tp_dim is None:
             row, column, row_stride = piece.first_row, 0, piece.row_length

@@ -203,7 +203,7 @@ NOTHING = LinkElements(0, 0, 0, 0)
 
 @dataclass(frozen=True)
 class RegroupBytes:
-    """What one rank exchanges with others in the regrouping of one iteration."""
+    """Bytes that one rank exchanges with others in the regrouping of one iteration."""
 
     gather_received_bytes: int
     gather_sent_bytes: int
@@ -222,10 +222,10 @@ class RegroupBytes:
 
 
 def link_elements(plan: BucketPlan, rank: int, *, ranks_per_node: int | None) -> LinkElements[int]:
-    """What ``rank`` exchanges with other ranks for one bucket.
+    """Elements that ``rank`` exchanges with other ranks for one bucket.
 
-    For an all-gather or reduce-scatter N - 1 shares in each direction, padding included. The
-    library chooses the route; assumed is the minimum, in which every element enters a node once
+    An all-gather or reduce-scatter has N - 1 shares in each direction, padding included. The
+    library chooses the route; this assumes the minimum, in which every element enters a node once
     (one ring per index in a node): with n nodes, n - 1 shares of a rank cross nodes.
 
     Args:
@@ -277,7 +277,7 @@ def regroup_bytes(
     parameter_bytes: int,
     gradient_bytes: int,
 ) -> RegroupBytes:
-    """What ``rank`` exchanges in one iteration.
+    """Bytes that ``rank`` exchanges in one iteration.
 
     Args:
         gathers: of every bucket, for all ranks or for this one.

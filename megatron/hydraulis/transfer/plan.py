@@ -39,7 +39,7 @@ from megatron.hydraulis.transfer.role import Role
 
 @dataclass(frozen=True)
 class Transfer:
-    """What one rank sends to another; ascending, disjoint ranges that never touch."""
+    """Ranges that one rank sends to another; ascending, disjoint and never touching."""
 
     source: int
     destination: int
@@ -159,7 +159,7 @@ class Segment:
 
 
 def arrival_segments(plan: TransferPlan, rank: int) -> tuple[Segment, ...]:
-    """Where to put what ``rank`` receives in a *gather*, by ascending ``canonical_start``.
+    """Places for what ``rank`` receives in a *gather*, by ascending ``canonical_start``.
 
     Copy ``num_elements`` from ``transfer_start`` of the received buffer, which is sorted by source,
     to ``canonical_start`` of what the rank holds of the bucket. If there is a single segment, the
@@ -172,7 +172,7 @@ def arrival_segments(plan: TransferPlan, rank: int) -> tuple[Segment, ...]:
 
 
 def departure_segments(plan: TransferPlan, rank: int) -> tuple[Segment, ...]:
-    """Where to take what ``rank`` sends in a *scatter*, by ascending ``canonical_start``.
+    """Places of what ``rank`` sends in a *scatter*, by ascending ``canonical_start``.
 
     The opposite of `arrival_segments`: copy from ``canonical_start`` of what the rank contributes
     to ``transfer_start`` of the buffer to send, which is sorted by destination. If there is a
@@ -289,7 +289,7 @@ class TwoStepPlan:
         )
 
     def relay_copies(self, rank: int) -> tuple[RelayCopy, ...]:
-        """What ``rank`` copies (gather) or adds (scatter) between the steps.
+        """Elements that ``rank`` copies (gather) or adds (scatter) between the steps.
 
         By ascending ``inside_start``, without gaps.
         """

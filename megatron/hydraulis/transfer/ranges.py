@@ -108,8 +108,8 @@ def _ranges(
 def held_pieces(
     layout: CanonicalLayout, bucket: Bucket, role: Role | None, *, contributed: bool
 ) -> Iterator[tuple[Piece, int, tuple[int, int]]]:
-    """What the role holds of the bucket, or contributes to its gradients: each piece with its first
-    element in the bucket and `Role.cut_of` its parameter."""
+    """Yields the pieces that the role holds of the bucket, or contributes to its gradients: each
+    with its first element in the bucket and `Role.cut_of` its parameter."""
     if role is None or bucket.unit not in role.units:
         return
     for piece, start in zip(bucket.pieces, bucket.piece_offsets, strict=False):

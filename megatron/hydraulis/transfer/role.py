@@ -26,12 +26,12 @@ class Role:
 
     @property
     def has_embedding(self) -> bool:
-        """Whether this is the first stage."""
+        """True if this is the first stage."""
         return self.first_layer == 0
 
     @property
     def has_output(self) -> bool:
-        """Whether this is the last stage."""
+        """True if this is the last stage."""
         return self.first_layer + self.num_layers == self.num_layers_of_model
 
     @cached_property
@@ -48,7 +48,7 @@ class Role:
 
     @property
     def cut(self) -> tuple[object, ...]:
-        """What the ranges that it holds of a bucket depend on, besides its units."""
+        """Properties that decide, with its units, which ranges of a bucket it holds."""
         return self.tp, self.tp_rank, self.experts
 
     def cut_of(self, parameter: ParameterSpec) -> tuple[int, int] | None:
@@ -71,7 +71,7 @@ class Role:
         return 1, 0
 
     def contributes(self, parameter: ParameterSpec) -> bool:
-        """Whether this rank sends its gradient of a parameter to the owners.
+        """True if this rank sends its gradient of a parameter to the owners.
 
         Every rank with a whole expert does, as each has seen other tokens.
         """
