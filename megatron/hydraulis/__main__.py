@@ -184,7 +184,8 @@ def _without_launch_options(
 ) -> tuple[list[str], dict[str, object]]:
     """Read the options of training; a line on stderr says which have no effect.
 
-    Raises ConfigurationError for options that training refuses, if costs depend on them.
+    Raises ConfigurationError for options that training refuses, if costs depend on them, and
+    NotInstalledError where only planning is installed, which does not know them.
 
     Args:
         arguments: the whole command line.
@@ -196,8 +197,9 @@ def _without_launch_options(
         sequence, None if not given; ``launch_options``, whether rest has options that do not
         describe the model.
     """
-    from megatron.hydraulis.flags.checks import missing_flags  # imports torch, as the next
-    from megatron.hydraulis.flags.parser import OF_MODEL_AND_LAYERS, FlagParser
+    with explained_if_only_planning_is_installed():
+        from megatron.hydraulis.flags.checks import missing_flags  # imports torch, as the next
+        from megatron.hydraulis.flags.parser import OF_MODEL_AND_LAYERS, FlagParser
 
     parser = FlagParser()
     flags, refused, others = parser.parse_launch_options(arguments, rest)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import difflib
+import errno
 import itertools
 import os
 import select
@@ -14,11 +15,13 @@ from contextlib import contextmanager
 from dataclasses import dataclass, fields
 from typing import Any, NoReturn, get_args, get_type_hints
 
-from megatron.hydraulis.errors import ConfigurationError, Problems, printable
+from megatron.hydraulis.errors import ConfigurationError, NotInstalledError, Problems, printable
 from megatron.hydraulis.ranges import RANGES_OF_COMMANDS, check_range
 
 _EXIT_WITHOUT_READER = 141
 """128 + SIGPIPE, as shells report a program whose output nobody reads."""
+_EXIT_WITHOUT_ROOM = 1
+_NO_ROOM = (errno.ENOSPC, errno.EDQUOT)
 PLACEHOLDER = "FLAGS"
 """The word that stands for options that are not known in a printed command."""
 NEVER_ABBREVIATIONS = ("--strategy", "--trace")
@@ -56,7 +59,11 @@ class CommandParser(argparse.ArgumentParser):
         namespace, rest = self.parse_known_args(args, namespace)
         self._check_words()
         if rest and self._accept is not None:
-            rest, found = self._accept(self._words, rest)
+            try:
+                rest, found = self._accept(self._words, rest)
+            except NotInstalledError as error:
+                words = " ".join(rest)
+                self.error(f"unrecognized arguments: {words}; to read options of training, {error}")
             vars(namespace).update(found)
             self._words = rest
         if rest:
@@ -289,18 +296,30 @@ def closest(word: str, known: Iterable[str]) -> str | None:
 
 @contextmanager
 def quiet_without_reader() -> Iterator[None]:
-    """End quietly, with status 141, when the reader of the output has gone, as with ``| head``."""
+    """End quietly, with status 141, when the reader of the output has gone, as with ``| head``;
+    with one line and status 1 when there is no room for the output."""
     try:
         try:
             yield
         finally:
             sys.stdout.flush()
+        return
     except BrokenPipeError:
         if not reader_has_gone():
             raise  # another pipe broke, which is an error
-        # The interpreter flushes once more when it ends.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        sys.exit(_EXIT_WITHOUT_READER)
+        status = _EXIT_WITHOUT_READER
+    except OSError as error:
+        if error.errno not in _NO_ROOM or error.filename is not None:
+            raise
+        status = _EXIT_WITHOUT_ROOM
+        print(
+            f"error: the output must be written but: {error.strerror}; make room or send it "
+            "elsewhere",
+            file=sys.stderr,
+        )
+    # The interpreter flushes once more when it ends.
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    sys.exit(status)
 
 
 def reader_has_gone() -> bool:

@@ -5,14 +5,16 @@ import re
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
+from typing import NoReturn
 
 import pytest
 from rich.progress import MofNCompleteColumn
 
 from megatron.hydraulis.__main__ import COMMANDS, TRAIN, main
 from megatron.hydraulis.command_line import NEVER_ABBREVIATIONS, CommandParser, add_pool_argument
-from megatron.hydraulis.errors import ConfigurationError
+from megatron.hydraulis.errors import ConfigurationError, NotInstalledError
 from megatron.hydraulis.ranges import RANGES_OF_COMMANDS
 from megatron.hydraulis.terminal import (
     ProgressBars,
@@ -180,6 +182,36 @@ def test_output_without_a_reader_ends_quietly(words: list[str]) -> None:
     assert done.stderr.read() == b""
     # 0 if argparse itself ignored that the help could not be written.
     assert done.wait(timeout=60) in (0, 1, 141)
+
+
+@pytest.mark.parametrize("words", [[], ["--json"]])
+def test_output_without_room_is_one_line(words: list[str]) -> None:
+    command = ["lengths", "--lengths", "examples/lengths_instance_b.json", *words]
+    with open("/dev/full", "w") as full:
+        done = subprocess.run(
+            [sys.executable, "-m", "megatron.hydraulis", *command],
+            stdout=full,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+    assert done.returncode == 1
+    assert re.fullmatch(r"error: .*No space left on device; make room.*\n", done.stderr)
+
+
+def test_a_misspelt_flag_is_corrected_where_only_planning_is_installed(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    def accept(words: Sequence[str], rest: Sequence[str]) -> NoReturn:
+        raise NotInstalledError("torch")
+
+    parser = CommandParser(prog="hydraulis", accept=accept)
+    parser.add_argument("--lengths")
+    with pytest.raises(SystemExit):
+        parser.parse_args(["--lenghts", "x"])
+    error = capsys.readouterr().err
+    assert "unrecognized arguments: --lenghts x" in error
+    assert "[train]" in error
+    assert "did you mean --lengths" in error
 
 
 def test_the_launch_of_a_job_names_its_nodes() -> None:

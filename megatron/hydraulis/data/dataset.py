@@ -128,9 +128,10 @@ def read_index(prefix: str, *, checks_bin: bool = True) -> DatasetIndex:
     idx, bin_ = idx_path(prefix), bin_path(prefix)
     for path in (idx, bin_) if checks_bin else (idx,):
         if not os.path.isfile(path):
+            problem = "is a folder" if os.path.isdir(path) else "does not exist"
             raise DataError(
-                f"dataset '{prefix}': a dataset is a .bin and an .idx file but {path} does not "
-                f"exist; give the prefix of both files, without .bin or .idx"
+                f"dataset '{prefix}': a dataset is a .bin and an .idx file but {path} {problem}; "
+                f"give the prefix of both files, without .bin or .idx"
             )
     with _reading(prefix, idx):
         num_bin_bytes = os.path.getsize(bin_) if checks_bin else None

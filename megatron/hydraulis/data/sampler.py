@@ -78,10 +78,10 @@ class BatchSizes:
     def constant(cls, *, num_sequences: int | None = None, num_tokens: int | None = None) -> Self:
         """One size for the whole run: one of the two."""
         if (num_sequences is None) == (num_tokens is None):
-            given = "neither" if num_tokens is None else "both"
+            given, verb = ("neither", "is") if num_tokens is None else ("both", "are")
             raise ConfigurationError(
                 f"a global batch is measured in sequences or in tokens but {given} of "
-                "--global-batch-size and --global-batch-tokens is given; give one"
+                f"--global-batch-size and --global-batch-tokens {verb} given; give one"
             )
         if num_sequences is not None and num_sequences < 1:
             raise ConfigurationError(

@@ -70,6 +70,9 @@ def test_missing_file(prefix: str, suffix: str) -> None:
     os.unlink(prefix + suffix)
     with pytest.raises(DataError, match=rf"corpus\{suffix} does not exist"):
         read_index(prefix)
+    os.mkdir(prefix + suffix)
+    with pytest.raises(DataError, match=rf"corpus\{suffix} is a folder"):
+        read_index(prefix)
 
 
 @pytest.mark.parametrize(
