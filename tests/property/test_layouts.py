@@ -164,7 +164,9 @@ def test_a_step_takes_as_long_as_an_iteration_of_the_simulator(
         micro_batch = replace(micro_batch, groups=((1, sum(lengths), lengths),) * num_columns)
     of_replica = (micro_batch,) * how.num_micro_batches(of)
     work = IterationWork(strategy, (of_replica,) * len(strategy.replicas), plan_time_s=0.0)
-    regroup = RegroupCosts.of(of.shape, A100, model.cluster, num_atoms=how.tp)
+    regroup = RegroupCosts.of(
+        of.shape, A100, model.cluster, num_atoms=how.tp, parameter_bytes=model.parameter_bytes
+    )
     simulator = Simulator(StageCosts(model, of.shape), regroup=regroup)
     before, iteration = simulator.run([work, work])
     assert (iteration.end_ms - before.end_ms) / 1e3 == pytest.approx(step.step_s)

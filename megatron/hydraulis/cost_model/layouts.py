@@ -231,7 +231,9 @@ def _step_time(
     share = costs.coefficients(of_replica)[0].forward_share
     busy_s = equal_micro_batches_time_ms(stages_ms, num_micro_batches, share) / _MS_PER_S
     first_stage_ms = share * stages_ms[0], (1.0 - share) * stages_ms[0]
-    regroup = _regroup_costs(job.shape, model.device, model.cluster, layout.tp)
+    regroup = _regroup_costs(
+        job.shape, model.device, model.cluster, layout.tp, model.parameter_bytes
+    )
     exposed_ms = regroup.exposed_ms(layout.strategy(job), lambda _: first_stage_ms)
     causes["imbalance_s"] = max(0.0, slowest_s - average_s)
     causes["bubble_s"] = busy_s - max(average_s, slowest_s)
@@ -281,10 +283,10 @@ def _strategy(shape: ModelShape, scheme: Scheme, num_ranks: int, ranks_per_node:
 
 @lru_cache
 def _regroup_costs(
-    shape: ModelShape, device: DeviceConstants, cluster: Cluster, tp: int
+    shape: ModelShape, device: DeviceConstants, cluster: Cluster, tp: int, parameter_bytes: int
 ) -> RegroupCosts:
     """Costs that remember the strategies they were asked for: layouts differ by micro-batch too."""
-    return RegroupCosts.of(shape, device, cluster, num_atoms=tp)
+    return RegroupCosts.of(shape, device, cluster, num_atoms=tp, parameter_bytes=parameter_bytes)
 
 
 @dataclass(frozen=True, slots=True)

@@ -149,7 +149,7 @@ class RegroupCosts:
         cluster: Cluster,
         *,
         num_atoms: int,
-        parameter_bytes: int = 2,
+        parameter_bytes: int,
         gradient_bytes: int = FP32_BYTES,
         overlaps: bool = True,
     ) -> RegroupCosts:

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from megatron.hydraulis.cost_model.analytic import KERNELS
-from megatron.hydraulis.cost_model.device import device_constants
+from megatron.hydraulis.cost_model.device import Precision, device_constants
 from megatron.hydraulis.cost_model.layouts import (
     CAUSES,
     PURPOSES,
@@ -95,6 +95,14 @@ def test_slower_network_costs_more() -> None:
     time, slower = before.time, after.time
     assert 2 * time["data_parallel_s"] < slower["data_parallel_s"] < 5 * time["data_parallel_s"]
     assert after.step_s > before.step_s
+
+
+def test_gathers_of_fp32_parameters_move_twice_the_bytes() -> None:
+    """With gradients in fp32 both times: 4 + 4 bytes of a parameter instead of 2 + 4."""
+    of, how = job("13B", 64), layout(1, 2, 1)
+    in_fp32 = replace(of, layers={"precision": Precision.FP32})
+    times_s = [predict(each, how).time["data_parallel_s"] for each in (of, in_fp32)]
+    assert 1.2 * times_s[0] < times_s[1] < 2.0 * times_s[0]
 
 
 def test_uneven_stages_take_the_time_of_the_longest() -> None:
