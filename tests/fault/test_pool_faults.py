@@ -79,9 +79,7 @@ def test_workers_are_reused(pool: Pool) -> None:
 
 
 def test_a_hang_of_one_rank_is_a_failure_that_names_it(pool: Pool) -> None:
-    with pytest.raises(
-        WorkerFailure, match=r"ranks \[1\] of 3 did not finish within 1.0 s: a hang"
-    ):
+    with pytest.raises(WorkerFailure, match=r"ranks \[1\] of 3 .* within 1.0 s: a hang"):
         pool.run(sleep_on, 1, timeout_s=TIMEOUT_S)
     assert_works(pool)
 

@@ -55,119 +55,79 @@ def rewrite(path: Path, change: Callable[[dict[str, torch.Tensor]], None]) -> No
     save_file(tensors, path / TENSORS, metadata={"format": "pt"})
 
 
-def cut(name: str) -> Callable[[dict[str, torch.Tensor]], None]:
-    return lambda tensors: tensors.update({name: tensors[name][1:].contiguous()})
+def config(**changes: Any) -> Callable[[Path], None]:
+    return lambda path: change_config(path, **changes)
+
+
+def tensor(name: str, change: Callable[[Any], torch.Tensor]) -> Callable[[Path], None]:
+    return lambda path: rewrite(path, lambda t: t.update({name: change(t.get(name))}))
+
+
+def file(change: Callable[[bytes], bytes]) -> Callable[[Path], None]:
+    return lambda path: changed_file(path / TENSORS, change)
+
+
+def index(**weight_map: str) -> Callable[[Path], Any]:
+    content = json.dumps({"weight_map": weight_map})
+    return lambda path: (path / f"{TENSORS}.index.json").write_text(content)
 
 
 NORM = "model.layers.1.input_layernorm.weight"
-BAD_CONFIGS: dict[str, tuple[dict[str, Any], list[str]]] = {
-    "architecture": (
-        {"model_type": "gemma"},
-        ["deepseek_v2, deepseek_v3, llama, mistral, mixtral, ", "'gemma'"],
-    ),
-    "task": ({"architectures": ["Qwen2ForTokenClassification"]}, ["Qwen2ForCausalLM"]),
-    "activation": ({"hidden_act": "gelu"}, ["hidden_act", "silu", "'gelu'"]),
-    "window": ({"use_sliding_window": True}, ["use_sliding_window", "False"]),
-    "layer types": ({"layer_types": ["sliding_attention"] * 3}, ["layer_types"]),
-    "quantized": ({"quantization_config": {"bits": 4}}, ["quantization_config", "bits"]),
-    "yarn": (
-        {"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0}},
-        ["rope_type", "'yarn'", "llama3"],
-    ),
+LLAMA3 = {"factor": 8.0, "low_freq_factor": 1.0, "original_max_position_embeddings": 8192}
+OTHER_LLAMA3 = {"type": "llama3", "high_freq_factor": 8.0} | LLAMA3
+YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0}
+BAD_FOLDERS: dict[str, tuple[Callable[[Path], Any], list[str]]] = {
+    "architecture": (config(model_type="gemma"), ["deepseek_v3, llama, mistral, ", "'gemma'"]),
+    "task": (config(architectures=["Qwen2ForTokenClassification"]), ["Qwen2ForCausalLM"]),
+    "activation": (config(hidden_act="gelu"), ["hidden_act", "silu", "'gelu'"]),
+    "window": (config(use_sliding_window=True), ["use_sliding_window", "False"]),
+    "layer types": (config(layer_types=["sliding_attention"] * 3), ["layer_types"]),
+    "quantized": (config(quantization_config={"bits": 4}), ["quantization_config", "bits"]),
+    "yarn": (config(rope_parameters=YARN), ["rope_type", "'yarn'", "llama3"]),
     "other limits of llama3": (
-        {
-            "rope_parameters": None,
-            "rope_scaling": {
-                "type": "llama3",
-                "factor": 8.0,
-                "low_freq_factor": 1.0,
-                "high_freq_factor": 8.0,
-                "original_max_position_embeddings": 8192,
-            },
-        },
+        config(rope_parameters=None, rope_scaling=OTHER_LLAMA3),
         ["high_freq_factor", "4.0", "8.0"],
     ),
-    "broken base": ({"rope_parameters": {"rope_theta": 10000.5}}, ["rope_theta", "10000.5"]),
+    "broken base": (config(rope_parameters={"rope_theta": 10000.5}), ["rope_theta", "10000.5"]),
     "stretched by a fraction": (
-        {"rope_parameters": {"rope_type": "linear", "factor": 1.5}},
+        config(rope_parameters={"rope_type": "linear", "factor": 1.5}),
         ["whole factor", "1.5"],
     ),
-    "part of a head": ({"partial_rotary_factor": 0.5}, ["partial_rotary_factor", "0.5"]),
-    "heads": ({"num_key_value_heads": 3}, ["4 heads", "3 query groups"]),
-    "no size": ({"intermediate_size": None}, ["'intermediate_size'"]),
-    "text for a number": ({"hidden_size": "32"}, ["hidden_size", "'32'"]),
+    "part of a head": (config(partial_rotary_factor=0.5), ["partial_rotary_factor", "0.5"]),
+    "heads": (config(num_key_value_heads=3), ["4 heads", "3 query groups"]),
+    "no size": (config(intermediate_size=None), ["'intermediate_size'"]),
+    "text for a number": (config(hidden_size="32"), ["hidden_size", "'32'"]),
     "more layers than tensors": (
-        {"num_hidden_layers": 4, "layer_types": None},
+        config(num_hidden_layers=4, layer_types=None),
         ["model.layers.3", "missing"],
     ),
     "a billion layers": (
-        {"num_hidden_layers": 10**9, "layer_types": None},
+        config(num_hidden_layers=10**9, layer_types=None),
         ["num_hidden_layers", "at most 10,000", "1000000000"],
     ),
-    "another shape": ({"vocab_size": 60}, ["embed_tokens", "(60, 32)", "(61, 32)"]),
-    "untied": ({"tie_word_embeddings": False}, ["lm_head.weight", "missing"]),
-}
-
-
-@pytest.mark.parametrize("case", BAD_CONFIGS)
-def test_configurations_without_counterpart(case: str, folder: Path, tmp_path: Path) -> None:
-    source = tmp_path / "hf"
-    shutil.copytree(folder, source)
-    changes, words = BAD_CONFIGS[case]
-    change_config(source, **changes)
-    message = refusal(source, tmp_path)
-    assert all(word in message for word in (*words, "; ")), message
-
-
-BAD_TENSORS: dict[str, tuple[Callable[[Path], Any], list[str]]] = {
+    "another shape": (config(vocab_size=60), ["embed_tokens", "(60, 32)", "(61, 32)"]),
+    "untied": (config(tie_word_embeddings=False), ["lm_head.weight", "missing"]),
     "missing": (lambda path: rewrite(path, lambda t: t.__delitem__(NORM)), [NORM, "missing"]),
-    "shape": (lambda path: rewrite(path, cut(NORM)), [NORM, "(32,)", "(31,)"]),
-    "unknown": (
-        lambda path: rewrite(path, lambda t: t.update({"model.extra": torch.ones(2)})),
-        ["model.extra", "no counterpart"],
-    ),
-    "two dtypes": (
-        lambda path: rewrite(path, lambda t: t.update({NORM: t[NORM].half()})),
-        ["one dtype", "float16"],
-    ),
-    "no floats": (
-        lambda path: rewrite(path, lambda t: t.update({NORM: t[NORM].to(torch.int8)})),
-        [NORM, "I8", "quantization"],
-    ),
+    "shape": (tensor(NORM, lambda t: t[1:].contiguous()), [NORM, "(32,)", "(31,)"]),
+    "unknown": (tensor("model.extra", lambda _: torch.ones(2)), ["model.extra", "no counterpart"]),
+    "two dtypes": (tensor(NORM, lambda t: t.half()), ["one dtype", "float16"]),
+    "no floats": (tensor(NORM, lambda t: t.to(torch.int8)), [NORM, "I8", "quantization"]),
     "another output layer": (
-        lambda path: rewrite(path, lambda t: t.update({"lm_head.weight": torch.ones(61, 32)})),
+        tensor("lm_head.weight", lambda _: torch.ones(61, 32)),
         ["lm_head.weight", "tie_word_embeddings"],
     ),
-    "cut off": (
-        lambda path: changed_file(path / TENSORS, lambda data: data[:-100]),
-        [TENSORS, "must be a safetensors file"],
-    ),
+    "cut off": (file(lambda data: data[:-100]), [TENSORS, "must be a safetensors file"]),
     "header": (
-        lambda path: changed_file(path / TENSORS, lambda data: b"\xff" * 8 + data[8:]),
+        file(lambda data: b"\xff" * 8 + data[8:]),
         [TENSORS, "must be a safetensors file"],
     ),
     "pickles only": (
         lambda path: (path / TENSORS).rename(path / "pytorch_model.bin"),
         ["pytorch_model.bin", "not read"],
     ),
-    "file of the index": (
-        lambda path: (path / f"{TENSORS}.index.json").write_text(
-            json.dumps({"weight_map": {NORM: "model-00001-of-00002.safetensors"}})
-        ),
-        ["model-00001-of-00002.safetensors", "no such file"],
-    ),
-    "tensor of the index": (
-        lambda path: (path / f"{TENSORS}.index.json").write_text(
-            json.dumps({"weight_map": {"model.nothing": TENSORS}})
-        ),
-        ["model.nothing", "missing"],
-    ),
-    "file elsewhere": (
-        lambda path: (path / f"{TENSORS}.index.json").write_text(
-            json.dumps({"weight_map": {NORM: "../other.safetensors"}})
-        ),
-        ["../other.safetensors"],
-    ),
+    "file of the index": (index(**{NORM: "two.safetensors"}), ["two.safetensors", "no such file"]),
+    "tensor of the index": (index(**{"model.nothing": TENSORS}), ["model.nothing", "missing"]),
+    "file elsewhere": (index(**{NORM: "../other.safetensors"}), ["../other.safetensors"]),
     "no configuration": (lambda path: (path / "config.json").unlink(), ["config.json"]),
     "broken configuration": (
         lambda path: (path / "config.json").write_text("{"),
@@ -176,14 +136,14 @@ BAD_TENSORS: dict[str, tuple[Callable[[Path], Any], list[str]]] = {
 }
 
 
-@pytest.mark.parametrize("case", BAD_TENSORS)
-def test_damaged_folders(case: str, folder: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("case", BAD_FOLDERS)
+def test_folders_that_cannot_be_imported(case: str, folder: Path, tmp_path: Path) -> None:
     source = tmp_path / "hf"
     shutil.copytree(folder, source)
-    damage, words = BAD_TENSORS[case]
+    damage, words = BAD_FOLDERS[case]
     damage(source)
     message = refusal(source, tmp_path)
-    assert all(word in message for word in words), message
+    assert all(word in message for word in (*words, "; ")), message
 
 
 @pytest.mark.parametrize(
@@ -236,12 +196,9 @@ def test_other_checkpoints_are_kept(folder: Path, checkpoint: Path) -> None:
 @pytest.mark.parametrize("num_bytes", [10_000, 20_000, 20_500, 30_000])
 def test_a_full_disk_while_importing(num_bytes: int, folder: Path, tmp_path: Path) -> None:
     """At any place of a tensor's record."""
-    with (
-        largest_file(num_bytes),
-        pytest.raises(CheckpointError, match="cannot be written") as caught,
-    ):
+    message = "cannot be written.*make room for"
+    with largest_file(num_bytes), pytest.raises(CheckpointError, match=message):
         import_folder(folder, tmp_path / "mega")
-    assert "make room for" in str(caught.value)
     assert list((tmp_path / "mega").iterdir()) == []
     import_folder(folder, tmp_path / "mega")
 
@@ -383,22 +340,13 @@ def test_checkpoints_of_other_models(checkpoint: Path, tmp_path: Path) -> None:
             {"use_rope_scaling": True, "rotary_seq_len_interpolation_factor": 2},
             ["in one way", "--use-rope-scaling and --rotary-seq-len-interpolation-factor"],
         ),
-        (
-            {"window_size": (7, 0)},
-            ["Mistral has --window-size but", "--add-qkv-bias and --window-size 7,0"],
-        ),
+        ({"window_size": (7, 0)}, ["Mistral has", "--add-qkv-bias and --window-size 7,0"]),
         ({"window_size": (7, 0), "window_attn_skip_freq": 2}, ["window_attn_skip_freq = 2"]),
         ({"no_rope_freq": [0, 1, 0]}, ["SmolLM3", "biases in all linear layers but"]),
         ({"softmax_type": "learnable"}, ["--softmax-type must be vanilla"]),
         ({"squared_relu": True}, ["--normalization must be LayerNorm but is RMSNorm"]),
-        (
-            {"layernorm_zero_centered_gamma": True},
-            ["--apply-layernorm-1p must be False but is True"],
-        ),
-        (
-            {"attention_output_gate": True},
-            ["attention_output_gate = True"],
-        ),
+        ({"layernorm_zero_centered_gamma": True}, ["layernorm-1p must be False but is True"]),
+        ({"attention_output_gate": True}, ["output_gate = True"]),
         ({"num_layers": None}, ["num_layers"]),
         ({"kv_channels": 2.5}, ["kv_channels", "2.5"]),
         ({"layernorm_epsilon": "small"}, ["layernorm_epsilon", "'small'"]),
@@ -437,11 +385,7 @@ def test_options_that_latent_attention_ignores_do_not_hinder_an_export(tmp_path:
         ("deepseek_v2", {"topk_method": "group_limited_greedy"}, ["topk_method", "greedy"]),
         ("deepseek_v2", {"first_k_dense_replace": 3}, ["first_k_dense_replace", "have experts"]),
         ("deepseek_v3", {"topk_group": 3}, ["4 experts in 3 groups are not 2 each"]),
-        (
-            "deepseek_v3",
-            {"num_experts_per_tok": 3},
-            ["3 experts in 2 groups are not 2 each; use no groups"],
-        ),
+        ("deepseek_v3", {"num_experts_per_tok": 3}, ["3 experts in 2 groups are not 2 each"]),
         ("deepseek_v3", {"n_group": 3}, ["8 experts and 3 groups, 2 of"]),
         (
             "deepseek_v3",
@@ -452,7 +396,7 @@ def test_options_that_latent_attention_ignores_do_not_hinder_an_export(tmp_path:
         (
             "deepseek_v3",
             {"rope_parameters": {"rope_type": "yarn", "original_max_position_embeddings": 8192}},
-            ["original_max_position_embeddings", "4096", "8192"],
+            ["original_max", "4096", "8192"],
         ),
         (
             "deepseek_v3",
@@ -464,11 +408,7 @@ def test_options_that_latent_attention_ignores_do_not_hinder_an_export(tmp_path:
         ("mixtral", {"router_jitter_noise": 0.1}, ["router_jitter_noise", "0.1"]),
         ("qwen3_moe", {"mlp_only_layers": [0, 1, 2]}, ["mlp_only_layers", "have experts"]),
         ("qwen2_moe", {"decoder_sparse_step": 0}, ["decoder_sparse_step", "at least 1 layer"]),
-        (
-            "qwen2_moe",
-            {"shared_expert_intermediate_size": 0},
-            ["Qwen2Moe has", "--moe-shared-expert-intermediate-size"],
-        ),
+        ("qwen2_moe", {"shared_expert_intermediate_size": 0}, ["Qwen2Moe has", "shared-expert"]),
         ("smollm3", {"no_rope_layers": [1, 0]}, ["no_rope_layers", "each of 3 layers"]),
         ("smollm3", {"no_rope_layers": [1, 0, "x"]}, ["no_rope_layers", "0 or 1"]),
         (
@@ -476,11 +416,7 @@ def test_options_that_latent_attention_ignores_do_not_hinder_an_export(tmp_path:
             {"no_rope_layers": None, "no_rope_layer_interval": 0},
             ["no_rope_layer_interval", "at least 1 layer but is 0; "],
         ),
-        (
-            "qwen3_moe",
-            {"mlp_only_layers": [0, "1", 2]},
-            ["mlp_only_layers", "whole numbers", "'1'"],
-        ),
+        ("qwen3_moe", {"mlp_only_layers": [0, "1", 2]}, ["mlp_only_layers", "numbers", "'1'"]),
         ("qwen3_moe", {"layer_types": [["full_attention"]] * 3}, ["layer_types"]),
         ("qwen3_moe", {"layer_types": ["linear_attention"] * 3}, ["layer_types"]),
     ],

@@ -252,14 +252,8 @@ def test_all_schemes_that_fit_are_the_default(capsys: pytest.CaptureFixture[str]
 @pytest.mark.parametrize(
     ("command", "message"),
     [
-        (
-            "estimate --num-ranks 1",
-            "on 1 ranks of h100 none of 1 does: tp1 needs .* GB of 69.0 GB",
-        ),
-        (
-            "estimate --num-ranks 16 --schemes tp1 tp2",
-            "on 16 ranks of h100 none of 2 does: tp2 needs 135",
-        ),
+        ("estimate --num-ranks 1", "1 ranks .* none of 1 .* tp1 needs .* of 69.0 GB"),
+        ("estimate --num-ranks 16 --schemes tp1 tp2", "16 ranks .* none of 2 .* tp2 needs 135"),
         (
             "advise --lengths examples/lengths_instance_b.json --global-batch-size 8 --num-ranks 1",
             "on 1 ranks of h100 none of 1 does: tp1 needs .* GB of 69.0 GB",
@@ -482,10 +476,7 @@ LAYOUTS = f"recommend-layout {' '.join(LLAMA_13B)} --seq-length 2048 --global-ba
         (f"{LAYOUTS} --device a100-40g --num-ranks 1", "must fit in 40.0 GB of a100-40g"),
         (f"{ESTIMATE_32B} {ON_8_H100} --schemes tp3", "tp must divide the attention heads"),
         (f"{ESTIMATE_32B} {ON_8_H100} --schemes 2*tp8", r"without copies and ranks.*'2\*tp8'"),
-        (
-            f"{ESTIMATE_32B} --device h100 --schemes tp8",
-            "without --strategy-pool needs --num-ranks",
-        ),
+        (f"{ESTIMATE_32B} --device h100 --schemes tp8", "-pool needs --num-ranks"),
         (f"{ESTIMATE_32B} {ON_8_H100} --ranks-per-node 0", "-node must be at least 1 but is 0"),
         (f"{ESTIMATE_32B} {ON_8_H100} --schemes tp8pp2", "a replica has 16 ranks but the job 8"),
         (
@@ -495,10 +486,7 @@ LAYOUTS = f"recommend-layout {' '.join(LLAMA_13B)} --seq-length 2048 --global-ba
         (f"{ESTIMATE_32B} {ON_8_H100} --recompute-granularity full", "method"),
         (f"estimate {ON_8_H100} --model m.json --swiglu", "m.json describes .* but --swiglu"),
         (f"estimate {ON_8_H100} --model nowhere.json", "nowhere.json"),
-        (
-            f"estimate {ON_8_H100}",
-            "--num-layers, --hidden-size, --num-attention-heads, --padded-vocab-size are missing",
-        ),
+        (f"estimate {ON_8_H100}", "--num-layers, .*, --padded-vocab-size are missing"),
         (f"estimate {ON_8_H100} {' '.join(LLAMA_13B[:-2])}", "--padded-vocab-size is missing"),
         (f"estimate {ON_8_H100} {' '.join(LLAMA_13B[2:])}", "--num-layers is missing"),
         (f"{ESTIMATE_13B} {ON_8_H100} --num-attention-heads 63", "not a multiple of 63 heads"),
@@ -511,14 +499,8 @@ LAYOUTS = f"recommend-layout {' '.join(LLAMA_13B)} --seq-length 2048 --global-ba
             f"{ESTIMATE_EXPERTS} {ON_8_H100} --multi-latent-attention",  # which has query groups
             "heads 32 heads but --group-query-attention shares them; remove one of the two",
         ),
-        (
-            f"{ESTIMATE_EXPERTS} {ON_8_H100} --moe-layer-freq [0,1]",
-            "--num-layers 48 layers but lists 2 values",
-        ),
-        (
-            f"{ESTIMATE_EXPERTS} {ON_8_H100} --moe-layer-freq [0]*48",
-            "at least 1 layer but lists 0 for all 48",
-        ),
+        (f"{ESTIMATE_EXPERTS} {ON_8_H100} --moe-layer-freq [0,1]", "48 layers but lists 2 values"),
+        (f"{ESTIMATE_EXPERTS} {ON_8_H100} --moe-layer-freq [0]*48", "1 layer .* 0 for all 48"),
         (f"{ESTIMATE_EXPERTS} {ON_8_H100} --moe-router-topk 5", "experts_per_token 5"),
         (
             f"{ESTIMATE_13B} {ON_8_H100} --window-size 7,0 --window-attn-skip-freq [1,0]*2",

@@ -145,12 +145,20 @@ def test_a_template_that_ignores_the_prompt_is_refused_if_roles_would_be_trained
     assert parts[1] == (f"<think></think>Bye.{END}\n", True)
 
 
-@pytest.mark.parametrize("options", [{}, {"train_on": "all"}])
-def test_a_template_that_renders_nothing_names_the_conversation(
-    documents: DocumentEncoder, options: Any
+@pytest.mark.parametrize(
+    ("template", "train_on", "says"),
+    [
+        ("{# nothing #}", "assistant", r"line 3: .* 1 token .* gave 0;"),
+        ("{# nothing #}", "all", r"line 3: .* 1 token .* gave 0;"),
+        ("{{ raise_exception('no tools') }}", "assistant", r"line 3: .*\(no tools\)"),
+        ("a\n{% for m in messages %}", "assistant", r"Jinja .* line 2 "),
+    ],
+)
+def test_a_template_that_renders_no_conversation_is_refused(
+    documents: DocumentEncoder, template: str, train_on: Any, says: str
 ) -> None:
-    encoder = ConversationEncoder(documents, chat_template="{# nothing #}", **options)
-    with pytest.raises(DataError, match=r"line 3: .* 1 token .* gave 0;"):
+    encoder = ConversationEncoder(documents, chat_template=template, train_on=train_on)
+    with pytest.raises((DataError, ConfigurationError), match=says):
         encoder.encode(line({"messages": TURNS}))
 
 
@@ -213,18 +221,6 @@ def test_what_is_no_conversation_is_refused(
         ConversationEncoder(documents).encode(line(value))
 
 
-def test_a_template_that_raises_is_quoted(documents: DocumentEncoder) -> None:
-    encoder = ConversationEncoder(documents, chat_template="{{ raise_exception('no tools') }}")
-    with pytest.raises(DataError, match=r"line 3: .*\(no tools\)"):
-        encoder.encode(line({"messages": TURNS}))
-
-
-def test_a_template_that_is_not_jinja_is_named(documents: DocumentEncoder) -> None:
-    encoder = ConversationEncoder(documents, chat_template="a\n{% for m in messages %}")
-    with pytest.raises(ConfigurationError, match=r"Jinja .* line 2 "):
-        encoder.encode(line({"messages": TURNS}))
-
-
 def test_a_tokenizer_without_template_needs_one(documents: DocumentEncoder) -> None:
     documents.hugging_face.chat_template = None
     with pytest.raises(ConfigurationError, match="--chat-template"):
@@ -253,10 +249,7 @@ def test_conversations_that_are_too_long(documents: DocumentEncoder) -> None:
         ).encode(line({"messages": TURNS}))
 
     assert encode(length, "error")[1] == ChatCounts(num_trained_tokens=6)
-    with pytest.raises(
-        DataError,
-        match=rf"--seq-length {length - 2} .* {length}, .* 2 of the 6 .*--seq-length",
-    ):
+    with pytest.raises(DataError, match=rf"-length {length - 2} .* {length}, .* 2 of the 6 "):
         encode(length - 2, "error")
     example, counts = encode(length - 2, "truncate")
     assert len(example.tokens) == len(example.weights) == length - 1

@@ -181,10 +181,7 @@ def write_one_document(prefix: Path, num_tokens: int) -> None:
 
 @pytest.mark.parametrize("num_tokens", [20_000, 4_000_000])
 def test_full_disk(tmp_path: Path, num_tokens: int) -> None:
-    with (
-        largest_file(8192),
-        pytest.raises(DataError, match="File too large"),
-    ):
+    with largest_file(8192), pytest.raises(DataError, match="File too large"):
         write_one_document(tmp_path / "out" / "x", num_tokens)
     assert written(tmp_path / "out") == []
 

@@ -28,18 +28,9 @@ _BAD_INPUT = [
     ("--swiglu --squared-relu", ["one activation", "--swiglu and --squared-relu give 2"]),
     ("--window-size 8,1", ["--window-size", "none after it", "is 8,1", "write N,0"]),
     ("--window-size 8", ["--window-size", "is 8;", "write N,0"]),
-    (
-        "--window-size 8,0 --window-attn-skip-freq 0",
-        ["--window-attn-skip-freq counts layers from 1 but is 0"],
-    ),
-    (
-        "--window-size 8,0 --window-attn-skip-freq [1,0]*3",
-        ["--window-attn-skip-freq has a 0 or a 1 for each of --num-layers 4", "lists 6 values"],
-    ),
-    (
-        "--position-embedding-type rope --no-rope-freq 3",
-        ["--no-rope-freq 3 divides the layers but --num-layers is 4"],
-    ),
+    ("--window-size 8,0 --window-attn-skip-freq 0", ["skip-freq counts", "but is 0"]),
+    ("--window-size 8,0 --window-attn-skip-freq [1,0]*3", ["--num-layers 4", "lists 6 values"]),
+    ("--position-embedding-type rope --no-rope-freq 3", ["-freq 3 divides", "--num-layers is 4"]),
     ("--no-rope-freq x", ["--no-rope-freq x: this is no value", "write N, or a list as ([0]"]),
     ("--window-size x", ["--window-size x: this is no value of the option; write N,0"]),
     (
@@ -58,18 +49,12 @@ _BAD_INPUT = [
         "--strategy 2*tp4 --group-query-attention --num-query-groups 2",
         ["tp must divide the query groups", "tp 4", "is 2", "use a tp that divides 2"],
     ),
-    (
-        "--strategy 2*tp4 --ffn-hidden-size 90",
-        ["tp must divide the ffn hidden size", "tp 4", "is 90"],
-    ),
+    ("--strategy 2*tp4 --ffn-hidden-size 90", ["divide the ffn hidden size", "tp 4", "is 90"]),
     (
         "--strategy 2*tp4 --hidden-size 66 --kv-channels 16",
-        ["tp must divide the hidden size", "tp 4", "is 66"],
+        ["divide the hidden size", "tp 4", "is 66"],
     ),
-    (
-        "--strategy 2*tp4 --padded-vocab-size 202",
-        ["tp must divide the padded vocabulary size", "tp 4", "is 202", "size 204"],
-    ),
+    ("--strategy 2*tp4 --padded-vocab-size 202", ["padded vocabulary", "tp 4", "is 202", "204"]),
     ("--strategy pp8", ["8 stages but the model has 4 layers", "use at most pp4"]),
     ("--strategy 8*tq1", ["'8*tq1'", "write for example"]),
     (
@@ -77,32 +62,20 @@ _BAD_INPUT = [
         ["--recompute-activations", "selective", "is full", "give one of them"],
     ),
     ("--recompute-granularity full", ["has None and 0", "give --recompute-method uniform"]),
-    (
-        "--recompute-granularity full --recompute-method block",
-        ["has block and 0", "--recompute-num-layers"],
-    ),
+    ("--recompute-granularity full --recompute-method block", ["has block and 0", "num-layers"]),
     (
         "--recompute-granularity full --recompute-method uniform --recompute-num-layers 0",
         ["--recompute-num-layers must be at least 1 but is 0"],
     ),
     ("--recompute-activations --recompute-modules mlq", ["core_attn, mlp but names mlq"]),
-    (
-        "--recompute-activations --recompute-modules mlp",
-        ["only an MLP without biases", "--disable-bias-linear"],
-    ),
+    ("--recompute-activations --recompute-modules mlp", ["MLP without biases", "--disable-bias"]),
     ("--num-ranks 8", ["--num-ranks has an effect only with --dry-run", "give --dry-run"]),
     ("--dry-run --num-ranks 4", ["--num-ranks 4", "8 were started", "start one process"]),
     ("--ranks-per-node 3", ["nodes have 3 ranks", "8 ranks", "start 9 ranks"]),
     ("--ranks-per-node 9", ["--ranks-per-node is 9", "the job has 8", "at most 8"]),
     ("--keep-last 3", ["--keep-last has an effect only with --save", "give --save"]),
-    (
-        "--deterministic-mode --plan-time-limit 2",
-        ["the clock", "--plan-time-limit 2", "give one of them"],
-    ),
-    (
-        "--plan-time-limit 16 --distributed-timeout-minutes 1",
-        ["at most 15 s", "is 16", "raise the timeout"],
-    ),
+    ("--deterministic-mode --plan-time-limit 2", ["clock", "--plan-time-limit 2", "give one"]),
+    ("--plan-time-limit 16 --distributed-timeout-minutes 1", ["at most 15 s", "is 16", "raise"]),
     ("--load-fallback", ["--load-fallback has an effect only with --load"]),
     ("--refit-drift 0.2", ["--refit-drift is not honoured", "use --report-drift 0.1"]),
     ("--max-skipped-in-a-row 3", ["only with --skip-nan-iterations, which is missing"]),
@@ -113,15 +86,12 @@ _BAD_INPUT = [
     (
         "--lr-decay-samples 80 --rampup-batch-size 4 4 8 --lr-warmup-samples 4",
         [
-            "--train-iters 10 counts iterations",
-            "--lr-decay-samples 80, --lr-warmup-samples 4 samples; give --train-samples",
+            "--train-iters 10",
+            "--lr-decay-samples 80, --lr-warmup-samples 4 samples; give --train-s",
         ],
     ),
     ("--rampup-batch-size 4 -1 8", ["--rampup-batch-size must be at least 0 but is -1"]),
-    (
-        "--decoupled-lr 1e-4 --min-lr 5e-4",
-        ["falls from --decoupled-lr 0.0001 to --decoupled-min-lr 0.0005"],
-    ),
+    ("--decoupled-lr 1e-4 --min-lr 5e-4", ["--decoupled-lr 0.0001 to --decoupled-min-lr 0.0005"]),
     ("--max-tokens-per-micro-batch 100", ["128 tokens", "is 100", "--seq-length 100 or less"]),
     ("--hidden-size 62", ["62 is not a multiple of --num-attention-heads 4", "--kv-channels"]),
     ("--max-position-embeddings 64", ["is 64", "--seq-length 128", "or leave it out"]),
@@ -129,15 +99,9 @@ _BAD_INPUT = [
     ("--lr-warmup-init 0.1", ["--lr 0.001", "--lr-warmup-init is 0.1", "at most 0.001"]),
     ("--lr-warmup-iters 10", ["after 10 iterations", "shorten the warm-up"]),
     ("--lr-warmup-fraction 1.0", ["after 10 iterations", "shorten the warm-up"]),
-    (
-        "--lr-warmup-fraction 0.1 --lr-warmup-iters 2",
-        ["--lr-warmup-fraction 0.1", "--lr-warmup-iters 2", "give one of them"],
-    ),
+    ("--lr-warmup-fraction 0.1 --lr-warmup-iters 2", ["fraction 0.1", "-iters 2", "give one"]),
     ("--lr-decay-style WSD", ["is missing", "give --lr-wsd-decay-iters"]),
-    (
-        "--weight-decay 0.3 --start-weight-decay 0.1",
-        ["--weight-decay 0.3", "--start-weight-decay is 0.1", "--weight-decay-incr-style linear"],
-    ),
+    ("--weight-decay 0.3 --start-weight-decay 0.1", ["-decay 0.3", "is 0.1", "incr-style linear"]),
     (
         "--weight-decay-incr-style linear --start-weight-decay 0.1",
         ["--start-weight-decay 0.1", "--end-weight-decay None", "give both"],
@@ -149,36 +113,21 @@ _BAD_INPUT = [
     ("--valid-data-path x", ["--data-path is cut by --split", "give --train-data-path"]),
     ("--exit-signal-handler --exit-signal SIGKILL", ["SIGKILL cannot be caught", "SIGTERM"]),
     ("--position-embedding-type rope --kv-channels 15", ["pairs of channels", "has 15"]),
-    (
-        "--position-embedding-type rope --rotary-percent 0.1",
-        ["--rotary-percent 0.1 of 16 channels", "at least 0.125"],
-    ),
-    (
-        "--lr-decay-style WSD --lr-wsd-decay-iters 11",
-        ["--lr-wsd-decay-iters 11", "10 iterations", "at most 10"],
-    ),
+    ("--position-embedding-type rope --rotary-percent 0.1", ["0.1 of 16 channels", "0.125"]),
+    ("--lr-decay-style WSD --lr-wsd-decay-iters 11", ["-iters 11", "10 iterations", "most 10"]),
     ("--exit-signal-handler --exit-signal SIGNONE", ["--exit-signal", "'SIGNONE'", "SIGTERM"]),
     ("--exit-signal-handler --exit-signal 15", ["--exit-signal takes", "'15'", "SIGUSR1"]),
     ("--run-dir=", ["--run-dir has an empty value", "leave it out"]),
     ("--save a\x1b[2Jb", [r"no control characters but is 'a\x1b[2Jb'", "another name"]),
     ("--seed 4294967296", ["--seed must be at most 4,294,967,295 but is 4294967296"]),
-    (
-        f"{_EXPERTS} --moe-router-topk 5",
-        ["--moe-router-topk is 5 and --num-experts 4", "at most 4"],
-    ),
+    (f"{_EXPERTS} --moe-router-topk 5", ["topk is 5 and --num-experts 4", "at most 4"]),
     (f"{_EXPERTS} --moe-router-topk 1", ["the softmax over", "add --moe-router-pre-softmax"]),
     (f"{_EXPERTS} --moe-router-group-topk 1", ["--moe-router-num-groups is missing"]),
     (f"{_EXPERTS} --moe-router-num-groups 4", ["--moe-router-group-topk is missing"]),
-    (
-        f"{_EXPERTS} --moe-router-enable-expert-bias",
-        ["adds to sigmoid scores but --moe-router-score-function is softmax", "give sigmoid"],
-    ),
+    (f"{_EXPERTS} --moe-router-enable-expert-bias", ["-function is softmax", "give sigmoid"]),
     (
         f"{_EXPERTS} --moe-router-num-groups 3 --moe-router-group-topk 1",
-        [
-            "--num-experts 4 is not a multiple of --moe-router-num-groups 3",
-            "use a number that divides 4",
-        ],
+        ["--num-experts 4 is not a multiple of --moe-router-num-groups 3", "that divides 4"],
     ),
     (
         f"{_EXPERTS} --moe-router-num-groups 2 --moe-router-group-topk 2 --moe-router-topk 3",
@@ -186,32 +135,17 @@ _BAD_INPUT = [
     ),
     (f"{_EXPERTS} --moe-aux-loss-coeff 0.1 0.2", ["--moe-aux-loss-coeff has 2 values"]),
     (f"{_EXPERTS} --moe-layer-freq [1,0]", ["each of --num-layers 4", "lists 2 values"]),
-    (
-        f"{_EXPERTS} --moe-layer-freq abc",
-        ["--moe-layer-freq abc: this is no", "write N, or a list"],
-    ),
-    (
-        f"{_EXPERTS} --moe-layer-freq [0]*4",
-        ["--moe-layer-freq gives experts to at least 1 layer", "all 4; write a 1 for a layer"],
-    ),
+    (f"{_EXPERTS} --moe-layer-freq abc", ["--moe-layer-freq abc: ", "write N, or a list"]),
+    (f"{_EXPERTS} --moe-layer-freq [0]*4", ["at least 1 layer", "all 4; write a 1 for a layer"]),
     (
         "--multi-latent-attention --group-query-attention --num-query-groups 2",
         ["makes keys for each of --num-attention-heads 4 heads", "remove one"],
     ),
-    (
-        "--multi-latent-attention --qk-pos-emb-head-dim 5",
-        ["pairs of channels but a head has 5", "give an even --qk-pos-emb-head-dim"],
-    ),
+    ("--multi-latent-attention --qk-pos-emb-head-dim 5", ["a head has 5", "give an even --qk"]),
     ("--multi-latent-attention --v-head-dim 0", ["--v-head-dim must be at least 1 but is 0"]),
     ("--num-experts 4", ["experts with biases are not supported", "--disable-bias-linear"]),
-    (
-        f"{_EXPERTS} --moe-router-score-function sqrtsoftplus",
-        ["sqrtsoftplus is not honoured", "use softmax or sigmoid"],
-    ),
-    (
-        f"{_EXPERTS} --expert-model-parallel-size 8",
-        ["--expert-model-parallel-size is 8 and --num-experts 4", "use a size that divides 4"],
-    ),
+    (f"{_EXPERTS} --moe-router-score-function sqrtsoftplus", ["not honoured", "use softmax or"]),
+    (f"{_EXPERTS} --expert-model-parallel-size 8", ["is 8 and --num-experts 4", "that divides 4"]),
     (
         f"{_EXPERTS} --expert-model-parallel-size 4 --expert-tensor-parallel-size 3",
         ["--expert-model-parallel-size 4 times --expert-tensor-parallel-size 3", "divides 8"],
@@ -224,79 +158,34 @@ _BAD_INPUT = [
     ("--spec no.such name", ["cannot be imported", "PYTHONPATH"]),
     ("--spec math no_such", ["the module has no no_such", "name a layer spec"]),
     ("--padded-vocab-size 100", ["200 tokens", "--padded-vocab-size is 100", "200 or more"]),
-    (
-        "--tokenizer-type GPT2BPETokenizer --vocab-file nowhere.json",
-        ["no file nowhere.json", "correct the path"],
-    ),
+    ("--tokenizer-type GPT2BPETokenizer --vocab-file nowhere.json", ["nowhere.json", "correct"]),
     ("--tokenizer-type TikTokenizer", ["--tokenizer-model, which is missing"]),
 ]
 """What is typed beside a complete command line -> what the error says."""
+_BAD_SAMPLES = [
+    ("--lr-warmup-iters 2", ["80 counts samples and --lr-warmup-iters 2 iterations"]),
+    ("--lr-warmup-samples 40 --lr-decay-samples 40", ["after 40 samples", "samples is 40"]),
+    ("--lr-decay-style WSD", ["a number of samples that is missing; give --lr-wsd-decay-samples"]),
+    ("--rampup-batch-size 2 4 16", ["2 sequences by 4", "give for example --global-batch-size 6"]),
+    ("--rampup-batch-size 8 2 16", ["--global-batch-size 8", "--global-batch-size 10"]),
+    ("--rampup-batch-size 2 0 16", ["--rampup-batch-size 2 0 16", "at least 1"]),
+    (
+        "--rampup-batch-size 2 2 16 --step-batch-size-schedule 0:2,1K:8",
+        ["both let the global batch grow"],
+    ),
+    ("--step-batch-size-schedule 0:2,1K:4", ["4 sequences", "--global-batch-size is 8"]),
+    ("--step-batch-size-schedule 0:4,1K:2", ["'0:4,1K:2'", "4 sequences from 0", "ascending"]),
+    ("--step-batch-size-schedule 1K:2", ["must have threshold 0, got 7", "with 0 first"]),
+    ("--step-batch-size-schedule 0:x", ["--step-batch-size-schedule '0:x'", "float: 'X'"]),
+]
+"""The same beside --train-samples 80 instead of --train-iters."""
 _BAD_WITHOUT = [
     ("", _TOKENS, ["the global batch has no size", "--global-batch-tokens"]),
-    (
-        "--train-samples 80 --lr-warmup-iters 2",
-        _ITERATIONS,
-        ["--train-samples 80 counts samples and --lr-warmup-iters 2 iterations"],
-    ),
-    (
-        "--train-samples 80 --lr-warmup-samples 40 --lr-decay-samples 40",
-        _ITERATIONS,
-        ["after 40 samples", "--lr-warmup-samples is 40"],
-    ),
-    (
-        "--train-samples 7",
-        _ITERATIONS,
-        ["--train-samples is 7 and the first batch has 8 sequences; give more samples"],
-    ),
-    (
-        "--train-samples 80 --lr-decay-style WSD",
-        _ITERATIONS,
-        ["a number of samples that is missing; give --lr-wsd-decay-samples"],
-    ),
-    (
-        "--train-samples 80 --rampup-batch-size 2 4 16",
-        _ITERATIONS,
-        ["grows from 2 sequences by 4 at a time", "give for example --global-batch-size 6"],
-    ),
-    (
-        "--train-samples 80 --rampup-batch-size 8 2 16",
-        _ITERATIONS,
-        ["does not reach --global-batch-size 8", "--global-batch-size 10"],
-    ),
-    (
-        "--train-samples 80 --rampup-batch-size 2 0 16",
-        _ITERATIONS,
-        ["--rampup-batch-size 2 0 16", "at least 1"],
-    ),
+    ("--train-samples 7", _ITERATIONS, ["--train-samples is 7", "8 sequences; give more samples"]),
     (
         "--train-samples 80 --rampup-batch-size 2 2 16 --global-batch-tokens 1000",
         (*_ITERATIONS, *_TOKENS),
         ["samples of 128 tokens", "--global-batch-tokens 1000; give for example", "768"],
-    ),
-    (
-        "--train-samples 80 --rampup-batch-size 2 2 16 --step-batch-size-schedule 0:2,1K:8",
-        _ITERATIONS,
-        ["both let the global batch grow"],
-    ),
-    (
-        "--train-samples 80 --step-batch-size-schedule 0:2,1K:4",
-        _ITERATIONS,
-        ["ends with global batches of 4 sequences but --global-batch-size is 8"],
-    ),
-    (
-        "--train-samples 80 --step-batch-size-schedule 0:4,1K:2",
-        _ITERATIONS,
-        ["--step-batch-size-schedule '0:4,1K:2'", "holds 4 sequences from 0", "ascending"],
-    ),
-    (
-        "--train-samples 80 --step-batch-size-schedule 1K:2",
-        _ITERATIONS,
-        ["first schedule entry must have threshold 0, got 7", "with 0 first"],
-    ),
-    (
-        "--train-samples 80 --step-batch-size-schedule 0:x",
-        _ITERATIONS,
-        ["--step-batch-size-schedule '0:x'", "could not convert string to float: 'X'"],
     ),
     ("--global-batch-tokens 100", _TOKENS, ["128 tokens", "is 100", "128 or more"]),
     ("", ("--lr",), ["a flag without a default is missing; give --lr"]),
@@ -310,7 +199,11 @@ _BAD_WITHOUT = [
 
 @pytest.mark.parametrize(
     ("typed", "without", "says"),
-    [*((typed, (), says) for typed, says in _BAD_INPUT), *_BAD_WITHOUT],
+    [
+        *((typed, (), says) for typed, says in _BAD_INPUT),
+        *((f"--train-samples 80 {typed}", _ITERATIONS, says) for typed, says in _BAD_SAMPLES),
+        *_BAD_WITHOUT,
+    ],
 )
 def test_bad_input_gives_one_line_with_rule_numbers_and_fix(
     typed: str, without: tuple[str, ...], says: list[str], tmp_path: Path

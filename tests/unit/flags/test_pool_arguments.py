@@ -93,11 +93,7 @@ _REFUSED: list[tuple[str, dict[str, Any], list[str]]] = [
         ["--max-tokens-per-micro-batch 256", "'short'", "also has max_tokens", "remove one"],
     ),
     ("--strategy-schedule short,wide", {}, ["'wide'", "its 3", "'short', 'long', 'mixed'"]),
-    (
-        "--strategy-schedule short,,long",
-        {},
-        ["separated by commas", "'short,,long'", "for example"],
-    ),
+    ("--strategy-schedule short,,long", {}, ["by commas", "'short,,long'", "for example"]),
     ("--regroup-owners-for wide", {}, ["--regroup-owners-for", "'wide'", "its 3", "'short'"]),
     (
         "--strategy-schedule short --replay-plans plans",
@@ -225,12 +221,9 @@ def test_a_profile_of_another_model_is_refused(
         (("--num-layers", "8"), "num_layers 4 instead of 8"),
         (("--vocab-size", "300"), "vocab_size 256 instead of 384"),
         (("--bf16",), "dtype fp32 instead of bf16"),
-        (
-            ("--recompute-granularity", "selective"),
-            "recompute none instead of selective core_attn",
-        ),
+        (("--recompute-granularity", "selective"), "none instead of selective core_attn"),
     ):
-        with pytest.raises(ConfigurationError, match=f"for another one, with {difference};"):
+        with pytest.raises(ConfigurationError, match=f"another one, with .*{difference};"):
             read_cost_profile(parse(tmp_path, *typed, *flags))
     with pytest.raises(ConfigurationError, match="core_attention sdpa instead of te;"):
         new.check_model(profiled_model(resolved, "te"), path, speaks=False)

@@ -246,10 +246,7 @@ UNTYPED: Any = hydraulis
         (lambda costs: UNTYPED.plan([9], "4*tp1", costs, model=3), "model is .* this is 3"),
         (lambda costs: UNTYPED.plan([9], "4*tp1", costs, ranks_per_node="8"), "is '8'"),
         (lambda costs: UNTYPED.propose([9], costs, num_ranks=None), "num_ranks is .* None"),
-        (
-            lambda costs: UNTYPED.estimate(costs.model.shape, "cpu", 4, num_ranks=4),
-            "schemes is a list",
-        ),
+        (lambda costs: UNTYPED.estimate(costs.model.shape, "cpu", 4, num_ranks=4), "is a list"),
         (lambda costs: UNTYPED.estimate(costs.model.shape, None, num_ranks=4), "device None"),
         (lambda costs: UNTYPED.AdamWSettings(lr="1e-3"), "lr is a number"),
         (lambda costs: UNTYPED.AdamWSettings(lr=-1.0), "AdamWSettings: lr .* but is -1.0"),

@@ -56,9 +56,7 @@ def test_a_port_in_use_is_an_error(port: int) -> None:
     with socket.socket() as listener:
         listener.bind(("", port))
         listener.listen()
-        with pytest.raises(
-            ConfigurationError, match=f"MASTER_PORT {port} of 127.0.0.1 but .*: in use; set"
-        ):
+        with pytest.raises(ConfigurationError, match=f"{port} of 127.0.0.1 but .*: in use; set"):
             startup.meet(LIMIT)
 
 
@@ -88,10 +86,7 @@ def test_a_process_without_a_launcher_is_told_how_to_start_ranks(
     startup.check_launched("train FLAGS")
     monkeypatch.delenv("MASTER_ADDR")
     startup.check_launcher_numbers()
-    with pytest.raises(
-        ConfigurationError,
-        match="but MASTER_ADDR is not set; run torchrun --standalone --nproc-per",
-    ):
+    with pytest.raises(ConfigurationError, match="MASTER_ADDR is not set; run torchrun --standal"):
         startup.check_launched("train FLAGS")
 
 

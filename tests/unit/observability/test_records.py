@@ -167,9 +167,7 @@ def test_a_line_cut_off_by_a_kill_does_not_affect_others(tmp_path: Path, whole_l
 def test_a_full_disk_is_one_clear_error(tmp_path: Path) -> None:
     (tmp_path / METRICS_FILE_NAME).symlink_to("/dev/full")
     writer = MetricsWriter(tmp_path)
-    with pytest.raises(
-        HydraulisError, match=r"iteration 7 .* \(\d+ bytes\).*No space left.*free space"
-    ):
+    with pytest.raises(HydraulisError, match=r"iteration 7 .* \(\d+ bytes\).*No space left"):
         writer.write(make_record(7))
     writer.close()
 
@@ -179,10 +177,7 @@ def test_a_disk_that_fills_up_within_a_line_leaves_complete_lines(tmp_path: Path
     with MetricsWriter(tmp_path) as writer:
         writer.write(make_record(1))
         line_bytes = (tmp_path / METRICS_FILE_NAME).stat().st_size
-        with (
-            largest_file(line_bytes + line_bytes // 2),
-            pytest.raises(HydraulisError, match="metrics of iteration 2"),
-        ):
+        with largest_file(line_bytes * 3 // 2), pytest.raises(HydraulisError, match="iteration 2"):
             writer.write(make_record(2))
         assert [record.iteration for record in read_metrics(tmp_path)] == [1]
         writer.write(make_record(3))

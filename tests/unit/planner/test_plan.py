@@ -73,18 +73,8 @@ def test_a_valid_plan_passes() -> None:
         (LENGTHS[:3], STRATEGY, 40, "names sequence 3 but the batch has 3 sequences"),
         ([30, 10, 21, 40], STRATEGY, 40, "sequence 2 is planned with 20 tokens but has 21"),
         (LENGTHS, STRATEGY, 39, r"micro-batch 0 of replica 0 \(tp2\) has 40 tokens but the limit"),
-        (
-            LENGTHS,
-            Strategy.parse("6*tp1", 6, name="other"),
-            40,
-            "is for strategy 'mixed' but is used with 'other'",
-        ),
-        (
-            LENGTHS,
-            Strategy.parse("2*tp2+2*idle", 6, name="mixed"),
-            40,
-            "has 3 replicas but strategy 'mixed' has 2",
-        ),
+        (LENGTHS, Strategy.parse("6*tp1", 6, name="other"), 40, "'mixed' but .* 'other'"),
+        (LENGTHS, Strategy.parse("2*tp2+2*idle", 6, name="mixed"), 40, "3 replicas but .* has 2"),
         (
             LENGTHS,
             Strategy.parse("tp2@1,0+pp2:1,2@2,3+tp1@4+idle", 6, name="mixed"),

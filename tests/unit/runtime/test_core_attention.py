@@ -99,11 +99,7 @@ def test_heads_of_latent_attention_have_two_sizes() -> None:
 
 def test_an_unavailable_one_is_refused_with_alternatives() -> None:
     here = dataclasses.replace(HOPPER, why_no_te="Transformer Engine is not installed")
-    with pytest.raises(
-        ConfigurationError,
-        match="--core-attention te cannot be used: Transformer Engine is not installed; choose "
-        "torch or sdpa, or auto",
-    ):
+    with pytest.raises(ConfigurationError, match=r"te .* not installed; choose torch or sdpa, or"):
         choose("te", here)
     with pytest.raises(ConfigurationError, match="--core-attention flash is none of the 4"):
         choose("flash", here)
@@ -136,10 +132,7 @@ def test_kinds_of_rows_of_a_pool() -> None:
 def test_only_the_reference_adds_an_offset_to_the_softmax() -> None:
     here = dataclasses.replace(HOPPER, softmax_type="learnable")
     assert choose("auto", here).name == "sdpa"
-    with pytest.raises(
-        ConfigurationError,
-        match=r"te cannot be used: only sdpa adds an offset .* is learnable; choose sdpa, or auto",
-    ):
+    with pytest.raises(ConfigurationError, match=r"only sdpa .* is learnable; choose sdpa, or"):
         choose("te", here)
     config = SmallModel(variant=(("softmax_type", "off-by-one"),)).transformer()
     with pytest.raises(ConfigurationError, match="VarlenAttention does not; use --core-attention"):

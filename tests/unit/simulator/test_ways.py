@@ -315,10 +315,7 @@ def test_plans_do_not_depend_on_the_number_of_processes() -> None:
 
 def test_a_batch_that_fits_nowhere_is_an_error_in_any_process() -> None:
     too_long = Pool.of(Strategy.parse("4*tp1", 4, name="short"))
-    with (
-        BatchPlanning(NUM_PROCESSES) as planning,
-        pytest.raises(PlanError, match="sequence"),
-    ):
+    with BatchPlanning(NUM_PROCESSES) as planning, pytest.raises(PlanError, match="sequence"):
         list(planning.plans(too_long, Limits(profile()), [*batches(), [90]]))
 
 
