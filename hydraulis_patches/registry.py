@@ -27,7 +27,7 @@ class Patch:
     """'module:attribute' -> hash of the attribute's source, or of the module's source if the
     attribute has none."""
     reason: str
-    """Why no public hook serves."""
+    """Reason why no public hook serves."""
     removable_when: str
     versions: tuple[str, ...] = ("0.19.2",)
     cpu_only: bool = False

@@ -14,7 +14,7 @@ NO_DROPOUT = (
     "dropout masks depend on the layout of the replicas, so the same batch would not give the same "
     "update under another plan; use 0"
 )
-"""Why no model may have dropout."""
+"""Reason why no model may have dropout."""
 
 
 def require_no_dropout(*rates: float) -> None:

@@ -41,7 +41,7 @@ class Writer:
     """Namespace of the process id: two containers, or two machines of one name, may have the
     same."""
     token: str
-    """Different for every start."""
+    """Token that is different for every start."""
     num_requeues: int = 0
     """Number of times that Slurm requeued the job; it ends all its steps before it does."""
 
@@ -244,7 +244,7 @@ def _writer_in(text: str | None) -> Writer | None:
 
 
 def _process_namespace() -> str:
-    """Different for two containers and for two machines, whose host names may be the same."""
+    """Name that differs between containers and between machines, also with equal host names."""
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
         return f"{os.readlink('/proc/self/ns/pid')} {boot}"

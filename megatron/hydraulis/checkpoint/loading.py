@@ -58,7 +58,7 @@ class UpstreamState:
     sharding_type: str | None
     """Sharding type of the optimizer state; None if the checkpoint does not say."""
     model: Mapping[str, Any]
-    """Those of its arguments that are stored; see `model_of`."""
+    """Arguments of its model that are stored; see `model_of`."""
     settings: frozenset[str]
     """Names of all its arguments that are stored."""
 

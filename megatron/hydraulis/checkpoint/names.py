@@ -39,7 +39,7 @@ WRITTEN_HERE = "hydraulis"
 _BIAS = ".router.expert_bias"
 """End of the names of routers' biases."""
 _LAYER_OF_NAME = 2
-"""Which part of a name numbers the layer."""
+"""Index of the part of a name that numbers the layer."""
 _HAVE_EXTRA_STATES = ("layernorm.weight", "_down_proj.weight")
 """Ends of the keys of modules that have extra states in Megatron, but not here: norms that are not
 fused with a linear layer, projections to latents."""

@@ -59,7 +59,7 @@ class PackedBatch:
     """Labels in this rank's part, trained or not; their sum over the group is the length of the
     sequences."""
     trained_tokens: int
-    """Those of them with a weight above 0."""
+    """Labels among them with a weight above 0."""
     has_fractional_weights: bool
     """Whether one of this part's weights is neither 0 nor 1."""
     num_padding: int

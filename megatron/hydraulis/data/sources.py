@@ -55,7 +55,7 @@ class Corpora:
 
     @property
     def parts(self) -> list[Corpus]:
-        """Those with sequences."""
+        """Parts that have sequences."""
         return [part for part in (self.train, self.valid, self.test) if part is not None]
 
 

@@ -45,7 +45,7 @@ _MADE_FROM_VALUES = {
 }
 
 _UINT16_VOCABULARY_LIMIT = 65_500
-"""Below it Megatron stores 2-byte ids (``DType.optimal_dtype``)."""
+"""Size below which Megatron stores 2-byte ids (``DType.optimal_dtype``)."""
 
 _FROM_HUB = ("HuggingFaceTokenizer", "SFTTokenizer")
 _HUB_PATIENCE_S = 2.0
@@ -127,7 +127,7 @@ def check_tokenizer_sources(settings: TokenizerSettings | argparse.Namespace) ->
 
 
 def _hub_problem() -> str | None:
-    """Why the Hugging Face Hub cannot be reached; None if it can be, or if nobody asks it from
+    """Reason why the Hugging Face Hub is out of reach; None if it is not, or if nobody asks it from
     here, because its library is offline or uses a proxy."""
     from huggingface_hub import constants
 
@@ -217,7 +217,7 @@ class TokenizerFingerprint:
 
     @classmethod
     def of(cls, tokenizer: Any, num_tokens: int | None = None) -> "TokenizerFingerprint | None":
-        """That of the first num_tokens ids, by default of all; None if tokens cannot be listed."""
+        """Fingerprint of num_tokens ids, by default of all; None if tokens cannot be listed."""
         digest = hashlib.sha256()
         try:
             token_of = tokenizer.inv_vocab
@@ -230,7 +230,7 @@ class TokenizerFingerprint:
 
     @classmethod
     def read(cls, prefix: str) -> "TokenizerFingerprint | None":
-        """That of the dataset ``prefix``; None if there is none. Raises DataError."""
+        """Fingerprint of the dataset ``prefix``; None if there is none. Raises DataError."""
         path = tokenizer_path(prefix)
         if not os.path.exists(path):
             return None

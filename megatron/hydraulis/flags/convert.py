@@ -422,7 +422,7 @@ def run(namespace: argparse.Namespace) -> int:
 
 
 def _calls(namespace: argparse.Namespace) -> list[LaunchCommand]:
-    """Those of the command that is given, or the options of the file as one."""
+    """Calls of the command that is given, or the options of the file as one call."""
     if bool(namespace.command_words) == bool(namespace.file):
         raise ConfigurationError(
             "convert takes a file of options, FILE, or what runs a launch script, "

@@ -33,7 +33,7 @@ class Honoured:
     only: tuple[object, ...] | None = None
     """The values that are accepted; None accepts all that the parser does."""
     otherwise: str = ""
-    """Why another value is refused and what to do instead: ``why; fix``."""
+    """Reason why another value is refused and what to do instead: ``why; fix``."""
     need: Need | None = None
 
     @property

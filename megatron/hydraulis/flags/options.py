@@ -23,7 +23,7 @@ class Taken:
     only: tuple[object, ...] | None = None
     """The values that are accepted; None accepts all that the parser does."""
     otherwise: str = ""
-    """Why another value is refused and what to do instead: ``why; fix``."""
+    """Reason why another value is refused and what to do instead: ``why; fix``."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -78,7 +78,7 @@ class ParsedFlags:
     attempted: frozenset[str]
     """The attributes of all options that were given, rightly or wrongly."""
     wrong: frozenset[str]
-    """Those of options whose value cannot be read or is out of range."""
+    """The attributes of options whose value cannot be read or is out of range."""
 
     def was_given(self, dest: str) -> bool:
         """True if any option that sets the attribute was given."""

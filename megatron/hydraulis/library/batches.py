@@ -157,7 +157,7 @@ def _entry_of(value: torch.Tensor) -> str:
 
 
 def digest_of(sequences: Sequence[TokenSequence]) -> str:
-    """Equal for equal tokens, weights and inputs in the same order."""
+    """Digest that is equal for equal tokens, weights and inputs in the same order."""
     digest = hashlib.sha256()
     for each in sequences:
         digest.update(len(each.tokens).to_bytes(8, "little"))

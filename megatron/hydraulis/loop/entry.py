@@ -57,7 +57,7 @@ RESTART_COUNTS = {
     "Slurm has queued this job again": "SLURM_RESTART_COUNT",
     "torchrun has started the ranks again": "TORCHELASTIC_RESTART_COUNT",
 }
-"""Who restarts a run, and the variable that counts restarts."""
+"""Text for each kind of restart -> the variable that counts restarts."""
 
 
 def main(argv: Sequence[str] | None = None, hooks: UserHooks | None = None) -> None:

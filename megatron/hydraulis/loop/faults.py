@@ -458,7 +458,7 @@ class HangGuard:
         return RankPlace(*json.loads(self._store.get(key))) if self._store.check([key]) else None
 
     def _watch_store(self) -> None:
-        """Never uses the store, which might never answer."""
+        """Watches the store without using it, as it might never answer."""
         reported: RankPlace | None = None
         while not self._ends.wait(self._beat_s):
             place, asked_s, now_s = self._place, self._asked_s, time.time()

@@ -252,7 +252,7 @@ class PlannedData:
 
     corpus: Corpus
     batches: SampledBatches
-    """Equal on every rank."""
+    """Batches that are equal on every rank."""
     exchange: PlanExchange
     """Plans are published here."""
     feed: PlanFeed | None

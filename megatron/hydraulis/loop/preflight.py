@@ -229,7 +229,7 @@ def installed_driver(path: Path = _DRIVER_FILE) -> str | None:
 
 
 def driver_problem(driver: str | None, cuda: str | None, *, is_available: bool) -> str | None:
-    """Why torch cannot use the GPUs of a machine that has a driver; None if there is no problem.
+    """Says why torch cannot use the GPUs of a machine that has a driver; None if it can.
 
     Without this, the ranks of such a machine would quietly run on its CPU.
 
@@ -258,7 +258,7 @@ def driver_problem(driver: str | None, cuda: str | None, *, is_available: bool) 
 
 
 def memory_lock_problem(limit_bytes: int, adapters: Path = _INFINIBAND_FOLDER) -> str | None:
-    """Why NCCL may fail to register its buffers with this node's InfiniBand; None if it will not.
+    """Says why NCCL may fail to register its buffers with this node's InfiniBand, else None.
 
     Args:
         limit_bytes: of memory that this process may lock; RLIM_INFINITY for no limit.

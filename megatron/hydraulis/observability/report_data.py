@@ -118,7 +118,7 @@ class Run:
 
     @property
     def why_short(self) -> str | None:
-        """Why the last record is not that of `num_train_iters`; None if it is, or nothing says."""
+        """Says why the last record is not that of `num_train_iters`; None if it is, or unknown."""
         wanted = self.num_train_iters
         if wanted is None or self.records[-1].iteration >= wanted:
             return None

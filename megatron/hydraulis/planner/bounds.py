@@ -75,7 +75,7 @@ IntArray = NDArray[np.int64]
 
 
 MAX_EXACT = 24
-"""Up to this number of micro-batches there are lines for each number."""
+"""Largest number of micro-batches that has lines of its own."""
 # Ranges that have lines together: numbers of micro-batches (first, last).
 _RANGES = (
     *((last - 1, last) for last in range(MAX_EXACT + 2, 33, 2)),
@@ -322,7 +322,7 @@ class PipelineColumns:
 
 @dataclass(frozen=True, slots=True)
 class LongOrder:
-    """Which long micro-batches are before and after the largest one, in what order."""
+    """Order of long micro-batches before and after the largest one."""
 
     before: tuple[int, ...]
     """Indices of those before it, by rising work."""
@@ -347,7 +347,7 @@ class _Lines(NamedTuple):
     wanted_ms: FloatArray
     """Total work from which on F + B is that small."""
     cheap_ms: FloatArray
-    """Up to this much missing work costs the least share of itself, the rest the most."""
+    """Amount up to which missing work costs its least share, the rest the most."""
 
 
 class LongOrders:

@@ -459,7 +459,7 @@ def _badness(status: str) -> int:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StrategyOutcome:
-    """Why a strategy of the pool was chosen or not.
+    """Reason why a strategy of the pool was chosen or not.
 
     Raises PlanError when the time found is below the bound.
     """

@@ -231,7 +231,7 @@ class Solver:
         self._seed = seed
 
     def solve(self, model: LinearModel) -> Solution:
-        """Like the function solve, but not beyond the deadline."""
+        """Works as the function solve does, but not beyond the deadline."""
         guard_s = min(_GUARD_S, self.deadline.remaining_s)
         solution = solve(model, guard_s=guard_s, seed=self._seed)
         if solution.outcome in (Outcome.FAILED, Outcome.OVERRUN) and self.trouble is None:

@@ -546,7 +546,7 @@ class WavePacker(ReplicaPacker):
     def improve(
         self, packed: Packing, num_steps: int, effort: Effort, *, target_ms: float = 0.0
     ) -> Packing:
-        """There is nothing to improve."""
+        """Returns the packing: there is nothing to improve."""
         return packed
 
     def packed(self, micro_batches: Sequence[Sequence[int]]) -> Packing:

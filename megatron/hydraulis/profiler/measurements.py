@@ -83,7 +83,7 @@ class MeasuredPoint:
     peak_bytes: int = 0
     """Most memory that a rank held meanwhile, see `runtime.memory.MemoryMeter`."""
     why_not: str = ""
-    """Why it was not run; empty where it was."""
+    """Reason why it was not run; empty where it was."""
 
     @property
     def fits(self) -> bool:
@@ -321,7 +321,7 @@ def survey(
 def _why_not_tried(
     before: Sequence[MeasuredPoint], num_tokens: int, limit_bytes: int | None
 ) -> str:
-    """Why a point cannot fit, by the results of smaller ones; empty where it may."""
+    """Reason why a point cannot fit, by the results of smaller ones; empty where it may."""
     too_many = next((each.point.num_tokens for each in before if not each.fits), None)
     if too_many is not None and num_tokens >= too_many:
         return f"{too_many} tokens do not fit"

@@ -1,1 +1,1 @@
-"""Which strategies a pool should hold, for a corpus, a cost profile and a cluster."""
+"""Proposes the strategies of a pool, for a corpus, a cost profile and a cluster."""

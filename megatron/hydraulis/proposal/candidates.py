@@ -131,8 +131,8 @@ class Candidates:
 
     @cached_property
     def plain(self) -> tuple[int, ...]:
-        """Indices of the schemes without ``~``. Of the others only bounds are known before they are
-        planned, which would lead the search astray: they only replace what it finds. All indices if
+        """Indices of the schemes without ``~``. The others have only bounds before they
+        are planned, which would mislead the search: they only replace what it finds. All indices if
         there is no other scheme."""
         plain = tuple(i for i, scheme in enumerate(self.schemes) if not scheme.splits_cp)
         return plain or tuple(range(len(self.schemes)))

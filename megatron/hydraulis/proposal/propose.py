@@ -77,7 +77,7 @@ class PoolMember:
     num_batches: int
     """Batches for which it is the pool's fastest."""
     mean_s: float | None
-    """Over these batches; None if there are none."""
+    """Mean time of these batches; None if there are none."""
     overhead_s: float
     """Time that regrouping and optimizer add to its makespan; part of every time."""
     gain_s: float | None

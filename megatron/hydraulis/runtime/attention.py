@@ -239,7 +239,7 @@ class SegmentAttention(PackedAttention):
         return QueryBlocks.of(stretches, self.window, query, has_offset=self._has_offset)
 
     def _blocks_of_row(self, row: PackedSeqParams | SharedRow, query: Tensor) -> QueryBlocks:
-        """Those of a complete row, made by the first layer that has this window."""
+        """Blocks of a complete row, made by the first layer that has this window."""
 
         def make() -> QueryBlocks:
             lengths = row.lengths if isinstance(row, SharedRow) else segment_lengths(row)
@@ -392,7 +392,7 @@ class QueryBlocks:
     has_offset: bool
     """Whether each segment has one key more before its own, to which all its queries attend."""
     dtype: torch.dtype
-    """That of the queries."""
+    """Dtype of the queries."""
     device: torch.device
 
     @classmethod

@@ -274,7 +274,7 @@ class RowKind:
 def te_obstacle(
     row: RowKind, *, dtype: torch.dtype, head_size: int, cp_comm_type: str
 ) -> str | None:
-    """Why `TEAttention` should not compute such rows; None if it should.
+    """Reason why `TEAttention` should not compute such rows; None if it should.
 
     Transformer Engine's own selection decides. Its unfused kernel, which it takes where the others
     refuse, is refused here: its memory grows with the square of the row. So is cuDNN's where its
@@ -405,20 +405,20 @@ class Environment:
     """Facts that the selection depends on."""
 
     compute_capability: tuple[int, int] | None
-    """That of this rank's GPU; None without CUDA."""
+    """Compute capability of this rank's GPU; None without CUDA."""
     dtype: torch.dtype
-    """That of queries, keys and values."""
+    """Dtype of queries, keys and values."""
     head_size: int
     """The larger of those of keys and values."""
     why_no_te: str | None
-    """Why Transformer Engine cannot or should not be used; None where it can."""
+    """Reason why Transformer Engine cannot or should not be used; None where it can."""
     why_no_varlen: str | None
-    """Why this torch has no ``varlen_attn``; None where it has."""
+    """Reason why this torch has no ``varlen_attn``; None where it has."""
     softmax_type: str = "vanilla"
     """The model's."""
 
     def obstacle(self, name: CoreAttentionName) -> str | None:
-        """Why a core attention cannot be used; None where it can."""
+        """Reason why a core attention cannot be used; None where it can."""
         if name == "sdpa":
             return None
         capability = self.compute_capability

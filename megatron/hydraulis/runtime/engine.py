@@ -55,7 +55,7 @@ class LocalGradients:
     trained_tokens: int
     """Tokens with a weight above 0 in this rank's micro-batches."""
     out_of_memory: OutOfMemory | None = None
-    """Why this rank has abandoned its micro-batches."""
+    """Reason why this rank has abandoned its micro-batches."""
     is_divided: bool = False
     """Whether the loss function has divided the loss."""
 

@@ -35,7 +35,7 @@ programs."""
 _BYTES_PER_GIB = 2**30
 _BYTES_PER_KIB = 1024
 _RESET_PEAK = "5"
-"""Written to clear_refs (Linux, proc(5)): sets the peak resident set size to the present one."""
+"""Text for clear_refs (Linux, proc(5)) that sets the peak resident set size to the present."""
 _NO_MEMORY_ON_CPU = "can't allocate memory"
 """Part of the message of torch's CPU allocator."""
 

@@ -57,7 +57,7 @@ class StepVote:
     """Index in the pool of the next iteration's strategy; None where rank 0 does not know it."""
     num_ranks_without_memory: int
     squared_norm: float
-    """That of the gradients before any division; 0 where no update follows."""
+    """Squared norm of the gradients before any division; 0 where no update follows."""
     routing: Tensor
     """Input of `RouterState.accept`; empty without experts and where no update follows."""
 

@@ -125,7 +125,7 @@ class PostFrom(Enum):
     """The first gradient of the last backward. Megatron's schedules announce that backward before
     they receive its input; once it has added to a gradient, a first stage has no message left."""
     FINISH = auto()
-    """After the schedule; at once where there is none."""
+    """The end of the schedule; at once where there is none."""
 
 
 class ScatterPass:

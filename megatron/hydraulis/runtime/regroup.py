@@ -194,7 +194,7 @@ class Route(ABC):
     """
 
     num_collectives: int
-    """Posted by a gather, and by a scatter."""
+    """Number that a gather posts, and a scatter."""
     gather_needs_staging: bool
     scatter_needs_staging: bool
 
@@ -589,7 +589,7 @@ class Stack:
     start: int
     """Start of the first copy in the buffer."""
     strides: tuple[int, ...]
-    """Those in the buffer."""
+    """Strides in the buffer."""
     view: Tensor
     """The elements in the arena."""
 

@@ -59,7 +59,7 @@ class Comparison:
     results: tuple[WayResult, ...]
     """One for each way, in the order of `WAYS`."""
     skipped: dict[str, str]
-    """Why a way is skipped, by its name."""
+    """Reason why a way is skipped, by its name."""
     ways: Ways
     """All ways, with the batches."""
 

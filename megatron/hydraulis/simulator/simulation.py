@@ -61,7 +61,7 @@ class IterationTasks:
     """The tasks of one iteration; times in ms since the first plan was ready."""
 
     number: int
-    """Counted from 1."""
+    """Number of the iteration, counted from 1."""
     work: IterationWork
     begin: Task
     end: Task

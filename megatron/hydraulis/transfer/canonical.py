@@ -30,7 +30,7 @@ DEFAULT_BUCKET_CAP_ELEMENTS = 40_000_000
 
 
 class Contribution(enum.IntEnum):
-    """Which TP ranks of a replica send a parameter's gradient; also the order inside a bucket."""
+    """TP ranks of a replica that send a parameter's gradient; also the order inside a bucket."""
 
     SHARDED = 0
     """Cut over the TP ranks: every rank sends its part."""
@@ -136,7 +136,7 @@ class Piece:
     atom: int
     """0 for parameters without a tensor-parallel dim."""
     first_row: int
-    """Relative to the atom."""
+    """First row, relative to the atom."""
     num_rows: int
     row_length: int
 

@@ -60,7 +60,7 @@ class _Source:
     expert: int | None = None
     """Its number, if the tensor in the file has an axis for experts."""
     rows: slice = slice(None)
-    """Which of the expert's rows it has."""
+    """Rows of the expert that it has."""
 
 
 class SafetensorsFolder:
