@@ -88,11 +88,11 @@ def write_dataset(path: str, prefix: str, tokenizer: Any) -> None:
     Raises:
         DataError: a line that upstream refuses, a file that cannot be read, or nothing in it.
     """
-    documents = DocumentEncoder(tokenizer, append_eod=False)
-    num_sequences = num_tokens = num_trained = 0
-    # Only a job that converts loads what writes datasets, and shows progress.
+    # Only a job that converts needs the module, which takes a tenth of a second to import.
     from megatron.hydraulis.data.preprocess import DatasetWriter
 
+    documents = DocumentEncoder(tokenizer, append_eod=False)
+    num_sequences = num_tokens = num_trained = 0
     with DatasetWriter(prefix, documents.token_type, has_weights=True) as writer:
         for document in read_documents(Path(path), json_key=None):
             for sequence in sequences_of(document, documents):

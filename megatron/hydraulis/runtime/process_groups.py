@@ -1,6 +1,7 @@
-"""Process groups for a pool of strategies, created once and looked up by their ranks.
+"""Process groups for a pool of strategies, and steps that all ranks take together.
 
-And steps that all ranks take: if one rank fails, all raise its error instead of waiting for it.
+Groups are created once and looked up by their ranks. If one rank fails in a step, all raise its
+error instead of waiting for it.
 """
 
 from __future__ import annotations
