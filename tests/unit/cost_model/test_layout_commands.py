@@ -154,14 +154,8 @@ def test_layouts_of_a_model_with_experts(capsys: pytest.CaptureFixture[str]) -> 
     assert any(row["ep"] > row["tp"] and row["pp"] > 1 for row in found["ranked"])
     assert all(row["sequence_parallel"] for row in found["ranked"] if row["tp"] > 1)
     threes = [
-        "--num-experts",
-        "6",
-        "--moe-router-topk",
-        "2",
-        "--num-ranks",
-        "6",
-        "--global-batch-size",
-        "6",
+        *("--num-experts", "6", "--moe-router-topk", "2"),
+        *("--num-ranks", "6", "--global-batch-size", "6"),
     ]
     assert main(["recommend-layout", *model, *of_job, *threes]) == 0
     assert "--expert-tensor-parallel-size 1" in capsys.readouterr().out
@@ -463,9 +457,11 @@ def test_all_groups_of_a_splitting_width_are_estimated(
 
 ON_8_H100 = "--device h100 --num-ranks 8 --schemes tp8"
 ESTIMATE_13B, ESTIMATE_32B, ESTIMATE_EXPERTS = (
-    f"estimate {' '.join(model)}"
+    f"estimate {ON_8_H100} {' '.join(model)}"
     for model in (LLAMA_13B, LLAMA_32B, [*QWEN3_30B_A3B, "--num-experts", "4"])
 )
+SKIP_FREQ = "--window-size 7,0 --window-attn-skip-freq"
+OF_32B = f"estimate {' '.join(LLAMA_32B)}"
 LAYOUTS = f"recommend-layout {' '.join(LLAMA_13B)} --seq-length 2048 --global-batch-size 8"
 
 
@@ -474,48 +470,39 @@ LAYOUTS = f"recommend-layout {' '.join(LLAMA_13B)} --seq-length 2048 --global-ba
     [
         (f"{LAYOUTS} --device h100 --num-ranks 64 --ranks-per-node 7", "7 ranks each but 64 ranks"),
         (f"{LAYOUTS} --device a100-40g --num-ranks 1", "must fit in 40.0 GB of a100-40g"),
-        (f"{ESTIMATE_32B} {ON_8_H100} --schemes tp3", "tp must divide the attention heads"),
-        (f"{ESTIMATE_32B} {ON_8_H100} --schemes 2*tp8", r"without copies and ranks.*'2\*tp8'"),
-        (f"{ESTIMATE_32B} --device h100 --schemes tp8", "-pool needs --num-ranks"),
-        (f"{ESTIMATE_32B} {ON_8_H100} --ranks-per-node 0", "-node must be at least 1 but is 0"),
-        (f"{ESTIMATE_32B} {ON_8_H100} --schemes tp8pp2", "a replica has 16 ranks but the job 8"),
+        (f"{ESTIMATE_32B} --schemes tp3", "tp must divide the attention heads"),
+        (f"{ESTIMATE_32B} --schemes 2*tp8", r"without copies and ranks.*'2\*tp8'"),
+        (f"{OF_32B} --device h100 --schemes tp8", "without --strategy-pool needs --num-ranks"),
+        (f"{ESTIMATE_32B} --ranks-per-node 0", "-node must be at least 1 but is 0"),
+        (f"{ESTIMATE_32B} --schemes tp8pp2", "a replica has 16 ranks but the job 8"),
         (
-            f"{ESTIMATE_32B} --device h100 --pool {EXAMPLES / 'pool_64_ranks.json'} --num-ranks 64",
+            f"{OF_32B} --device h100 --pool {EXAMPLES / 'pool_64_ranks.json'} --num-ranks 64",
             "--strategy-pool gives the ranks",
         ),
-        (f"{ESTIMATE_32B} {ON_8_H100} --recompute-granularity full", "method"),
+        (f"{ESTIMATE_32B} --recompute-granularity full", "method"),
         (f"estimate {ON_8_H100} --model m.json --swiglu", "m.json describes .* but --swiglu"),
         (f"estimate {ON_8_H100} --model nowhere.json", "nowhere.json"),
         (f"estimate {ON_8_H100}", "--num-layers, .*, --padded-vocab-size are missing"),
         (f"estimate {ON_8_H100} {' '.join(LLAMA_13B[:-2])}", "--padded-vocab-size is missing"),
         (f"estimate {ON_8_H100} {' '.join(LLAMA_13B[2:])}", "--num-layers is missing"),
-        (f"{ESTIMATE_13B} {ON_8_H100} --num-attention-heads 63", "not a multiple of 63 heads"),
+        (f"{ESTIMATE_13B} --num-attention-heads 63", "not a multiple of 63 heads"),
         (
-            f"{ESTIMATE_13B} {ON_8_H100} --group-query-attention --num-query-groups 7",
-            "40 heads are not a multiple of 7 query groups",
+            f"{ESTIMATE_13B} --group-query-attention --num-query-groups 7",
+            "40 heads .* 7 query groups",
         ),
-        (f"{ESTIMATE_13B} {ON_8_H100} --make-vocab-size-divisible-by 0", "at least 1 but is 0"),
+        (f"{ESTIMATE_13B} --make-vocab-size-divisible-by 0", "at least 1 but is 0"),
         (
-            f"{ESTIMATE_EXPERTS} {ON_8_H100} --multi-latent-attention",  # which has query groups
+            f"{ESTIMATE_EXPERTS} --multi-latent-attention",  # which has query groups
             "heads 32 heads but --group-query-attention shares them; remove one of the two",
         ),
-        (f"{ESTIMATE_EXPERTS} {ON_8_H100} --moe-layer-freq [0,1]", "48 layers but lists 2 values"),
-        (f"{ESTIMATE_EXPERTS} {ON_8_H100} --moe-layer-freq [0]*48", "1 layer .* 0 for all 48"),
-        (f"{ESTIMATE_EXPERTS} {ON_8_H100} --moe-router-topk 5", "experts_per_token 5"),
-        (
-            f"{ESTIMATE_13B} {ON_8_H100} --window-size 7,0 --window-attn-skip-freq [1,0]*2",
-            "--num-layers 40 layers but lists 4 values",
-        ),
-        (
-            f"{ESTIMATE_13B} {ON_8_H100} --window-size 7,0 --window-attn-skip-freq [1,2]*20",
-            "lists 40 values, 1, 2 among them",
-        ),
-        (
-            f"{ESTIMATE_13B} {ON_8_H100} --window-size 7,0 --window-attn-skip-freq 0",
-            "--window-attn-skip-freq counts layers from 1 but is 0",
-        ),
-        (f"{ESTIMATE_13B} {ON_8_H100} --window-size 7,1", "is 7,1; write N,0"),
-        (f"{ESTIMATE_13B} {ON_8_H100} --window-size (7,0,0)", "is 7,0,0; write N,0"),
+        (f"{ESTIMATE_EXPERTS} --moe-layer-freq [0,1]", "48 layers but lists 2 values"),
+        (f"{ESTIMATE_EXPERTS} --moe-layer-freq [0]*48", "1 layer .* 0 for all 48"),
+        (f"{ESTIMATE_EXPERTS} --moe-router-topk 5", "experts_per_token 5"),
+        (f"{ESTIMATE_13B} {SKIP_FREQ} [1,0]*2", "40 layers but lists 4 values"),
+        (f"{ESTIMATE_13B} {SKIP_FREQ} [1,2]*20", "lists 40 values, 1, 2 among them"),
+        (f"{ESTIMATE_13B} {SKIP_FREQ} 0", "--window-attn-skip-freq counts layers from 1 but is 0"),
+        (f"{ESTIMATE_13B} --window-size 7,1", "is 7,1; write N,0"),
+        (f"{ESTIMATE_13B} --window-size (7,0,0)", "is 7,0,0; write N,0"),
     ],
 )
 def test_flags_that_are_refused(
