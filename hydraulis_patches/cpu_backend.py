@@ -71,7 +71,7 @@ class CpuCuda:
         return torch.device("cpu")
 
     def is_available(self) -> bool:
-        """True: upstream refuses to start otherwise."""
+        """Returns True: upstream refuses to start otherwise."""
         return True
 
     def device_count(self) -> int:
@@ -82,7 +82,7 @@ class CpuCuda:
         """Nothing to wait for: CPU operations are complete when they return."""
 
     def empty_cache(self) -> None:
-        """Nothing to do: there is no caching allocator."""
+        """Does nothing: there is no caching allocator."""
 
     def current_stream(self, device: Any = None) -> Any:
         """The only stream."""
@@ -181,12 +181,12 @@ def _counts_on_host(
 def _get_no_rng_state(
     device: int | str | torch.device = "cuda", clone: bool = False, graph_safe: bool = False
 ) -> torch.Tensor:
-    """Nothing to save: the CPU's generator is saved anyway."""
+    """Returns an empty state: the CPU's generator is saved anyway."""
     return torch.empty(0, dtype=torch.uint8)
 
 
 def _set_no_rng_state(new_state: torch.Tensor, device: int = -1, graph_safe: bool = False) -> None:
-    """Nothing to restore."""
+    """Does nothing, as nothing was saved."""
 
 
 REPLACEMENTS: dict[str, Any] = {

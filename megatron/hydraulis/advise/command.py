@@ -70,7 +70,7 @@ class Choice:
     regroup_s: dict[str, float]
     """Time that regrouping and optimizer add, by how regrouping counts."""
     memory_bytes: float
-    """Estimated, of the fullest rank with the largest micro-batch that its schemes hold, or that
+    """Estimate for the fullest rank with the largest micro-batch that its schemes hold, or that
     rows of fixed length fill."""
 
     @property
@@ -96,9 +96,9 @@ class Advice:
     """The best one with balanced plans."""
     pool: Choice
     ceiling_s: float
-    """No plan is faster, see simulator/ways.py."""
+    """Lower bound of the time of any plan, see simulator/ways.py."""
     bound_s: float
-    """No plan of these schemes is faster, see `least_makespan_ms`."""
+    """Lower bound of the time of any plan of these schemes, see `least_makespan_ms`."""
     num_tokens: float
     """Mean of a batch."""
     model_flops: float

@@ -19,9 +19,9 @@ from megatron.hydraulis.json_object import JsonObject, read_json
 
 MANIFEST_NAME = "hydraulis.json"
 METADATA_NAME = ".metadata"
-"""Torch's: which tensor is in which file."""
+"""Torch's file that says which tensor is in which file."""
 FORMAT_NAME = "metadata.json"
-"""Megatron's: the name of the format. Megatron writes it last."""
+"""Megatron's file with the name of the format, which it writes last."""
 VERSION = 1
 _HEX_SHA256 = re.compile(r"[0-9a-f]{64}")
 
@@ -107,7 +107,7 @@ LATENT_ARGUMENTS = (
 MODEL_SETTINGS = frozenset(
     ("group_query_attention", *MODEL_ARGUMENTS, *OFF_BY_DEFAULT, *EXPERT_ARGUMENTS)
 ).union(LATENT_ARGUMENTS)
-"""All of them. `model_differences` compares them as far as they have an effect."""
+"""All these arguments. `model_differences` compares those that have an effect."""
 
 _EARLIER_NAMES = {
     "norm_epsilon": "layernorm_epsilon",

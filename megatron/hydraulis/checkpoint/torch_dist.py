@@ -53,7 +53,7 @@ MASTER, EXP_AVG, EXP_AVG_SQ = (
 )
 """Prefixes of the keys of its fp32 master and moments, in Megatron's distributed optimizer."""
 MAX_METADATA_BYTES = 4 << 30
-"""About 10^7 pieces."""
+"""Limit for the metadata, enough for about 10^7 pieces."""
 
 _ALLOWED_TYPES: Mapping[str, str] = {
     "builtins": "dict list tuple set frozenset int float slice",

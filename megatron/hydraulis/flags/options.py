@@ -16,7 +16,7 @@ from megatron.hydraulis.flags.honoured import HONOURED, Honoured, Need
 
 @dataclass(frozen=True, slots=True)
 class Taken:
-    """Accepted without acting on it: the update is the same."""
+    """An option that is accepted and ignored: the update is the same."""
 
     instead: str
     """Phrase that says what happens instead."""

@@ -392,7 +392,7 @@ def _counts(lengths: Lengths | LengthCounts | str | os.PathLike[str]) -> LengthC
 
 
 def _lengths(lengths: Lengths) -> npt.NDArray[np.integer[Any]]:
-    """Checked; DataError unless they are whole numbers from 1 on, at least one."""
+    """Checks lengths; DataError unless they are whole numbers from 1 on, at least one."""
     try:
         values = np.asarray(lengths)
     except ValueError:  # rows of different lengths

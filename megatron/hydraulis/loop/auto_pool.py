@@ -40,7 +40,7 @@ from megatron.hydraulis.terminal import phase_progress
 
 FILE_NAME = "auto_pool.json"
 _NUM_BATCHES = 8
-"""Few, as all ranks wait."""
+"""Number of batches: few, as all ranks wait."""
 
 
 def pool_of_job(resolved: Resolved, *, has_cuda: bool, store: dist.Store | None) -> Pool:

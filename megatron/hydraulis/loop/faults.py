@@ -249,7 +249,7 @@ class RankPlace:
 
     @property
     def order(self) -> tuple[int, int]:
-        """Greater for later places of a run."""
+        """Key that is greater for later places of a run."""
         return self.iteration, _ORDER.index(self.phase)
 
     def __str__(self) -> str:

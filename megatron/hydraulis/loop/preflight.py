@@ -43,14 +43,14 @@ from megatron.hydraulis.loop.startup import (
 )
 
 NUM_BYTES_PER_RANK = 16 * 2**20
-"""Sent by each rank in a collective: enough for its time to say something about the network."""
+"""Bytes of a rank in a collective, enough for its time to say something about the network."""
 EXIT_STATUS_OF_TIMEOUT = 3
 _KEY = "hydraulis/preflight"
 LEAST_DRIVERS = {12: 525, 13: 580}
 """Major version of CUDA -> of the oldest driver that runs it, by minor-version compatibility:
 docs.nvidia.com/deploy/cuda-compatibility/minor-version-compatibility.html, read 2026-11-22."""
 LEAST_SHARE_OF_USUAL = 0.25
-"""All pairs of nodes are reported below this share of the rate of a device's usual network."""
+"""Share of the usual network's rate of a device below which all pairs of nodes are reported."""
 _DRIVER_FILE = Path("/proc/driver/nvidia/version")
 _INFINIBAND_FOLDER = Path("/sys/class/infiniband")
 _MATRIX_SIZE = {"cuda": 8192, "cpu": 512}

@@ -76,7 +76,7 @@ class RunParts:
     """Parts of a run besides engine and data."""
 
     metrics: MetricsWriter | None
-    """Exists on the last rank, which logs."""
+    """Writer that exists on the last rank, which logs."""
     trace: RunTrace | None
     memory: MemorySafety
     drift: RunDrift | None
@@ -450,7 +450,7 @@ class _NoMoEMetrics(MoEMetricsTracker):
     """Reports nothing: upstream's routers would fill it, ours leave zeros; see `_losses`."""
 
     def report(self, *arguments: Any, **named: Any) -> str:
-        """Nothing to add to upstream's line."""
+        """Adds nothing to upstream's line."""
         return ""
 
 

@@ -134,7 +134,7 @@ def _on_replicas(run: Run) -> Iterator[Remark]:
     usual = {scheme: statistics.median(factors) for scheme, factors in traced.items()}
 
     def slowness(row: Statistics) -> float:
-        """Compared to the other replicas of the scheme."""
+        """Slowness compared to the other replicas of the scheme."""
         if row["traced"] is None or len(traced.get(row["scheme"], ())) < 2:
             return 1.0
         return float(row["factor"] / usual[row["scheme"]])

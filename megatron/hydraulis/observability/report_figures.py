@@ -40,7 +40,7 @@ TALL_INCHES = 3.6
 SUMMARY_SIZE_INCHES = (8.0, 9.0)
 
 MAX_DOTS = 2000
-"""More dots are drawn as one image: separate elements would make the page slow."""
+"""Number of dots beyond which they are one image: separate elements make the page slow."""
 MAX_ITERATIONS_WITH_MARKERS = 60
 MIN_ITERATIONS_TO_SMOOTH = 20
 HALF_WINDOWS_PER_RUN = 20

@@ -25,7 +25,7 @@ from megatron.hydraulis.observability.report_figures import ReportFigure, figure
 
 TEMPLATE = Path(__file__).with_name("report_page.html.jinja")
 MAX_ROWS = 200
-"""More rows of a table would make the page slow; --json has all of them."""
+"""Limit of a table's rows, as more make the page slow; --json has all of them."""
 MAX_RANKS_NAMED = 16
 
 

@@ -92,11 +92,11 @@ class ShardedAdamW:
         return loss
 
     def get_loss_scale(self) -> Tensor:
-        """Always 1, shape (1,)."""
+        """The loss scale: always 1, shape (1,)."""
         return self._loss_scale
 
     def zero_grad(self, set_to_none: bool = False) -> None:
-        """Nothing to do: the first scatter after an update replaces the shards' gradients."""
+        """Does nothing: the first scatter after an update replaces the shards' gradients."""
 
     def divide_gradients(self, divisor: float) -> None:
         """Turn weighted sums over tokens into means over the global batch."""

@@ -75,7 +75,7 @@ IntArray = NDArray[np.int64]
 
 
 MAX_EXACT = 24
-"""Largest number of micro-batches that has lines of its own."""
+"""Largest number of micro-batches that has separate lines."""
 # Ranges that have lines together: numbers of micro-batches (first, last).
 _RANGES = (
     *((last - 1, last) for last in range(MAX_EXACT + 2, 33, 2)),

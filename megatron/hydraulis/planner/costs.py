@@ -325,7 +325,7 @@ class WaveCosts:
 
     @property
     def mean_coefficients(self) -> Coefficients:
-        """No wave is faster than a micro-batch with these coefficients and the same sequences.
+        """Coefficients of a micro-batch that is no slower than any wave with the same sequences.
 
         The time of a wave is at least the mean over its columns, and a sequence takes at least
         ``min_c (a_c·c·s² + b_c·c·s) / W`` of it; a group without sequences takes its c_c.

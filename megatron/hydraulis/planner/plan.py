@@ -113,7 +113,7 @@ class StrategyTime:
     name: str
     """Name of the strategy in its pool."""
     bound_s: float
-    """No plan with this strategy takes less."""
+    """Lower bound of the time of any plan with this strategy."""
     found_s: float
     """Predicted time of the best plan found, which is little improved where the strategy was soon
     ruled out."""
@@ -467,7 +467,7 @@ class StrategyOutcome:
     name: str
     """Name of the strategy in its pool."""
     bound_s: float | None
-    """No plan with this strategy takes less; None when the strategy cannot hold the batch."""
+    """Lower bound of any plan with this strategy; None when it cannot hold the batch."""
     found_s: float | None
     """Predicted time of the best plan found; None when the strategy was not searched."""
     why_not_chosen: str

@@ -78,7 +78,7 @@ class StrategySearch:
         self._dispatch_s = 0.0
         self._packing_s = 0.0
         self.bound_ms = dispatch_bound_ms(batch, costs)
-        """No plan of this strategy has a smaller makespan."""
+        """Lower bound of the makespan of any plan of this strategy."""
         self._best: Assignment | None = None
 
     @functools.cached_property
@@ -220,7 +220,7 @@ class StrategySearch:
         return StageReport(objective_s=objective_s, bound_s=bound_s, seconds=seconds, status=status)
 
     def _packing_bound_ms(self) -> float:
-        """No packing of the best plan's dispatch has a smaller makespan."""
+        """Lower bound of the makespan of any packing of the best plan's dispatch."""
         bounds_ms = [0.0]
         times_ms, shares = self.best.times_ms, self.best.shares
         for replica in sorted(range(len(shares)), key=times_ms.__getitem__, reverse=True):

@@ -150,7 +150,7 @@ class Solution:
     values: FloatArray | None = None
     objective: float = math.inf
     bound: float = -math.inf
-    """No feasible x costs less."""
+    """Lower bound of the cost of any feasible x."""
     column_duals: FloatArray | None = None
     """Reduced costs."""
 

@@ -39,7 +39,7 @@ MANY_SHORT = "many short"
 MIXTURE = "mixture"
 """Half of the tokens long, half short."""
 SAMPLED = "sampled"
-"""Drawn from given lengths."""
+"""Kind of a micro-batch that is drawn from given lengths."""
 MAX_ATTEMPTS = 2
 """An interrupted measurement is repeated once; a second end without a result means that the point
 ends the process."""
@@ -131,7 +131,7 @@ class RegroupSpeed:
     """Received by a rank, the most of all ranks."""
     gather_ms: float
     scatter_bytes: int
-    """Sent by a rank, the most of all ranks."""
+    """Bytes that a rank sends, the most of all ranks."""
     scatter_ms: float
 
     def to_json(self) -> dict[str, Any]:

@@ -328,7 +328,7 @@ class Bounded:
     """Limits of the time of a plan, overhead included."""
 
     bound_ms: float
-    """No plan takes less."""
+    """Lower bound of the time of any plan."""
     quick_ms: float
     """Time of the quick plan."""
 

@@ -575,7 +575,7 @@ class _GatheredAgain:
         return self._again.as_strided(kept.size, kept.stride, kept.offset)
 
     def end(self) -> None:
-        """Called after the backward of the blocks."""
+        """Free what was gathered; called after the backward of the blocks."""
         self._again = None
 
 

@@ -123,7 +123,7 @@ class VarlenAttention(ContextAttention):
 
 
 TE_MASK = "padding_causal"
-"""Causal inside each segment: the only causal mask that packed rows may have."""
+"""Mask that is causal inside each segment, the only causal one for packed rows."""
 
 TEWay = Literal["p2p", "all_gather", "a2a"]
 

@@ -80,7 +80,7 @@ class RouterState:
         shape = (config.num_layers, config.num_moe_experts)
         self._config = config
         self.sums = torch.zeros(math.prod(shape) + 2, dtype=torch.float64, device=device)
-        """This rank's, flat: losses and counts."""
+        """This rank's sums, flat: losses and counts."""
         self.counts = self.sums[2:].view(shape)
         """(layers, experts): how often tokens that are not padding chose an expert."""
         self.balancing_loss, self.z_loss = self.sums[:2].split(1)
@@ -175,7 +175,7 @@ class SequenceRouter(upstream.TopKRouter):
         return number - 1
 
     def is_aux_loss_enabled(self) -> bool:
-        """False: upstream's losses would depend on packing."""
+        """Returns False: upstream's losses would depend on packing."""
         return False
 
     def apply_z_loss(self, logits: Tensor, padding_mask: Tensor | None = None) -> Tensor:

@@ -158,7 +158,7 @@ class OutOfMemory:
     num_tokens: int
     """Tokens of the row on all ranks that share it, padding included."""
     held_bytes: int
-    """Most in use on this rank since it was last measured, as its `MemoryMeter` counts it."""
+    """Most bytes in use on this rank since the last measurement, counted by its `MemoryMeter`."""
 
     @property
     def group(self) -> Scheme:

@@ -383,7 +383,7 @@ class DuplicatedLinear(torch.nn.Linear):
             config.init_method(self.weight)
 
     def reset_parameters(self) -> None:
-        """Nothing: the constructor initialises as the configuration says."""
+        """Does nothing: the constructor initialises as the configuration says."""
 
     def forward(self, given: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
         """The product, and no bias."""

@@ -310,7 +310,7 @@ class Route(ABC):
 
 
 class OneStepRoute(Route):
-    """Uneven all-to-all, both ways."""
+    """Route by an uneven all-to-all, both ways."""
 
     num_collectives = 1
     scatter_needs_staging = True

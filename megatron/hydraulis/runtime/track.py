@@ -378,4 +378,4 @@ class StreamTrack:
         return _StreamTicket(ended)
 
     def close(self) -> None:
-        """Nothing to end."""
+        """Does nothing: there is nothing to end."""

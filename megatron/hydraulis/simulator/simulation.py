@@ -418,7 +418,7 @@ class ReplicaTasks:
 
 @dataclass(slots=True, eq=False)
 class Task:
-    """Occupies its lane for a time."""
+    """A task that occupies its lane for a time."""
 
     lane: Hashable
     duration_ms: float

@@ -83,7 +83,7 @@ MAX_DEFAULT_PROCESSES = 8
 FEWEST_BATCHES_PER_PROCESS = 10
 """A process starts in about a second, which fewer batches would not justify."""
 CHUNKS_PER_PROCESS = 4
-"""Several, so that no process waits long for the last one."""
+"""Number of chunks per process: several, so that no process waits long for the last one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,7 +130,7 @@ class Variant:
     works: Callable[[], Works]
     """Makes the work of every batch."""
     least_ms: float = 0.0
-    """All batches take at least this; 0.0 if unknown."""
+    """Lower bound of the time of all batches; 0.0 if unknown."""
 
 
 def default_num_processes() -> int:
@@ -326,7 +326,7 @@ class Ways:
         ]
 
     def _least_ms(self, way: str, layout: LaneLayout, num_rows: int) -> float:
-        """No works with num_rows rows a micro-batch take less.
+        """Lower bound of the time of works with num_rows rows a micro-batch.
 
         A lane has at least its share of the work. A stage runs the lane's micro-batches after the
         stages before it have run the forward of one, and before they run the backward of one.
@@ -532,7 +532,7 @@ class Ways:
 
 
 def _bound_ms(costs: PoolCosts, batch: Sequence[int]) -> float:
-    """No plan takes less."""
+    """Lower bound of the time of any plan."""
     return min(
         dispatch_bound_ms(batch, costs.replica_costs(strategy)) + costs.overheads_ms[strategy.name]
         for strategy in costs.feasible_strategies(batch, 0)
