@@ -126,6 +126,8 @@ COMMANDS = tuple(command for commands in _COMMANDS_BY_TOPIC.values() for command
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a command; returns the exit status, 2 for bad input."""
+    if sys.stdout is None:  # the shell has closed it (>&-)
+        sys.stdout = open(os.devnull, "w")  # noqa: SIM115 - for the rest of the process
     if isinstance(sys.stdout, io.TextIOWrapper):
         # A path may have bytes that are no text, or characters that the terminal cannot show.
         sys.stdout.reconfigure(errors="backslashreplace")

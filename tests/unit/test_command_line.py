@@ -198,6 +198,12 @@ def test_output_without_room_is_one_line(words: list[str]) -> None:
     assert re.fullmatch(r"error: .*No space left on device; make room.*\n", done.stderr)
 
 
+def test_a_closed_output_is_no_error() -> None:
+    command = f"{sys.executable} -m megatron.hydraulis --help >&-"
+    done = subprocess.run(command, shell=True, capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (0, "")
+
+
 def test_a_misspelt_flag_is_corrected_where_only_planning_is_installed(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
