@@ -50,9 +50,8 @@ def test_version_lists_what_a_bug_report_needs(capsys: pytest.CaptureFixture[str
     with pytest.raises(SystemExit) as exit_:
         main(["--version"])
     assert exit_.value.code in (0, None)
-    assert re.fullmatch(
-        r"hydraulis \S+ \(megatron-core \S+, torch \S+\)\n", capsys.readouterr().out
-    )
+    text = r"hydraulis \S+ \(megatron-core \S+, torch \S+\)\n"
+    assert re.fullmatch(text, capsys.readouterr().out)
 
 
 @pytest.mark.parametrize("script", ["hydraulis", "__main__.py"])

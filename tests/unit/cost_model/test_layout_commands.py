@@ -183,10 +183,8 @@ def test_readable_tables(
     assert "Layouts have no cp" in " ".join(text.split())
     *lines, following = text.splitlines()
     assert max(map(len, lines)) <= 100
-    assert following.startswith(
-        "next: hydraulis advise --lengths CORPUS.idx --seq-length 2048 "
-        "--global-batch-tokens 4194304 "
-    )
+    sizes = "--seq-length 2048 --global-batch-tokens 4194304 "
+    assert following.startswith(f"next: hydraulis advise --lengths CORPUS.idx {sizes}")
     assert "2,048 rows of 2,048 tokens, as in Megatron; here --global-batch-tokens 4194304" in text
     parser = argparse.ArgumentParser()
     advise.add_arguments(parser)

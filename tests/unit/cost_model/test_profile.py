@@ -1,6 +1,7 @@
 """Cost profiles: reading and writing, look-up, errors, and the shipped profile."""
 
 import json
+import math
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -105,11 +106,9 @@ def test_the_model_goes_both_ways_and_is_checked() -> None:
     assert made.to_json() == content(model=SIZES | SETTINGS)
     made.check_model(used(), "p.json", speaks=True)
     for key, value in {"num_layers": 8, "gated_mlp": False, "dtype": "fp32"}.items():
-        with pytest.raises(ConfigurationError) as caught:
+        message = f"p.json: .* with {key} {(SIZES | SETTINGS)[key]} instead of {value};"
+        with pytest.raises(ConfigurationError, match=message):
             made.check_model(used(**{key: value}), "p.json", speaks=True)
-        before = (SIZES | SETTINGS)[key]
-        assert "p.json: its times and limits are for one model" in str(caught.value)
-        assert f"with {key} {before} instead of {value};" in str(caught.value)
     with_experts = model(model=SIZES | SETTINGS | {"experts": "grouped"})
     with_experts.check_model(used(), "p.json", speaks=True)  # one side does not know
     with pytest.raises(ConfigurationError, match=r"experts grouped instead of single;.*--device$"):
@@ -217,10 +216,7 @@ def test_overhead_is_regroup_and_optimizer() -> None:
         (content(model=SIZES | {"norms": 8}), "model of profile: has the unknown keys 'norms'"),
         (content(model={"num_layers": 2}), "model of profile: needs 'num_attention_heads'"),
         (content(strategies=[{"regroup_ms": 1}]), "strategy 0 of profile: needs 'name'"),
-        (
-            content(strategies=[{"name": "S", "regroup_ms": float("nan")}]),
-            "times of strategy 'S' must be finite and not negative",
-        ),
+        (content(strategies=[{"name": "S", "regroup_ms": math.nan}]), "'S' must be finite"),
         ([], "profile: must be an object but is"),
     ],
 )

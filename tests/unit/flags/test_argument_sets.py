@@ -275,13 +275,15 @@ def test_what_was_taken_is_listed_with_what_happens_instead(tmp_path: Path) -> N
         *("--micro-batch-size", "4", "--use-distributed-optimizer", "--save-interval", "5"),
         *("--exp-avg-dtype", "bf16", "--distributed-backend", "nccl"),
     )
-    assert dict(resolved.taken) == {
-        "--micro-batch-size 4": "packing decides how sequences share a micro-batch; "
-        "--max-tokens-per-micro-batch limits it",
-        "--exp-avg-dtype bf16": "optimizer state and gradients stay fp32, which is more precise",
-        "--save-interval 5": "it has an effect only with --save",
-        "--distributed-backend nccl": "gloo, as the device is a CPU",
-    }
+    taken = dict(resolved.taken)
+    for typed, instead in (
+        ("--micro-batch-size 4", "--max-tokens-per-micro-batch"),
+        ("--exp-avg-dtype bf16", "fp32"),
+        ("--save-interval 5", "only with --save"),
+        ("--distributed-backend nccl", "gloo"),
+    ):
+        assert instead in taken.pop(typed)
+    assert taken == {}
     assert resolved.args.use_distributed_optimizer
 
 
@@ -347,10 +349,8 @@ def test_users_see_only_options_that_they_gave(tmp_path: Path) -> None:
 
 def test_gradients_in_bf16_are_added_in_another_way(tmp_path: Path) -> None:
     given = parse(tmp_path, "--bf16", "--grad-reduce-in-bf16")
-    assert (
-        "--grad-reduce-in-bf16: gradients of micro-batches, and those of ranks, are added in fp32"
-        in map(str, given.differences)
-    )
+    (bf16,) = (each.why for each in given.differences if each.typed == "--grad-reduce-in-bf16")
+    assert "added in fp32" in bf16
     (taken,) = parse(tmp_path, "--grad-reduce-in-bf16").taken
     assert taken == ("--grad-reduce-in-bf16", "it has an effect only with --bf16")
 
@@ -374,24 +374,19 @@ def test_latent_attention_rotates_whatever_the_position_embedding(tmp_path: Path
 
 
 def test_dropout_that_is_not_given_is_among_the_differences(tmp_path: Path) -> None:
-    typed = {str(d) for d in parse(tmp_path).differences if d.changes_update}
-    assert (
-        "--hidden-dropout 0.0 (Megatron: --hidden-dropout 0.1): dropout would make the update "
-        "depend on the plan" in typed
-    )
+    lines = [str(d) for d in parse(tmp_path).differences if d.changes_update]
+    head = "--hidden-dropout 0.0 (Megatron: --hidden-dropout 0.1): "
+    assert any(line.startswith(head) for line in lines)
     given = parse(tmp_path, "--hidden-dropout", "0", "--attention-dropout", "0")
     assert not any("dropout" in d.typed for d in given.differences if d.changes_update)
 
 
 def test_the_global_batch_is_compared_with_upstreams(tmp_path: Path) -> None:
-    assert parse(tmp_path).sizes.text(50.0, 128) == (
-        "8 sequences, about 400 tokens; Megatron takes 8 rows of 128 tokens, which is "
-        "--global-batch-tokens 1024 here"
-    )
+    text = parse(tmp_path).sizes.text(50.0, 128)
+    assert re.match("8 seq.* 400 tokens; .* 8 rows of 128 .*--global-batch-tokens 1024", text)
     by_tokens = parse(tmp_path, "--global-batch-tokens", "1024", without=("--global-batch-size",))
-    assert by_tokens.sizes.text(50.0, 128) == (
-        "1,024 tokens, about 20 sequences; Megatron takes as many with --global-batch-size 8"
-    )
+    text = by_tokens.sizes.text(50.0, 128)
+    assert re.match("1,024 tokens, about 20 sequences; .*--global-batch-size 8", text)
 
 
 _VALUES = ("-1", "0", "nan", "inf", "100000000000000000000")

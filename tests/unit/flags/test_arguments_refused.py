@@ -1,6 +1,7 @@
 """What becomes of upstream's options that are not honoured: they are taken, or refused by name."""
 
 import argparse
+import re
 
 import pytest
 
@@ -200,9 +201,7 @@ def test_the_last_value_decides_whether_a_feature_is_off(
 def test_an_option_in_no_row_is_refused() -> None:
     row = row_of("--from-a-later-upstream", "new group")
     assert isinstance(row, Refused)
-    assert refusal("--from-a-later-upstream", row).startswith(
-        "--from-a-later-upstream is not honoured: "
-    )
+    assert "--from-a-later-upstream is not honoured: " in refusal("--from-a-later-upstream", row)
 
 
 def test_all_that_is_wrong_is_said_at_once_in_the_order_of_the_command_line() -> None:
@@ -214,30 +213,23 @@ def test_all_that_is_wrong_is_said_at_once_in_the_order_of_the_command_line() ->
         _parse(*typed.split())
     first, *lines = str(caught.value).split("\n  ")
     assert first == "7 problems with these flags:"
-    assert sum(line.startswith("--attention-dropout 0.1 is not honoured: ") for line in lines) == 1
-    assert [line for line in lines if not line.startswith("--attention-dropout")] == [
-        "--num-layer is unknown to Megatron and to this program; did you mean --num-layers? "
-        "Otherwise remove it, or add --ignore-unknown-options to go on without such options",
-        "--sliding-window is unknown to Megatron and to this program; use --window-size, or "
-        "remove it, or add --ignore-unknown-options to go on without such options",
-        "--mtp-num-layers is not honoured: the model here is a decoder that predicts one token; "
-        "remove it",
-        "--lr fast: invalid float value: 'fast'; correct the value",
-        "--adam-eps must be above 0 but is -1.0; give a positive number",
-        "'true' after --swiglu belongs to no option, as --swiglu takes no value; quote a value "
-        "with blanks, give the option that is missing, or remove them",
+    says = [
+        "--num-layer is unknown .* mean --num-layers.*--ignore-unknown-options",
+        "--sliding-window is unknown .* use --window-size.*--ignore-unknown-options",
+        "--mtp-num-layers is not honoured: .*; remove",
+        "--lr fast: invalid float value: 'fast'; correct",
+        "--adam-eps must be above 0 but is -1.0; give",
+        "--attention-dropout 0.1 is not honoured: ",
+        "'true' after --swiglu belongs to no option, .*; quote",
     ]
+    assert all(re.match(words, line) for words, line in zip(says, lines, strict=True))
 
 
 @pytest.mark.parametrize(
     ("words", "says"),
     [
         (["extra", "--lr", "1"], "'extra' belongs to no option, as it stands before the first;"),
-        (
-            ["--wandb-exp-name", "my", "new", "run"],
-            "'new' 'run' after --wandb-exp-name my belong to no option, as --wandb-exp-name takes "
-            "1 value; quote a value with blanks",
-        ),
+        (["--wandb-exp-name", "my", "new", "run"], "'new' 'run' after .* my .* 1 value; quote"),
         (["--lr", "1", " "], "' ' after --lr 1 belongs to .* remove the blank after a backslash"),
     ],
 )

@@ -1,5 +1,6 @@
 """Training by samples: sizes, iterations and learning rates against upstream's own functions."""
 
+import re
 from argparse import Namespace
 from collections.abc import Iterator
 from pathlib import Path
@@ -151,9 +152,7 @@ def test_a_ramp_is_that_of_earlier_versions(ramp: tuple[int, ...], tmp_path: Pat
     ends = ("--train-samples", "1000")
     resolved = resolve(tmp_path, *ends, *typed, "--global-batch-size", str(full))
     (growth,) = (str(each) for each in resolved.differences if "--rampup" in each.typed)
-    assert growth == (
-        f"{' '.join(typed)}: the global batch grows, whereas Megatron 0.19.2 ignores the option"
-    )
+    assert f"{' '.join(typed)}: the global batch grows, whereas Megatron 0.19.2" in growth
     assert resolved.taken == ()
     rows = resolved.sizes
     tokens = resolve(tmp_path, *ends, *typed, "--global-batch-tokens", str(full * 128)).sizes
@@ -248,19 +247,14 @@ def test_what_megatron_has_consumed_counts(in_tokens: bool) -> None:
 
 def test_log_and_dry_run_say_how_long_training_is_here_and_in_megatron(tmp_path: Path) -> None:
     by_size = resolve(tmp_path, "--train-samples", "100", "--global-batch-size", "8")
-    assert length_text(by_size, 50.0) == (
-        "100 sequences, about 5,000 tokens, in 12 iterations; Megatron's samples are 12,800 "
-        "tokens, which --global-batch-tokens counts here"
-    )
+    text = "100 sequences, about 5,000 tokens, in 12 iterations; .* 12,800 tokens"
+    assert re.match(text, length_text(by_size, 50.0))
     by_tokens = resolve(
         tmp_path,
         *("--train-samples", "100", "--step-batch-size-schedule", SCHEDULE),
         *("--global-batch-tokens", "1024"),
     )
-    assert length_text(by_tokens, 50.0) == (
-        "12,800 tokens, the 100 samples of Megatron, in at least 22 iterations"
-    )
-    assert by_tokens.sizes.text(50.0, 128).endswith(
-        "; it begins with 256 and grows 2 times, last after 4,992 tokens"
-    )
+    text = "12,800 tokens, the 100 samples .* at least 22 iterations"
+    assert re.match(text, length_text(by_tokens, 50.0))
+    assert re.search("256 .* 2 times, .* 4,992 tokens", by_tokens.sizes.text(50.0, 128))
     assert length_text(parse(tmp_path), 50.0) == ""

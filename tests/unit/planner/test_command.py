@@ -210,10 +210,7 @@ def test_bad_input_is_one_line_and_status_2(
 
 def test_a_plan_that_cannot_be_written(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["plan", *write_files(tmp_path), "--out", str(tmp_path)]) == 2
-    assert (
-        f"must be a path that can be written but writing {tmp_path} fails: Is a directory"
-        in capsys.readouterr().err
-    )
+    assert f"writing {tmp_path} fails: Is a directory" in capsys.readouterr().err
 
 
 def test_help_names_units(capsys: pytest.CaptureFixture[str]) -> None:

@@ -86,9 +86,8 @@ def test_a_valid_plan_passes() -> None:
 def test_plans_for_another_batch_or_strategy(
     lengths: list[int], strategy: Strategy, max_tokens: int, message: str
 ) -> None:
-    with pytest.raises(PlanError, match="plan of iteration 8: ") as raised:
+    with pytest.raises(PlanError, match=f"plan of iteration 8: .*{message}"):
         make_plan().validate(lengths, strategy, lambda scheme: max_tokens)
-    assert raised.match(message)
 
 
 @pytest.mark.parametrize(

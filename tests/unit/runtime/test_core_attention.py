@@ -1,4 +1,5 @@
 import dataclasses
+import re
 
 import pytest
 import torch
@@ -142,6 +143,4 @@ def test_only_the_reference_adds_an_offset_to_the_softmax() -> None:
 def test_transformer_engines_ring_takes_no_window() -> None:
     ring = RowKind(2, 2, 2, 64, 8)
     obstacle = te_obstacle(ring, dtype=torch.bfloat16, head_size=64, cp_comm_type="p2p")
-    assert obstacle == (
-        "a ring of 2 context-parallel ranks needs all keys but a layer has a window of 8 tokens"
-    )
+    assert re.search("a ring of 2 .* a window of 8 tokens", obstacle or "")

@@ -92,11 +92,8 @@ def test_replayed_steps_give_what_the_initialiser_gives() -> None:
 def test_steps_that_do_not_work_by_rows_are_refused(
     change: Callable[[Tensor], object], message: str
 ) -> None:
-    with pytest.raises(ConfigurationError) as refusal:
+    with pytest.raises(ConfigurationError, match=f"'decoder.layers.0.some.weight' .* {message}"):
         recorded(weight(change), "decoder.layers.0.some.weight")
-    assert f"parameter 'decoder.layers.0.some.weight' is initialised by {message}" in str(
-        refusal.value
-    )
     # If it is overwritten later, it does not matter.
     assert recorded(weight(change, lambda w: w.normal_())) == ["normal_"]
 
