@@ -20,6 +20,7 @@ from megatron.hydraulis.command_line import (
     add_profile_argument,
 )
 from megatron.hydraulis.cost_model.analytic import AnalyticCostModel
+from megatron.hydraulis.cost_model.device import Precision
 from megatron.hydraulis.cost_model.estimate_command import estimated_profile, possible_schemes
 from megatron.hydraulis.cost_model.job_costs import (
     JobCosts,
@@ -324,7 +325,7 @@ def run(namespace: argparse.Namespace) -> int:
         advice = advise(request, costs, on_progress)
         more = None
         if namespace.cost_profile is None and not namespace.json:
-            more = recompute_text(namespace, request, costs.profile, advice, on_progress)
+            more = recompute_text(namespace, request, costs, advice, on_progress)
     assert costs.model is not None
     profile, device, pool = costs.profile, costs.model.device, advice.proposal.pool
     try:
@@ -432,8 +433,8 @@ def verdict(advice: Advice) -> str:
         what = (
             f"Train with --strategy '{advice.static.strategy}' and balanced plans, "
             f"{advice.fixed_rows.time_s(advice.kind) / advice.static.time_s(advice.kind):.2f} × "
-            f"as fast as Megatron with rows of fixed length: a pool is only {over_static:.2f} × as "
-            f"fast as that"
+            f"as fast as Megatron with rows of fixed length; a pool does not pay, as it is only "
+            f"{over_static:.2f} × as fast as that"
         )
     near = " (little is left to gain)" if reach >= _NEAR_CEILING else ""
     return f"{what}; no plan could be more than {1 / reach:.2f} × as fast as {pool}{near}."
@@ -509,7 +510,7 @@ def to_json(advice: Advice, profile: ProfileCostModel, peak_flops_per_s: float) 
 def recompute_text(
     namespace: argparse.Namespace,
     request: ProposalRequest,
-    profile: ProfileCostModel,
+    costs: JobCosts,
     advice: Advice,
     on_progress: OnProgress,
 ) -> str | None:
@@ -524,12 +525,15 @@ def recompute_text(
     given = argparse.Namespace(**vars(namespace))
     given.recompute_granularity, given.recompute_activations = "full", False
     given.recompute_method, given.recompute_num_layers = "uniform", 1
+    assert costs.model is not None
+    given.bf16 = costs.model.precision is Precision.BF16  # so that it is not said a second time
+    given.fp32 = not given.bf16
     with_it = _costs(given, request).profile
     fewest, fewest_with = (
         min(
             (r.scheme.num_ranks for r in each.schemes if r.max_tokens >= longest), default=num_ranks
         )
-        for each in (profile, with_it)
+        for each in (costs.profile, with_it)
     )
     time_s = advice.pool.time_s(advice.kind)
     bound_ms = fmean(least_makespan_ms(with_it, each, num_ranks) for each in request.batches)

@@ -179,7 +179,9 @@ def test_recomputation_is_advised_where_plans_are_faster_with_it(
     ]
     advised = "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1"
     assert main(argv) == 0
-    before = " ".join(capsys.readouterr().out.split())
+    out, err = capsys.readouterr()
+    assert err.count("precision: bf16, assumed") == 1
+    before = " ".join(out.split())
     assert f" as fast as this pool: {advised} " in before
     assert main([*argv, *advised.split()]) == 0
     after = " ".join(capsys.readouterr().out.split())
