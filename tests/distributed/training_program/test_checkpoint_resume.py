@@ -183,8 +183,7 @@ def test_inspect_checkpoint_describes_a_run(
     printed = " ".join(capsys.readouterr().out.split())
     for fact in (
         "2 checkpoints, latest: iter_0000004",
-        f"{NUM_RANKS} ranks",
-        f"consumed {uninterrupted.records[-1].consumed_samples} sequences",
+        f"complete, checksums right │ {uninterrupted.records[-1].consumed_samples} │ {NUM_RANKS} │",
         "pool 4*tp1; tp2+pp2",
         "num_attention_heads 4",
     ):
