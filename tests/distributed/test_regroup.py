@@ -27,26 +27,21 @@ def buckets_in_place(job: Job) -> tuple[int, int, int]:
     return len(routes), len(received), len(sent)
 
 
-@pytest.mark.parametrize(("text", "model"), [("tp2", WITH_NORMS_OF_HEADS), ("pp2", ALIGNED_MODEL)])
-def test_a_homogeneous_strategy_of_an_aligned_model_needs_no_rearranging(
-    text: str, model: SmallModel
+@pytest.mark.parametrize(
+    ("text", "model", "num_atoms", "num_rearranged"),
+    [
+        ("tp2", WITH_NORMS_OF_HEADS, None, 0),
+        ("pp2", ALIGNED_MODEL, None, 0),
+        # With more atoms than the tp needs, the layers of a stage.
+        ("pp2", ALIGNED_MODEL, 8, ALIGNED_MODEL.num_layers // 2),
+        # Two ranks divide all buckets evenly but the output's, whose middle is inside a row.
+        ("2*tp1", ALIGNED_MODEL, None, 1),
+    ],
+)
+def test_an_aligned_model_needs_little_rearranging(
+    text: str, model: SmallModel, num_atoms: int | None, num_rearranged: int
 ) -> None:
-    job = law_job(2, text, model, num_atoms=None)
+    job = law_job(2, text, model, num_atoms=num_atoms)
     for num_held, num_received, num_sent in pool_of(2).run(buckets_in_place, job):
-        assert num_held == num_received == num_sent > 0
-    check_law(job, 2)
-
-
-def test_a_larger_t_rearranges_the_layers_only() -> None:
-    job = law_job(2, "pp2", ALIGNED_MODEL, num_atoms=8)
-    for num_held, num_received, num_sent in pool_of(2).run(buckets_in_place, job):
-        assert num_held - num_received == num_held - num_sent == ALIGNED_MODEL.num_layers // 2
-    check_law(job, 2)
-
-
-def test_equal_shares_are_gathered_in_place_and_others_are_not() -> None:
-    # Two ranks divide all buckets evenly but the output's, whose middle is inside a row.
-    job = law_job(2, "2*tp1", ALIGNED_MODEL, num_atoms=None)
-    for num_held, num_received, num_sent in pool_of(2).run(buckets_in_place, job):
-        assert num_received == num_sent == num_held - 1
+        assert num_received == num_sent == num_held - num_rearranged > 0
     check_law(job, 2)

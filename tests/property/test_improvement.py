@@ -273,18 +273,6 @@ def test_a_larger_limit_cannot_make_a_strategy_slower(
             assert report.bound_s <= report.objective_s * (1 + 1e-9)
 
 
-@settings(max_examples=6)
-@given(planned_pools(), st.integers(0, 3))
-def test_same_batch_and_seed_same_plan(case: tuple[list[int], Pool, int], seed: int) -> None:
-    lengths, pool, limit = case
-    first = planner(pool, limit, seed=seed)
-    digest = first.plan(lengths).digest
-    # By the same planner after other batches, and by another planner.
-    first.plan([limit] * 5)
-    assert first.plan(lengths).digest == digest
-    assert planner(pool, limit, seed=seed).plan(lengths).digest == digest
-
-
 def test_the_planner_process_keeps_no_memory_of_earlier_batches() -> None:
     """Memory in Python and outside: plans, bounds of pipelines, programs of the solver."""
     draws = np.random.default_rng(0)

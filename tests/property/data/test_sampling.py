@@ -1,3 +1,4 @@
+import json
 from collections import Counter
 
 import numpy as np
@@ -88,7 +89,9 @@ def test_resume_continues_the_stream(
     uninterrupted, resumed = fresh(), fresh()
     for _ in range(num_before):
         uninterrupted.next_batch()
-    resumed.load_state_dict(uninterrupted.state_dict())
+    resumed.next_batch()
+    resumed.load_state_dict(json.loads(json.dumps(uninterrupted.state_dict())))
+    assert resumed.state_dict()["num_batches"] == num_before
     for _ in range(5):
         assert resumed.next_batch() == uninterrupted.next_batch()
 

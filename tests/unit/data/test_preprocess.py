@@ -8,6 +8,7 @@ import time
 from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pyarrow
@@ -186,24 +187,21 @@ def test_full_disk(tmp_path: Path, num_tokens: int) -> None:
     assert written(tmp_path / "out") == []
 
 
-def test_index_that_does_not_fit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def full(path: str) -> None:
-        raise OSError(errno.ENOSPC, "No space left on device")
-
-    monkeypatch.setattr(preprocess_module, "_flush_to_disk", full)
-    with pytest.raises(DataError, match="No space left on device"):
-        write_one_document(tmp_path / "out" / "x", 3)
-    assert written(tmp_path / "out") == []
-
-
-def test_interruption_leaves_nothing_behind(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("error", "raised"),
+    [
+        (OSError(errno.ENOSPC, "No space left on device"), DataError),
+        (KeyboardInterrupt("No space left on device"), KeyboardInterrupt),
+    ],
+)
+def test_an_index_that_is_not_written_leaves_nothing_behind(
+    error: BaseException, raised: type[BaseException], tmp_path: Path, monkeypatch: Any
 ) -> None:
-    def interrupt(path: str) -> None:
-        raise KeyboardInterrupt
+    def end(path: str) -> None:
+        raise error
 
-    monkeypatch.setattr(preprocess_module, "_flush_to_disk", interrupt)
-    with pytest.raises(KeyboardInterrupt):
+    monkeypatch.setattr(preprocess_module, "_flush_to_disk", end)
+    with pytest.raises(raised, match="No space left on device"):
         write_one_document(tmp_path / "out" / "x", 3)
     assert written(tmp_path / "out") == []
 

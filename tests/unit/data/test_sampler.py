@@ -110,13 +110,6 @@ def test_blend_draws_by_weight_and_each_group_by_epochs() -> None:
     assert epochs(source) == [9, 2]
 
 
-def test_groups_weighing_their_sequences_make_whole_epochs() -> None:
-    groups = (SequenceGroup(0, 1, 1), SequenceGroup(1, 6, 6), SequenceGroup(7, 3, 3))
-    drawn = ids(sampler(groups=groups, global_batch_size=10), 5)
-    for start in range(0, 50, 10):
-        assert sorted(drawn[start : start + 10]) == list(range(10))
-
-
 def test_token_budget_is_filled_first_fit() -> None:
     drawn_lengths = [6, 6, 3, 9, 2, 1, 4, 2]
     order = epoch_permutation(7, 0, 0, 8)
@@ -149,23 +142,6 @@ def test_sequence_as_large_as_the_budget() -> None:
     lengths = np.array([5, 5, 5], dtype=np.int64)
     source = sampler(lengths, (SequenceGroup(0, 3, 3),), global_batch_tokens=5)
     assert [source.next_batch().num_sequences for _ in range(4)] == [1, 1, 1, 1]
-
-
-@pytest.mark.parametrize("settings", [{"global_batch_size": 3}, {"global_batch_tokens": 17}])
-@pytest.mark.parametrize("groups", [ONE_GROUP, TWO_GROUPS])
-def test_resume_is_exact(settings: dict[str, Any], groups: tuple[SequenceGroup, ...]) -> None:
-    whole = sampler(groups=groups, **settings)
-    states = []
-    batches = []
-    for _ in range(30):
-        states.append(json.dumps(whole.state_dict()))
-        batches.append(whole.next_batch())
-    for start in (0, 1, 7, 18):
-        resumed = sampler(groups=groups, **settings)
-        resumed.next_batch()
-        resumed.load_state_dict(json.loads(states[start]))
-        assert resumed.state_dict()["num_batches"] == start
-        assert [resumed.next_batch() for _ in range(30 - start)] == batches[start:]
 
 
 def test_resume_with_another_kind_of_batch_loses_nothing() -> None:

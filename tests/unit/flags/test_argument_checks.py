@@ -267,51 +267,30 @@ def test_gloo_on_a_machine_with_cuda_is_refused(
         parse(tmp_path, "--distributed-backend", "gloo")
 
 
-def test_a_strategy_that_does_not_fit_is_a_strategy_error(tmp_path: Path) -> None:
-    with pytest.raises(StrategyError):
-        parse(tmp_path, "--strategy", "3*tp2")
-
-
-@pytest.mark.parametrize(
-    ("error", "reason"),
-    [
-        (AssertionError("too\nmany   layers"), "too many layers"),
-        (ValueError("no such thing"), "no such thing"),
-    ],
-)
-def test_an_error_of_upstream_becomes_one_line(
-    error: Exception, reason: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def refusing(error: Exception) -> Callable[[object], None]:
     def refuse(args: object) -> None:
         raise error
 
-    monkeypatch.setattr("megatron.hydraulis.flags.arguments.validate_args", refuse)
+    return refuse
+
+
+@pytest.mark.parametrize(
+    ("function", "upstreams", "reason"),
+    [
+        ("validate_args", refusing(AssertionError("too\nmany   layers")), "too many layers"),
+        ("validate_args", refusing(ValueError("no such thing")), "no such thing"),
+        # An assertion without a message shows its condition.
+        ("validate_args", lambda _: get_blend_from_list(["one", "x", "2", "y"]), "all(is_none)"),
+        ("gpt_model_config", refusing(ValueError("rotary")), "rotary"),
+    ],
+)
+def test_an_error_of_upstream_becomes_one_line(
+    function: str, upstreams: Any, reason: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(f"megatron.hydraulis.flags.arguments.{function}", upstreams)
     with pytest.raises(ConfigurationError) as caught:
-        parse(tmp_path)
-    assert str(caught.value) == f"Megatron refuses these flags: {reason}; change the flags it names"
-
-
-def test_an_assertion_of_upstreams_without_a_message_shows_its_condition(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    # A function of upstream's that asserts without a message.
-    monkeypatch.setattr(
-        "megatron.hydraulis.flags.arguments.validate_args",
-        lambda args: get_blend_from_list(["one", "x", "2", "y"]),
-    )
-    with pytest.raises(ConfigurationError, match=r"refuses these flags: all\(is_none\); change"):
-        parse(tmp_path)
-
-
-def test_errors_of_upstreams_model_configuration_are_reported(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def refuse(args: object) -> None:
-        raise ValueError("rotary_interleaved does not go with fused rotation")
-
-    monkeypatch.setattr("megatron.hydraulis.flags.arguments.gpt_model_config", refuse)
-    with pytest.raises(ConfigurationError, match="Megatron refuses these flags: rotary_interleav"):
         parse(tmp_path, "--position-embedding-type", "rope", "--rotary-interleaved")
+    assert str(caught.value) == f"Megatron refuses these flags: {reason}; change the flags it names"
 
 
 def test_the_whole_command_line_is_checked_at_once(tmp_path: Path) -> None:

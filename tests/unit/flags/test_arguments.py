@@ -399,6 +399,7 @@ def test_ranks_per_node(
         monkeypatch.setenv("LOCAL_WORLD_SIZE", variable)
     resolved = parse(tmp_path, *typed.split(), num_ranks=num_ranks)
     assert resolved.pool.ranks_per_node == ranks_per_node
+    assert resolved.args.world_size == resolved.pool.num_ranks
 
 
 @pytest.mark.parametrize(("num_ranks", "example"), [(12, 4), (10, 2), (15, 5), (13, None)])
@@ -415,14 +416,6 @@ def test_a_job_that_does_not_fill_nodes_of_8_says_how_large_its_nodes_are(
     model = ("--model", "examples/model_llama32b.json", "--device", "h100", "--schemes", "tp1")
     assert main(["estimate", *model, *typed]) == 2
     assert re.search(rule, capsys.readouterr().err)
-
-
-def test_dry_run_on_one_process_describes_a_job_of_many_ranks(tmp_path: Path) -> None:
-    resolved = parse(
-        tmp_path, *["--dry-run", "--num-ranks", "16", "--strategy", "4*tp2pp2"], num_ranks=1
-    )
-    assert resolved.args.world_size == 16
-    assert _strategies(resolved) == ["4*tp2pp2"]
 
 
 def test_a_token_budget_counts_as_one_sequence_to_upstream(tmp_path: Path) -> None:

@@ -68,32 +68,27 @@ def test_a_pool_of_another_model_or_data_is_proposed_again(
     assert "proposed at an earlier start" in capsys.readouterr().out
 
 
-def test_first_layers_without_experts_count_unless_the_file_does_not_name_them(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    experts = ("--num-experts", "4", "--moe-router-topk", "2", "--moe-layer-freq")
-    proposed(tmp_path, 2, *experts, "[1,0]")
-    proposed(tmp_path, 2, *experts, "[0,1]")
-    assert "other values of first layers without experts: a" in capsys.readouterr().err
-    path = tmp_path / "run" / FILE_NAME
-    content = json.loads(path.read_text())
-    del content["made_for"]["first layers without experts"]
-    path.write_text(json.dumps(content))
-    proposed(tmp_path, 2, *experts, "[1,0]")
-    assert "proposed at an earlier start" in capsys.readouterr().out
+EXPERTS = "--num-experts 4 --moe-router-topk 2 --moe-layer-freq"
 
 
-def test_a_pool_for_another_batch_size_is_proposed_again(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+@pytest.mark.parametrize(
+    ("before", "after", "what"),
+    [
+        (f"{EXPERTS} [1,0]", f"{EXPERTS} [0,1]", "first layers without experts"),
+        ("", "--global-batch-size 16", "batch size"),
+    ],
+)
+def test_what_a_pool_is_for_counts_unless_the_file_of_an_earlier_version_does_not_name_it(
+    before: str, after: str, what: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    proposed(tmp_path, 2)
-    proposed(tmp_path, 2, "--global-batch-size", "16")
-    assert "was proposed for other values of batch size: a pool is" in capsys.readouterr().err
+    for flags in (before, after):
+        proposed(tmp_path, 2, *flags.split())
+    assert f"was proposed for other values of {what}: a pool is" in capsys.readouterr().err
     path = tmp_path / "run" / FILE_NAME
     content = json.loads(path.read_text())
-    del content["made_for"]["batch size"]
+    del content["made_for"][what]
     path.write_text(json.dumps(content))
-    proposed(tmp_path, 2)  # the file of an earlier version
+    proposed(tmp_path, 2, *before.split())
     assert "proposed at an earlier start" in capsys.readouterr().out
 
 
