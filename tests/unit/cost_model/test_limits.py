@@ -1,4 +1,4 @@
-"""Precedence of token limits, and planning with limits and overheads."""
+"""Precedence of token limits, and planning with limits."""
 
 import pytest
 
@@ -165,16 +165,6 @@ class TestPlanning:
         largest = Pool.of(of_pool_file("tp2+2*tp1", tp2=2000))
         with pytest.raises(PlanError, match="strategy 'own', is 2000"):
             GreedyPlanner(largest, MODEL).plan([2001])
-
-    def test_overhead_counts_in_the_choice_and_in_the_predicted_time(self) -> None:
-        lengths = [600] * 12
-        assert GreedyPlanner(self.pool, MODEL).plan(lengths).strategy == "own"
-        slow = TableCostModel(limits=MODEL.limits, overheads={"own": 1e4, "plain": 7.0})
-        plan = GreedyPlanner(self.pool, slow).plan(lengths)
-        assert plan.strategy == "plain"
-        assert plan.predicted_time_s == pytest.approx(plan.makespan_s + 7e-3)
-        assert plan.dispatch is not None
-        assert plan.dispatch.objective_s == plan.makespan_s
 
 
 def trial(peak_bytes: int, *, num_tokens: int = 100, capacity_bytes: int = 1000) -> MemoryTrial:

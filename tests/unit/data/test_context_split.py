@@ -33,13 +33,6 @@ def test_a_group_of_one_does_not_split() -> None:
     assert local_stretches(5, 1, 0) == [(0, 5)]
 
 
-@pytest.mark.parametrize(("size", "tp", "expected"), [(1, 1, 1), (1, 4, 4), (2, 1, 4), (4, 2, 16)])
-def test_a_row_without_sequences_is_the_shortest_that_can_be_shared(
-    size: int, tp: int, expected: int
-) -> None:
-    assert row_segments([], pad_multiple=tp, context_size=size) == ([expected], [expected])
-
-
 @given(lengths=LENGTHS, size=SIZES, tp=st.sampled_from([1, 2, 3]))
 def test_parts_are_equal_and_cover_the_row(lengths: list[int], size: int, tp: int) -> None:
     segments, padded = row_segments(lengths, pad_multiple=tp, context_size=size)
@@ -73,7 +66,5 @@ def test_every_rank_has_the_same_causal_work(lengths: list[int], size: int) -> N
 def test_refused_numbers() -> None:
     with pytest.raises(ValueError, match="context_size is at least 1 but is 0"):
         chunk_multiple(0)
-    with pytest.raises(ValueError, match="pad_multiple is at least 1 but is 0"):
-        row_segments([3], pad_multiple=0)
     with pytest.raises(ValueError, match="context_rank 2 is not in a group of 2"):
         zigzag_chunks(2, 2)

@@ -151,7 +151,9 @@ def test_parts_of_a_group_make_up_the_row(size: int, tp: int) -> None:
 
 
 @pytest.mark.parametrize(("size", "tp", "length"), [(1, 1, 1), (1, 2, 2), (2, 1, 4), (4, 2, 16)])
-def test_a_row_of_only_padding(size: int, tp: int, length: int) -> None:
+def test_a_row_of_only_padding_is_the_shortest_that_can_be_shared(
+    size: int, tp: int, length: int
+) -> None:
     parts, _ = parts_of([], tp, size, allow_empty=True)
     for part in parts:
         assert part.tokens.shape == (1, length // size)

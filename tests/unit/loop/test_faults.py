@@ -105,19 +105,13 @@ def test_a_rank_that_was_not_ended_reports_with_host_and_rank(
     assert printed == "error: node7, rank 58: the plan has another digest; start anew\n"
 
 
-def test_rank_0_needs_no_name(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setenv("RANK", "0")
-    report_error(DataError("no documents"), ranks_have_met=False)
-    assert capsys.readouterr().err == "error: no documents\n"
-
-
-def test_notes_are_printed(
+def test_rank_0_needs_no_name_and_notes_are_printed(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("RANK", "0")
     error = DataError("no documents")
+    report_error(error, ranks_have_met=False)
+    assert capsys.readouterr().err == "error: no documents\n"
     error.add_note("rank 0, phase 'scatter', strategy 'short'")
     report_error(error, ranks_have_met=True)
     printed = capsys.readouterr().err

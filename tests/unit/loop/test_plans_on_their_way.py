@@ -113,11 +113,8 @@ def test_plans_that_are_ready_reach_the_ranks_before_their_iteration(
     assert first.plan_wait_s == WAITED_S
     assert planner.taken == [0, 1, 2]
     other_rank = PlanExchange(store, "train")
-    assert [other_rank.fetch(iteration)[0].parse().iteration for iteration in (0, 1, 2)] == [
-        0,
-        1,
-        2,
-    ]
+    for iteration in (0, 1, 2):
+        assert other_rank.fetch(iteration)[0].parse().iteration == iteration
     second = data.next_batch()
     assert (second.plan.iteration, second.plan_wait_s) == (1, 0.0)
     assert planner.taken == [0, 1, 2, 3]

@@ -187,15 +187,9 @@ def test_a_limit_is_exact() -> None:
     plan = planner("4*tp1").plan([1000])
     check(plan, [1000])
     # 600 + 400 fill a micro-batch to the last token, 601 + 400 do not.
-    single = TableCostModel(default_limit=1000)
-    assert (
-        len(planner("tp1", num_ranks=1, model=single).plan([600, 400]).replicas[0].micro_batches)
-        == 1
-    )
-    assert (
-        len(planner("tp1", num_ranks=1, model=single).plan([601, 400]).replicas[0].micro_batches)
-        == 2
-    )
+    single = planner("tp1", num_ranks=1, model=TableCostModel(default_limit=1000))
+    for lengths, number in (([600, 400], 1), ([601, 400], 2)):
+        assert len(single.plan(lengths).replicas[0].micro_batches) == number
 
 
 def test_one_stage_pays_for_as_few_micro_batches_as_possible() -> None:

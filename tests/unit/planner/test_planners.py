@@ -225,12 +225,18 @@ def test_lengths_may_be_of_numpy(planner: Any) -> None:
     assert IterationPlan.from_json(json.loads(json.dumps(plan.to_json()))).digest == plan.digest
 
 
-def test_overhead_decides_between_strategies() -> None:
-    lengths = [100, 200, 300, 400]
-    assert planned(lengths, "4*tp1", "2*pp2").strategy == "4*tp1"
-    dear = TableCostModel(limits=MODEL.limits, times=MODEL.times, overheads={"4*tp1": 1e4})
-    plan = planned(lengths, "4*tp1", "2*pp2", model=dear)
+@PLANNERS
+def test_overhead_counts_in_the_choice_and_in_the_predicted_time(planner: Any) -> None:
+    lengths, texts = [100, 200, 300, 400], ("4*tp1", "2*pp2")
+    assert planned(lengths, *texts, planner=planner).strategy == "4*tp1"
+    plan = planned(
+        lengths,
+        *texts,
+        model=replace(MODEL, overheads={"4*tp1": 1e4, "2*pp2": 7.0}),
+        planner=planner,
+    )
     assert plan.strategy == "2*pp2"
+    assert plan.predicted_time_s == pytest.approx(plan.makespan_s + 7e-3)
 
 
 def test_every_strategy_is_accounted_for() -> None:
