@@ -229,9 +229,8 @@ def test_schemes_may_be_listed(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_all_schemes_that_fit_are_the_default(capsys: pytest.CaptureFixture[str]) -> None:
-    assert (
-        main(["estimate", *LLAMA_32B, "--device", "h100-80g", "--num-ranks", "16", "--json"]) == 0
-    )
+    job = ["--device", "h100-80g", "--num-ranks", "16", "--json"]
+    assert main(["estimate", *LLAMA_32B, *job]) == 0
     content = json.loads(capsys.readouterr().out)
     profile = ProfileCostModel.from_json(content, what="output")
     assert profile.device == "h100"

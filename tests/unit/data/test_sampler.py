@@ -41,6 +41,10 @@ def sampler(
     return LengthSampler(lengths, groups, seed=seed, sizes=sizes)
 
 
+def evaluation(groups: tuple[SequenceGroup, ...] = ONE_GROUP, **size: int) -> EvaluationSampler:
+    return EvaluationSampler(LENGTHS, groups, sizes=BatchSizes.constant(**size))
+
+
 def ids(source: LengthSampler | EvaluationSampler, num_batches: int) -> list[int]:
     return [i for _ in range(num_batches) for i in source.next_batch().sequence_ids]
 
@@ -209,22 +213,18 @@ def test_empty_corpus() -> None:
 
 
 def test_evaluation_visits_everything_and_restarts_in_the_same_order() -> None:
-    source = EvaluationSampler(LENGTHS, ONE_GROUP, sizes=BatchSizes.constant(num_sequences=5))
+    source = evaluation(num_sequences=5)
     drawn = ids(source, 4)
     assert sorted(drawn[:10]) == sorted(drawn[10:]) == list(range(10))
     source.reset()
     assert source.state_dict()["num_batches"] == 0
     assert ids(source, 4) == drawn
-    assert (
-        ids(EvaluationSampler(LENGTHS, ONE_GROUP, sizes=BatchSizes.constant(num_sequences=4)), 5)
-        == drawn
-    )
+    assert ids(evaluation(num_sequences=4), 5) == drawn
 
 
 def test_evaluation_is_shuffled_by_a_fixed_seed() -> None:
     # A change of it makes validation losses incomparable with those of earlier runs.
-    source = EvaluationSampler(LENGTHS, ONE_GROUP, sizes=BatchSizes.constant(num_sequences=10))
-    assert ids(source, 1) == [0, 8, 9, 3, 7, 5, 1, 2, 6, 4]
+    assert ids(evaluation(num_sequences=10), 1) == [0, 8, 9, 3, 7, 5, 1, 2, 6, 4]
 
 
 def test_a_short_evaluation_samples_the_whole_dataset() -> None:
@@ -237,13 +237,12 @@ def test_a_short_evaluation_samples_the_whole_dataset() -> None:
 
 
 def test_evaluation_of_a_blend_draws_by_weight() -> None:
-    source = EvaluationSampler(LENGTHS, TWO_GROUPS, sizes=BatchSizes.constant(num_sequences=8))
-    drawn = ids(source, 1)
+    drawn = ids(evaluation(TWO_GROUPS, num_sequences=8), 1)
     assert sum(i < 4 for i in drawn) == 6
 
 
 def test_evaluation_within_a_token_budget_resumes() -> None:
-    source = EvaluationSampler(LENGTHS, ONE_GROUP, sizes=BatchSizes.constant(num_tokens=10))
+    source = evaluation(num_tokens=10)
     ids(source, 3)
     state = source.state_dict()
     expected = ids(source, 4)

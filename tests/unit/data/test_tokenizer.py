@@ -28,6 +28,10 @@ def document(text: str) -> RawDocument:
     return RawDocument("a.txt", None, text.encode(), None, len(text))
 
 
+def named(model: str) -> TokenizerSettings:
+    return TokenizerSettings(tokenizer_type="HuggingFaceTokenizer", tokenizer_model=model)
+
+
 def null_encoder(vocab_size: int = 100, *, append_eod: bool = True) -> DocumentEncoder:
     settings = TokenizerSettings(tokenizer_type="NullTokenizer", vocab_size=vocab_size)
     return DocumentEncoder(build_tokenizer(settings), append_eod=append_eod)
@@ -45,11 +49,7 @@ def test_settings_are_megatrons_with_its_defaults() -> None:
 
 
 def test_hugging_face_folder(tokenizer_folder: Path) -> None:
-    tokenizer = build_tokenizer(
-        TokenizerSettings(
-            tokenizer_type="HuggingFaceTokenizer", tokenizer_model=str(tokenizer_folder)
-        )
-    )
+    tokenizer = build_tokenizer(named(str(tokenizer_folder)))
     encoder = DocumentEncoder(tokenizer)
     text = "the cat – and the dog,\n  and   the bird"
     ids = encoder.encode(document(text))
@@ -126,10 +126,10 @@ def test_a_name_on_the_hub_is_no_path(tmp_path: Path, monkeypatch: pytest.Monkey
     monkeypatch.chdir(tmp_path)
     (tmp_path / "data").mkdir()
     for name in ("gpt2", "owner/gpt2"):
-        TokenizerSettings(tokenizer_type="HuggingFaceTokenizer", tokenizer_model=name)
+        named(name)
     for path in ("data/tokenizr", "./gpt2", "a/b/c", "owner/"):
         with pytest.raises(ConfigurationError, match=f"--tokenizer-model: {path} does not exist"):
-            TokenizerSettings(tokenizer_type="HuggingFaceTokenizer", tokenizer_model=path)
+            named(path)
 
 
 def test_an_unknown_name_says_what_was_tried(
@@ -149,9 +149,7 @@ def test_an_unknown_name_says_what_was_tried(
 def test_damaged_tokenizer(tmp_path: Path) -> None:
     (tmp_path / "tokenizer.json").write_text("{")
     with pytest.raises(DataError, match="tokenizer HuggingFaceTokenizer cannot be built of"):
-        build_tokenizer(
-            TokenizerSettings(tokenizer_type="HuggingFaceTokenizer", tokenizer_model=str(tmp_path))
-        )
+        build_tokenizer(named(str(tmp_path)))
 
 
 @pytest.fixture
@@ -170,10 +168,6 @@ def hub_out_of_reach(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[ob
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
     return asked
-
-
-def named(model: str) -> TokenizerSettings:
-    return TokenizerSettings(tokenizer_type="HuggingFaceTokenizer", tokenizer_model=model)
 
 
 def snapshot_of(cache: Path) -> Path:
