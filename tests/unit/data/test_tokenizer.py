@@ -111,10 +111,7 @@ def test_tokenizer_without_end_of_document() -> None:
             {"tokenizer_type": "SentencePieceTokenizer", "tokenizer_model": "none.model"},
             r"made from --tokenizer-model, but there is no file none\.model",
         ),
-        (
-            {"tokenizer_type": "GPT2BPETokenizer", "vocab_file": "v.json"},
-            r"made from --vocab-file, but there is no file v\.json",
-        ),
+        ({"tokenizer_type": "GPT2BPETokenizer", "vocab_file": "v.json"}, r"-file, .* file v\.json"),
     ],
 )
 def test_refused_settings(settings: dict[str, str], message: str) -> None:

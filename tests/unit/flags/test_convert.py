@@ -146,12 +146,7 @@ wait
         (_BATCH, "python -u", "--lr 5 --save 3", 12),
         (_PBS, "python", "--lr 1", 16),
         (_VENV, "torchrun --nproc-per-node 2", "--lr 1", 2),
-        (
-            _BY_PATH,
-            f"{sys.executable} -m torch.distributed.run --nproc-per-node 3",
-            "--lr 1",
-            3,
-        ),
+        (_BY_PATH, f"{sys.executable} -m torch.distributed.run --nproc-per-node 3", "--lr 1", 3),
         (_ELSEWHERE, "torchrun --nnodes 2 --nproc-per-node 4", "--lr 1", 8),
     ],
     ids=["positional", "arrays", "slurm", "batch", "pbs", "venv", "by_path", "elsewhere"],

@@ -62,9 +62,7 @@ def test_another_error_ends_the_process_at_once_if_ranks_may_wait(
     assert ended.value.args == (1,)
     printed = capsys.readouterr().err
     assert printed.startswith("Traceback")
-    assert printed.endswith(
-        f"ZeroDivisionError: no such thing\nmet on {socket.gethostname()}, rank 3\n"
-    )
+    assert printed.endswith(f"no such thing\nmet on {socket.gethostname()}, rank 3\n")
 
 
 @pytest.mark.parametrize("ranks_have_met", [False, True])
@@ -101,10 +99,8 @@ def test_a_lost_connection_is_one_line_with_its_place(
     assert ended.value.args == (1,)
     assert len(slept) == 1, "so that the launcher ends the others first"
     told = capsys.readouterr().err
-    assert told.startswith(
-        f"{socket.gethostname()}, rank 0: another rank is gone: Connection closed by peer "
-        "[127.0.0.1]:39 (phase 'scatter' of iteration 3); "
-    )
+    assert told.startswith(f"{socket.gethostname()}, rank 0: another rank is gone: Connection ")
+    assert " [127.0.0.1]:39 (phase 'scatter' of iteration 3); " in told
     assert len(told.splitlines()) == 1
 
 

@@ -117,9 +117,8 @@ def test_a_guard_reports_a_wait_once_and_names_silent_ranks(store: dist.Store) -
     timeout_s = 8.0
     wait_long(HangGuard(store, 0, 2, timeout_s, say=messages.append), timeout_s, lambda: messages)
     (text,) = messages
-    assert text.startswith(
-        "hang: rank 0 has been in phase 'gather' of iteration 7 (strategy 'x', plan 12ab)"
-    )
+    place = "in phase 'gather' of iteration 7 (strategy 'x', plan 12ab)"
+    assert text.startswith(f"hang: rank 0 has been {place}")
     assert text.endswith("missing: rank 1, which has reported nothing yet")
 
 
@@ -171,9 +170,7 @@ def test_a_frozen_rank_0_is_reported_and_no_longer_waited_for() -> None:
         holder.join()
     assert ended.is_set()
     report, why_it_ends = messages
-    assert report.startswith(
-        "hang: rank 1 has been in phase 'gather' of iteration 7 (strategy 'x', plan 12ab) for "
-    )
+    assert report.startswith("hang: rank 1 has been in phase 'gather' of iteration 7 ")
     assert report.endswith("missing: rank 0, in whose process it is, is frozen")
     assert why_it_ends.startswith("error: rank 1 ends")
 

@@ -302,11 +302,7 @@ NONE: tuple[Any, ...] = (False, None, False, None, False, [])
         (CUDNN, 128, None),
         (CUDNN, 96, None),
         (CUDNN, 104, "longest of them unless heads are a multiple of 16 .* of 104 on this GPU"),
-        (
-            UNFUSED,
-            128,
-            "has only its unfused kernel, .* shared by 2 ranks .p2p. with 4 heads .2 groups",
-        ),
+        (UNFUSED, 128, "only its unfused kernel, .* 2 ranks .p2p. with 4 heads .2 groups"),
         (NONE, 128, "has no kernel for packed rows shared by 2 ranks"),
     ],
 )

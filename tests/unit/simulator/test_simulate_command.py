@@ -335,10 +335,7 @@ def test_the_model_can_be_described_by_flags(
     [
         (["--iterations", "0"], "--iterations must be at least 1 but is 0"),
         (["--iterations", "1" + "0" * 18], "--iterations must be at most 1,000,000 but is 1000"),
-        (
-            ["--iterations", "999999", "--global-batch-size", "17"],
-            "at most 16,777,216",
-        ),
+        (["--iterations", "999999", "--global-batch-size", "17"], "at most 16,777,216"),
         (["--plan-time", "-1"], "--plan-time must be at least 0 but is -1.0"),
         (["--plan-time", "inf"], "--plan-time must be at most 86400 but is inf"),
         (["--seq-length", "0"], "--seq-length must be at least 1 but is 0"),
