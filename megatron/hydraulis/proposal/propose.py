@@ -190,7 +190,7 @@ class ProposalRequest(BatchesRequest):
 
     num_ranks: int
     ranks_per_node: int
-    """0 for all."""
+    """At least 1, as in `Strategy`."""
     schemes: Annotated[
         Sequence[Scheme] | None,
         Flag(
