@@ -217,10 +217,20 @@ def given_flags(request: type, namespace: argparse.Namespace) -> dict[str, Any]:
 
 
 def check_flags(request: Any) -> None:
-    """Raise ConfigurationError for a number of a request outside the range of its flag."""
-    for name, (option, *_) in _flags(type(request)).items():
+    """Raise ConfigurationError for what the flag of a field would not take: a number outside its
+    range or not whole, a word that is no choice."""
+    for name, (option, flag, kind, _) in _flags(type(request)).items():
+        value = getattr(request, name)
+        if isinstance(value, float) and int in (kind, *get_args(kind)):
+            raise ConfigurationError(f"{option} must be a whole number but is {value}; round it")
         if option in RANGES_OF_COMMANDS:
-            check_range(option, getattr(request, name))
+            check_range(option, value)
+        words = (value,) if isinstance(value, str) else value
+        if flag.choices is not None and (unknown := sorted(set(words) - set(flag.choices))):
+            raise ConfigurationError(
+                f"{option} must be of {', '.join(flag.choices)} but has {', '.join(unknown)}; "
+                "correct it"
+            )
 
 
 def _flags(request: type) -> dict[str, tuple[str, Flag, Any, Any]]:

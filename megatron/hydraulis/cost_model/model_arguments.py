@@ -107,7 +107,8 @@ class ModelFlag:
         parser.add_argument(self.option, help=text, **self.form)
 
     def is_given(self, namespace: argparse.Namespace) -> bool:
-        return getattr(namespace, self.dest) not in (None, False)
+        value = getattr(namespace, self.dest)
+        return value is not None and value is not False  # 0 is given
 
     def has_effect(self, namespace: argparse.Namespace) -> bool:
         return not self.needs or any(getattr(namespace, _attribute(f)) for f in self.needs)

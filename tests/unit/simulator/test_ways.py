@@ -331,11 +331,13 @@ def test_a_killed_process_is_an_error() -> None:
         list(planning.plans(pool(), Limits(dying), batches()))
 
 
-def test_a_request_refuses_numbers_out_of_range() -> None:
+def test_a_request_refuses_what_its_flags_refuse() -> None:
     for name, value, option in (
         ("num_processes", 0, "--processes must be at least 1 but is 0"),
         ("plan_ahead", -1, "--plan-ahead must be at least 0 but is -1"),
         ("plan_time_s", -1.0, "--plan-time must be at least 0 but is -1"),
+        ("iterations", 1.5, "--iterations must be a whole number but is 1.5"),
+        ("long_sequences", "bogus", "--long-sequences must be of split, .* but has bogus"),
     ):
         with pytest.raises(ConfigurationError, match=option):
             replace(request(), **cast(Any, {name: value}))
