@@ -225,11 +225,9 @@ def check_flags(request: Any) -> None:
             raise ConfigurationError(f"{option} must be a whole number but is {value}; round it")
         if option in RANGES_OF_COMMANDS:
             check_range(option, value)
-        words = (value,) if isinstance(value, str) else value
-        if flag.choices is not None and (unknown := sorted(set(words) - set(flag.choices))):
+        if flag.choices is not None and isinstance(value, str) and value not in flag.choices:
             raise ConfigurationError(
-                f"{option} must be of {', '.join(flag.choices)} but has {', '.join(unknown)}; "
-                "correct it"
+                f"{option} {value!r} is none of {', '.join(flag.choices)}; use one of them"
             )
 
 
