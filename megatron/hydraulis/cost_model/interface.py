@@ -1,8 +1,10 @@
 """The interface of cost models, measured or analytic, for the planner."""
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
+
+import numpy as np
 
 from megatron.hydraulis.errors import ConfigurationError
 from megatron.hydraulis.model_shape import AttentionWindow
@@ -10,6 +12,9 @@ from megatron.hydraulis.strategy import Scheme, Strategy
 
 MOST_MS = 1e100
 """Upper limit of times; sums of squared lengths times it are still finite."""
+
+# Instead of no time at all, so that shares of it are finite.
+_LEAST_MS = 1e-300
 
 FORWARD_SHARE = 1.0 / 3.0
 """Usual share of the forward in a micro-batch's time: the backward of a matrix product is two
@@ -24,8 +29,15 @@ class Coefficients:
     time model of Hydraulis (arXiv 2412.07894). A sliding window leaves less of s_i², see
     `AttentionWindow.squared`.
 
-    Raises ConfigurationError when a coefficient is negative, not finite, or not below MOST_MS, and
-    for a share of the forward that is not between 0 and 1.
+    What runs at the same time does not add up: there may be several such **forms**, for example one
+    in which attention hides the exchange of a ring and one in which it does not. The forward takes
+    the longest forward of all forms, the backward the longest backward. The host issues kernels
+    ahead of the device, so its time is not a form: it binds all micro-batches of a replica
+    together, see host_ms.
+
+    Raises ConfigurationError when a coefficient is negative, not finite, or not below MOST_MS, for
+    a share of the forward that is not between 0 and 1, and when other forms have another window,
+    host time or forms themselves.
     """
 
     a_ms_per_token2: float
@@ -38,14 +50,25 @@ class Coefficients:
     """Window of the model's layers; the same for all schemes of a job."""
     forward_share: float = FORWARD_SHARE
     """Share of the forward in the time."""
+    others: tuple["Coefficients", ...] = ()
+    """The other forms."""
+    host_ms: float = 0.0
+    """Time of the host to issue forward and backward of a micro-batch: a replica of n micro-batches
+    takes at least n times this."""
 
     def __post_init__(self) -> None:
-        for value in (self.a_ms_per_token2, self.b_ms_per_token, self.c_ms):
+        for value in (self.a_ms_per_token2, self.b_ms_per_token, self.c_ms, self.host_ms):
             if not 0.0 <= value < MOST_MS:
                 raise ConfigurationError(
                     f"coefficients of a cost model must be finite and not negative but are "
                     f"a = {self.a_ms_per_token2} ms/token², b = {self.b_ms_per_token} ms/token, "
-                    f"c = {self.c_ms} ms; correct the cost profile"
+                    f"c = {self.c_ms} ms, host {self.host_ms} ms; correct the cost profile"
+                )
+        for form in self.others:
+            if form.others or form.host_ms or form.window != self.window:
+                raise ConfigurationError(
+                    f"each other form of a cost model has a, b, c and a share of the forward only "
+                    f"but there is {form}; correct the cost profile"
                 )
         if not 0.0 < self.forward_share < 1.0:
             raise ConfigurationError(
@@ -69,19 +92,63 @@ class Coefficients:
             return self.a_ms_per_token2 * length + self.b_ms_per_token
         return self.a_ms_per_token2 * (self.window.squared(length) / length) + self.b_ms_per_token
 
+    @property
+    def forms(self) -> tuple["Coefficients", ...]:
+        """Every form as the only one, without the host."""
+        return (replace(self, others=(), host_ms=0.0), *self.others)
+
+    def scaled(self, *, a: float = 1.0, b: float = 1.0, c: float = 1.0) -> "Coefficients":
+        """The coefficients of every form times these factors; c also scales the host's time."""
+        return replace(
+            self,
+            a_ms_per_token2=a * self.a_ms_per_token2,
+            b_ms_per_token=b * self.b_ms_per_token,
+            c_ms=c * self.c_ms,
+            others=tuple(form.scaled(a=a, b=b, c=c) for form in self.others),
+            host_ms=c * self.host_ms,
+        )
+
     def time_ms(self, lengths: Iterable[int], row_tokens: int | None = None) -> float:
         """Time of a micro-batch of sequences of these lengths, on one stage.
 
         row_tokens: of the row, which replace Σ s_i where padding is to count. Lengths are summed as
         integers, so the order of the sequences does not matter.
         """
+        return self.timed(lengths, row_tokens)[0]
+
+    def timed(self, lengths: Iterable[int], row_tokens: int | None = None) -> tuple[float, float]:
+        """`time_ms` and the forward's share in it."""
         window, num_tokens, sum_of_squares = self.window, 0, 0
         for length in lengths:
             num_tokens += length
             sum_of_squares += length * length if window is None else window.squared(length)
         if row_tokens is not None:
             num_tokens = row_tokens
-        return self.a_ms_per_token2 * sum_of_squares + self.b_ms_per_token * num_tokens + self.c_ms
+        time_ms: float
+        time_ms, share = self.time_of_sums_ms(sum_of_squares, num_tokens)
+        return time_ms, share
+
+    def time_of_sums_ms(self, squares: Any, num_tokens: Any) -> tuple[Any, Any]:
+        """Times of micro-batches and the forward's share in each.
+
+        squares, num_tokens: Σ of `squared` lengths and Σ s_i, numbers or arrays of one shape.
+        """
+        time_ms = self.a_ms_per_token2 * squares + self.b_ms_per_token * num_tokens + self.c_ms
+        if not self.others:
+            return time_ms, self.forward_share
+        forward_ms = self.forward_share * time_ms
+        backward_ms = time_ms - forward_ms
+        for form in self.others:
+            time_ms = form.a_ms_per_token2 * squares + form.b_ms_per_token * num_tokens + form.c_ms
+            forward_ms = _larger(forward_ms, form.forward_share * time_ms)
+            backward_ms = _larger(backward_ms, (1.0 - form.forward_share) * time_ms)
+        time_ms = forward_ms + backward_ms
+        return time_ms, forward_ms / _larger(time_ms, _LEAST_MS)
+
+
+def _larger(one: Any, other: Any) -> Any:
+    """The larger of two numbers, or of each pair in two arrays."""
+    return max(one, other) if isinstance(one, float) else np.maximum(one, other)
 
 
 class CostModel(Protocol):

@@ -4,7 +4,7 @@ of stages."""
 import math
 from bisect import bisect_right
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 from megatron.hydraulis.cost_model.interface import FORWARD_SHARE, Coefficients, CostModel
 from megatron.hydraulis.errors import StrategyError
@@ -19,13 +19,16 @@ OfStage = Callable[[int, int], float]
 
 
 def pipeline_time_ms(
-    times_ms: Sequence[float], num_stages: int, *, forward_share: float = FORWARD_SHARE
+    times_ms: Sequence[float],
+    num_stages: int,
+    *,
+    forward_share: float | Sequence[float] = FORWARD_SHARE,
 ) -> float:
     """Time from the first forward to the last backward of a replica.
 
     times_ms: shape (num_micro_batches,), forward + backward of each micro-batch on one stage, in
     execution order; every stage takes the same. They include the messages between stages. 0.0
-    without micro-batches.
+    without micro-batches. forward_share: of all of them, or of each.
 
     Stage s of p runs ``w = p-1-s`` forwards ahead, then one forward and one backward in turn,
     then the remaining backwards (1F1B, arXiv 2006.09503 and 2104.04473). An operation starts when
@@ -73,7 +76,10 @@ class Operation:
 
 
 def pipeline_schedule(
-    times_ms: Sequence[float], num_stages: int, *, forward_share: float = FORWARD_SHARE
+    times_ms: Sequence[float],
+    num_stages: int,
+    *,
+    forward_share: float | Sequence[float] = FORWARD_SHARE,
 ) -> list[Operation]:
     """When each forward and backward of a replica runs; the operations of a stage are in order.
 
@@ -85,19 +91,27 @@ def pipeline_schedule(
     return operations
 
 
-def _check(times_ms: Sequence[float], num_stages: int, forward_share: float) -> None:
+def _check(
+    times_ms: Sequence[float], num_stages: int, forward_share: float | Sequence[float]
+) -> None:
     if num_stages < 1:
         raise ValueError(f"a pipeline has at least 1 stage, not {num_stages}")
-    if not 0.0 <= forward_share <= 1.0:
-        raise ValueError(f"the forward share is between 0 and 1, not {forward_share}")
+    for share in (forward_share,) if isinstance(forward_share, float) else forward_share:
+        if not 0.0 <= share <= 1.0:
+            raise ValueError(f"the forward share is between 0 and 1, not {share}")
     for time_ms in times_ms:
         if not 0.0 <= time_ms < math.inf:
             raise ValueError(f"a micro-batch takes a finite time of at least 0, not {time_ms} ms")
 
 
-def _halves_ms(times_ms: Sequence[float], forward_share: float) -> tuple[list[float], list[float]]:
+def _halves_ms(
+    times_ms: Sequence[float], forward_share: float | Sequence[float]
+) -> tuple[list[float], list[float]]:
     """Forwards and backwards of micro-batches."""
-    forward_ms = [forward_share * time_ms for time_ms in times_ms]
+    shares = forward_share
+    if isinstance(shares, float):
+        shares = [shares] * len(times_ms)
+    forward_ms = [share * time_ms for share, time_ms in zip(shares, times_ms, strict=True)]
     return forward_ms, [
         time_ms - forward for time_ms, forward in zip(times_ms, forward_ms, strict=True)
     ]
@@ -243,11 +257,8 @@ class StageCosts:
         entries = _stage_entries(self.shape, scheme)
         most_layers, most_entries = max(layers), max(entries)
         return tuple(
-            replace(
-                slowest,
-                a_ms_per_token2=slowest.a_ms_per_token2 * num_layers / most_layers,
-                b_ms_per_token=slowest.b_ms_per_token * num_entries / most_entries,
-                c_ms=slowest.c_ms * num_layers / most_layers,
+            slowest.scaled(
+                a=num_layers / most_layers, b=num_entries / most_entries, c=num_layers / most_layers
             )
             for num_layers, num_entries in zip(layers, entries, strict=True)
         )

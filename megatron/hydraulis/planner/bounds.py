@@ -533,14 +533,17 @@ def dispatch_bound_ms(lengths: Sequence[int], costs: Sequence[SchemeCost]) -> fl
     λ_r ≥ 0 with Σ λ_r = 1 the makespan is at least ``Σ_r λ_r·Σ_{i in r} e_r(s_i)``, and so at
     least ``Σ_i min_r λ_r·e_r(s_i)`` over the replicas that can hold s_i (weak duality). The
     weights here balance the work of replicas that could hold everything. Also, a sequence has to
-    pass all stages of some replica: ``min_r pp_r·(a·s² + b·s + c)``.
+    pass all stages of some replica: ``min_r pp_r·(a·s² + b·s + c)``. Of a cost of several views
+    counts the one with the most work for all lengths.
     """
     distinct, counts = np.unique(np.array(lengths, dtype=np.int64), return_counts=True)
     num_replicas = Counter(costs)
-    effective_ms = {cost: _effective_ms(cost, distinct.astype(np.float64)) for cost in num_replicas}
-    whole_batch_ms = {
-        cost: math.fsum(of_cost_ms * counts) for cost, of_cost_ms in effective_ms.items()
-    }
+    effective_ms, whole_batch_ms = {}, {}
+    for cost in num_replicas:
+        of_views_ms = [_effective_ms(view, distinct.astype(np.float64)) for view in cost.views]
+        sums_ms = [math.fsum(of_view_ms * counts) for of_view_ms in of_views_ms]
+        whole_batch_ms[cost] = max(sums_ms)
+        effective_ms[cost] = of_views_ms[sums_ms.index(whole_batch_ms[cost])]
     if min(whole_batch_ms.values()) == 0.0:
         return 0.0
     norm = math.fsum(num / whole_batch_ms[cost] for cost, num in num_replicas.items())
@@ -567,6 +570,8 @@ def packing_bound_ms(lengths: Sequence[int], cost: SchemeCost) -> float:
     """
     if not lengths:
         return 0.0
+    if len(cost.views) > 1:
+        return max(packing_bound_ms(lengths, view) for view in cost.views)
     c_ms = cost.coefficients.c_ms
     num_fewest = -(-sum(lengths) // cost.max_tokens)
     work_ms = math.fsum(cost.sequence_time_ms(s) for s in lengths)
@@ -608,6 +613,8 @@ def replica_bound_ms(lengths: Sequence[int], cost: SchemeCost) -> float:
     """
     if not lengths:
         return 0.0
+    if len(cost.views) > 1:
+        return max(replica_bound_ms(lengths, view) for view in cost.views)
     c_ms, num_stages = cost.coefficients.c_ms, cost.num_stages
     work_ms = math.fsum(cost.sequence_time_ms(length) for length in lengths)
     fewest = fewest_micro_batches(lengths, cost.max_tokens)

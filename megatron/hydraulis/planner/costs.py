@@ -7,6 +7,7 @@ coordinate.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
@@ -24,21 +25,26 @@ class Pipeline(NamedTuple):
 
     num_stages: int
     forward_share: float = FORWARD_SHARE
+    """Of micro-batches whose costs have one form."""
 
-    def time_ms(self, times_ms: Sequence[float]) -> float:
-        """See pipeline_time_ms."""
-        return pipeline_time_ms(times_ms, self.num_stages, forward_share=self.forward_share)
+    def time_ms(self, times_ms: Sequence[float], shares: Sequence[float] | None = None) -> float:
+        """`pipeline_time_ms`; shares: the forward's in each micro-batch if they differ."""
+        share = self.forward_share if shares is None else shares
+        return pipeline_time_ms(times_ms, self.num_stages, forward_share=share)
 
 
 _ONE_STAGE = Pipeline(1)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class SchemeCost:
     """Cost and limit of a scheme.
 
     With waves, coefficients and max_tokens are limits: no wave with the same sequences is faster,
     and none holds more. That is enough for bounds and for dispatch.
+
+    Costs of several forms have `views`, each of one form. No micro-batch and no replica is faster
+    than in any of its views, so a bound of a view is a bound.
     """
 
     coefficients: Coefficients
@@ -57,6 +63,20 @@ class SchemeCost:
         """Its 1F1B."""
         return Pipeline(self.num_stages, self.coefficients.forward_share)
 
+    @functools.cached_property
+    def views(self) -> tuple[SchemeCost, ...]:
+        """The cost with each form of its coefficients alone; the host is one without stages, which
+        waits for nobody."""
+        forms = self.coefficients.forms
+        if len(forms) == 1 and not self.coefficients.host_ms:
+            return (self,)
+        views = [replace(self, coefficients=form) for form in forms]
+        if self.coefficients.host_ms:
+            host = replace(forms[0], a_ms_per_token2=0.0, b_ms_per_token=0.0)
+            host = replace(host, c_ms=self.coefficients.host_ms)
+            views.append(replace(self, coefficients=host, num_stages=1))
+        return tuple(views)
+
     @property
     def longest(self) -> int:
         """The longest sequence that fits."""
@@ -69,7 +89,7 @@ class SchemeCost:
         return [-(-length // self.multiple) * self.multiple for length in lengths]
 
     def sequence_time_ms(self, length: int) -> float:
-        """Time that one sequence adds to its micro-batch on one stage."""
+        """Time that one sequence adds to its micro-batch on one stage, in the first form."""
         time_ms: float = self.coefficients.sequence_time_ms(length)
         return time_ms
 
@@ -78,16 +98,29 @@ class SchemeCost:
 
         Bounds leave that padding out: a bound of shorter rows holds for longer ones.
         """
-        return _time_ms(self.coefficients, self.rows, lengths)
+        return self.timed(lengths)[0]
+
+    def timed(self, lengths: Sequence[int]) -> tuple[float, float]:
+        """`time_ms` and the forward's share in it."""
+        return _timed(self.coefficients, self.rows, lengths)
+
+    def replica_time_ms(self, times: Sequence[tuple[float, float]]) -> float:
+        """Time of a replica whose micro-batches have these times and shares, see `timed`."""
+        shares = [share for _, share in times] if self.coefficients.others else None
+        time_ms = self.pipeline.time_ms([time_ms for time_ms, _ in times], shares)
+        return max(time_ms, len(times) * self.coefficients.host_ms)
 
     def largest_time_ms(self, longest: int) -> float:
-        """Upper limit for a micro-batch: filled with sequences of the longest length."""
+        """Upper limit for a micro-batch, in the first form: filled with sequences of the longest
+        length."""
         per_token_ms: float = self.coefficients.token_time_ms(min(longest, self.max_tokens))
         return per_token_ms * self.max_tokens + self.coefficients.c_ms
 
 
-def _time_ms(coefficients: Coefficients, rows: RowRounding | None, lengths: Sequence[int]) -> float:
-    return coefficients.time_ms(lengths, None if rows is None else rows.row_tokens(lengths))
+def _timed(
+    coefficients: Coefficients, rows: RowRounding | None, lengths: Sequence[int]
+) -> tuple[float, float]:
+    return coefficients.timed(lengths, None if rows is None else rows.row_tokens(lengths))
 
 
 @dataclass(frozen=True, slots=True)
@@ -285,7 +318,7 @@ class GroupCost:
 
     def time_ms(self, lengths: Sequence[int]) -> float:
         """Time of sequences of these lengths on one stage, in a row that is rounded up."""
-        return _time_ms(self.coefficients, self.rows, lengths)
+        return _timed(self.coefficients, self.rows, lengths)[0]
 
 
 @dataclass(frozen=True, slots=True)
@@ -328,17 +361,37 @@ class WaveCosts:
         """Coefficients of a micro-batch that is no slower than any wave with the same sequences.
 
         The time of a wave is at least the mean over its columns, and a sequence takes at least
-        ``min_c (a_c·c·s² + b_c·c·s) / W`` of it; a group without sequences takes its c_c.
+        ``min_c (a_c·c·s² + b_c·c·s) / W`` of it; a group without sequences takes its c_c. Of
+        several forms of a group any will do: the k-th, or its last if it has fewer.
         """
         usable = self.usable or self.groups
+        forms = [group.coefficients.forms for group in usable]
+        first, *others = (
+            self._mean(
+                [
+                    (g.size, of_g[min(k, len(of_g) - 1)])
+                    for g, of_g in zip(usable, forms, strict=True)
+                ]
+            )
+            for k in range(max(map(len, forms)))
+        )
+        host_ms = self.groups[-1].coefficients.host_ms
+        return replace(first, others=tuple(others), host_ms=host_ms)
+
+    def _mean(self, groups: Sequence[tuple[int, Coefficients]]) -> Coefficients:
+        """groups: size and form of each."""
         return Coefficients(
-            a_ms_per_token2=min(g.size * g.coefficients.a_ms_per_token2 for g in usable)
-            / self.width,
-            b_ms_per_token=min(g.size * g.coefficients.b_ms_per_token for g in usable) / self.width,
-            c_ms=min(group.coefficients.c_ms for group in usable),
-            window=usable[0].coefficients.window,
+            a_ms_per_token2=min(size * form.a_ms_per_token2 for size, form in groups) / self.width,
+            b_ms_per_token=min(size * form.b_ms_per_token for size, form in groups) / self.width,
+            c_ms=min(form.c_ms for _, form in groups),
+            window=groups[0][1].window,
             forward_share=self.pipeline.forward_share,
         )
+
+    def replica_time_ms(self, times_ms: Sequence[float]) -> float:
+        """Time of a replica whose waves, in their order, take these times."""
+        host_ms = len(times_ms) * self.groups[-1].coefficients.host_ms
+        return max(self.pipeline.time_ms(times_ms), host_ms)
 
     def wave_time_ms(self, groups: Iterable[tuple[int, Sequence[int]]]) -> float:
         """Time of a wave on one stage; groups: (size, lengths) of each."""

@@ -3,9 +3,10 @@
 For a time T each class of equal replicas can run in several modes. A replica that has to finish by
 T with v micro-batches does at most ``X_v(T) - v·c`` of work: X_v(T) is T for one stage and follows
 from the best shape of the pipeline for more (bounds.py). It holds at most ``v·limit``
-tokens. Both together are a **mode**. The program spreads the tokens of buckets over modes and
-minimises the tokens left over. If some are left over at the optimum, no plan finishes within T. Its
-answer says how much of each bucket each class should get. It takes milliseconds.
+tokens. Both together are a **mode**; costs of several views limit the work in each. The program
+spreads the tokens of buckets over modes and minimises the tokens left over. If some are left over
+at the optimum, no plan finishes within T. Its answer says how much of each bucket each class should
+get. It takes milliseconds.
 
 Fractions would make large sequences too easy. Dual feasible functions of the share of a replica's
 work, or of a micro-batch's tokens, that a sequence takes restore what they cost.
@@ -19,6 +20,8 @@ from __future__ import annotations
 
 import functools
 import math
+import operator
+import sys
 from bisect import bisect_left, bisect_right
 from collections import Counter
 from collections.abc import Iterable, Sequence
@@ -258,18 +261,21 @@ class Relaxation:
     def _uses(self, mode: Mode) -> list[tuple[FloatArray, float]]:
         """Resources of a mode: what a token of each bucket uses, and how much a replica has."""
         cost = self.classes[mode.replica_class].cost
-        work_ms: FloatArray = cost.coefficients.sequence_time_ms(self._low)
-        work_share = work_ms / max(mode.work_ms, _LEAST_WORK_MS)
+        work_shares = [
+            view.coefficients.sequence_time_ms(self._low) / max(most_ms, _LEAST_WORK_MS)
+            for view, most_ms in zip(cost.views, mode.works_ms, strict=True)
+        ]
         token_share = self._low / cost.max_tokens
         # A sequence has at least and at most so many tokens.
         shortest, longest = self._low, self._high
         tier = mode.tier
         num_micro_batches = float(mode.num_micro_batches)
-        uses = [(work_share / shortest, 1.0), (token_share / shortest, num_micro_batches)]
+        uses = [(work_share / shortest, 1.0) for work_share in work_shares]
+        uses.append((token_share / shortest, num_micro_batches))
         if tier.most_long:
             uses.append(((self._low >= tier.shortest_long) / longest, float(tier.most_long)))
         for m in _DUAL_FEASIBLE_FUNCTIONS:
-            shares = [(work_share, 1.0)]
+            shares = [(work_share, 1.0) for work_share in work_shares]
             if not mode.packs_all:
                 shares.append((token_share, num_micro_batches))
             for share, room in shares:
@@ -284,13 +290,17 @@ def _tier_with_long(cost: SchemeCost, shortest: int, longest: int, time_ms: floa
     most_long = 0
     if 2 * shortest > cost.max_tokens:
         # No two fit in one micro-batch. The time is least with no other work.
-        long_ms = cost.coefficients.time_ms((shortest,))
         for num in range(1, _MAX_COUNTED_LONG + 1):
-            orders = long_micro_batch_orders((shortest,) * num, cost)
-            if orders.least_time_ms(MAX_SHAPED, num * long_ms) > time_ms:
+            if any(_least_of_long_ms(view, shortest, num) > time_ms for view in cost.views):
                 most_long = max(num - 1, 1)
                 break
     return Tier(longest, (shortest,), shortest if most_long else 0, most_long)
+
+
+def _least_of_long_ms(cost: SchemeCost, length: int, num: int) -> float:
+    """Lower bound of the time of a pipeline with so many sequences of a length."""
+    orders = long_micro_batch_orders((length,) * num, cost)
+    return orders.least_time_ms(MAX_SHAPED, num * cost.coefficients.time_ms((length,)))
 
 
 @dataclass(frozen=True, slots=True)
@@ -300,8 +310,8 @@ class Mode:
     replica_class: int
     """Index of the class."""
     num_micro_batches: int
-    work_ms: float
-    """Upper limit of ``Σ a·s² + b·s``."""
+    works_ms: tuple[float, ...]
+    """Upper limit of ``Σ a·s² + b·s`` in each view of the cost."""
     num_tokens: int
     """Upper limit of the tokens: those that fit, or those that the work allows."""
     packs_all: bool
@@ -340,38 +350,35 @@ def class_modes(
     lengths: of the batch, rising; num_tokens: their sum. No other number of micro-batches does
     more.
     """
-    c_ms, num_stages = cost.coefficients.c_ms, cost.num_stages
-    largest_ms = cost.largest_time_ms(tier.longest)
-    least_per_token_ms = cost.sequence_time_ms(lengths[0]) / lengths[0]
-    around_long_ms = [math.inf]
-    if tier.long_lengths:
-        around_long_ms = long_micro_batch_orders(tier.long_lengths, cost).most_works_ms(time_ms)
+    views = [_View(view, tier, time_ms, lengths[0]) for view in cost.views]
     found: list[Mode] = []
-    most_roomy_ms = 0.0
+    roomiest_ms = (0.0,) * len(views)
     num_roomy = 0
     for first, num in ranges_of_numbers():
-        # An upper limit for larger numbers too: a pipeline fills and drains with at least the
-        # constant cost.
-        if first > len(lengths) or time_ms - (num_stages - 1 + first) * c_ms < most_roomy_ms:
+        limits_ms = [view.limit_ms(first) for view in views]
+        if first > len(lengths) or all(map(operator.lt, limits_ms, roomiest_ms)):
             break
-        most_ms = most_work_ms(cost.pipeline, num, time_ms, largest_ms)
-        most_ms = min(most_ms, around_long_ms[: num + 1][-1])
-        work_ms = most_ms - first * c_ms
-        if work_ms < 0.0:
+        mosts_ms = [view.most_ms(num) for view in views]
+        works_ms = tuple(
+            most_ms - first * view.c_ms for view, most_ms in zip(views, mosts_ms, strict=True)
+        )
+        if min(works_ms) < 0.0:
             continue
         # No more tokens than there are, or than the work allows.
-        useful = num_tokens
-        if least_per_token_ms > 0.0:
-            useful = min(useful, math.ceil(work_ms / least_per_token_ms))
+        of_views = (view.most_tokens(work) for view, work in zip(views, works_ms, strict=True))
+        useful = min(num_tokens, *of_views)
         room = num * cost.max_tokens
         # Work of nothing but full micro-batches is limited by the room, not by the time.
-        num_roomy += room >= useful and most_ms < num * largest_ms
+        num_roomy += room >= useful and any(
+            most_ms < num * view.largest_ms for view, most_ms in zip(views, mosts_ms, strict=True)
+        )
         # First fit fails only if any two micro-batches together hold more than the limit.
         packs_all = room >= 2 * useful or num_roomy > _NUM_COUNTED
-        found.append(Mode(index, num, work_ms, min(room, useful), packs_all, tier))
+        found.append(Mode(index, num, works_ms, min(room, useful), packs_all, tier))
         if packs_all:
-            most_roomy_ms = max(most_roomy_ms, work_ms)
-            if num_stages == 1 or num > MAX_SHAPED:
+            if all(map(operator.ge, works_ms, roomiest_ms)):
+                roomiest_ms = works_ms
+            if cost.num_stages == 1 or num > MAX_SHAPED:
                 break
     kept: list[Mode] = []
     for mode in found:
@@ -381,11 +388,46 @@ def class_modes(
     return kept
 
 
+class _View:
+    """What a view of a cost does within a time in a tier."""
+
+    def __init__(self, view: SchemeCost, tier: Tier, time_ms: float, shortest: int) -> None:
+        """shortest: length of the shortest sequence."""
+        self._view = view
+        self._time_ms = time_ms
+        self.c_ms = view.coefficients.c_ms
+        self.largest_ms = view.largest_time_ms(tier.longest)
+        self._least_per_token_ms = view.sequence_time_ms(shortest) / shortest
+        self._around_long_ms = [math.inf]
+        if tier.long_lengths and view.num_stages > 1:
+            orders = long_micro_batch_orders(tier.long_lengths, view)
+            self._around_long_ms = orders.most_works_ms(time_ms)
+
+    def limit_ms(self, num: int) -> float:
+        """An upper limit of the work of num micro-batches and of more: a pipeline fills and drains
+        with at least the constant cost."""
+        return self._time_ms - (self._view.num_stages - 1 + num) * self.c_ms
+
+    def most_ms(self, num: int) -> float:
+        """Upper limit of the work of num micro-batches, constant costs included."""
+        most_ms = most_work_ms(self._view.pipeline, num, self._time_ms, self.largest_ms)
+        return min(most_ms, self._around_long_ms[: num + 1][-1])
+
+    def most_tokens(self, work_ms: float) -> int:
+        """Most tokens that a work allows."""
+        least_ms = self._least_per_token_ms
+        return math.ceil(work_ms / least_ms) if least_ms > 0.0 else sys.maxsize
+
+
 def _does_all_of(mode: Mode, other: Mode) -> bool:
     packs_all_of = mode.packs_all or (
         not other.packs_all and mode.num_micro_batches >= other.num_micro_batches
     )
-    return packs_all_of and mode.work_ms >= other.work_ms and mode.num_tokens >= other.num_tokens
+    return (
+        packs_all_of
+        and all(map(operator.ge, mode.works_ms, other.works_ms))
+        and mode.num_tokens >= other.num_tokens
+    )
 
 
 @dataclass(frozen=True, slots=True)

@@ -662,6 +662,6 @@ def _finished(
         order = wave_order(times_ms, costs.pipeline)
     return Packing(
         micro_batches=tuple(micro_batches[i] for i in order),
-        time_ms=costs.pipeline.time_ms([times_ms[i] for i in order]),
+        time_ms=costs.replica_time_ms([times_ms[i] for i in order]),
         groups=tuple(all_groups[i] for i in order),
     )
