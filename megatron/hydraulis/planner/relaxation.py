@@ -350,7 +350,7 @@ def class_modes(
     lengths: of the batch, rising; num_tokens: their sum. No other number of micro-batches does
     more.
     """
-    views = [_View(view, tier, time_ms, lengths[0]) for view in cost.views]
+    views = [_Capacity(view, tier, time_ms, lengths[0]) for view in cost.views]
     found: list[Mode] = []
     roomiest_ms = (0.0,) * len(views)
     num_roomy = 0
@@ -388,7 +388,7 @@ def class_modes(
     return kept
 
 
-class _View:
+class _Capacity:
     """What a view of a cost does within a time in a tier."""
 
     def __init__(self, view: SchemeCost, tier: Tier, time_ms: float, shortest: int) -> None:

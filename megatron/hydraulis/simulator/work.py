@@ -42,6 +42,7 @@ class CeilingCosts:
         """The least rank time per token, and per squared token, of any of the schemes."""
         a_ms, b_ms, window = [], [], None
         for scheme in schemes:
+            # The first form only: nothing is exposed.
             stages = costs.coefficients(scheme)
             share = scheme.tp * scheme.cp / num_ranks
             a_ms.append(share * sum(stage.a_ms_per_token2 for stage in stages))
@@ -136,24 +137,22 @@ class MicroBatchWork:
             for cp, num_tokens in groups or [(scheme.cp, self.num_computed)]
         ]
 
-    def times_ms(
+    def timed(
         self, scheme: Scheme, stages: Callable[[Scheme], Sequence[Coefficients]]
-    ) -> list[float]:
-        """Forward and backward on every stage of a replica: shape (pp,).
+    ) -> list[tuple[float, float]]:
+        """Forward and backward on every stage of a replica, in ms, and the forward's share: shape
+        (pp,). Groups of a wave have the share of the full width, as in plans.
 
         stages: the coefficients of each stage of a scheme.
         """
         if not self.groups:
-            return [self.time_ms(coefficients) for coefficients in stages(scheme)]
+            return [each.timed(self.segments, self.num_computed) for each in stages(scheme)]
         groups_ms = [
             [each.time_ms(segments, num_tokens) for each in stages(scheme.of_context_group(cp))]
             for cp, num_tokens, segments in self.groups
         ]
-        return [max(of_stage) for of_stage in zip(*groups_ms, strict=True)]
-
-    def time_ms(self, coefficients: Coefficients) -> float:
-        """Forward and backward on a stage of these coefficients, without groups."""
-        return coefficients.time_ms(self.segments, self.num_computed)
+        shares = (each.forward_share for each in stages(scheme))
+        return list(zip(map(max, zip(*groups_ms, strict=True)), shares, strict=True))
 
 
 @dataclass(frozen=True, slots=True)
@@ -191,12 +190,13 @@ class IterationWork:
         """Time of the slowest replica if all its stages are as slow as the slowest, as in plans."""
 
         def replica_ms(scheme: Scheme, rows: Sequence[MicroBatchWork]) -> float:
-            of_rows_ms = [
-                row.times_ms(scheme, lambda each: (cost_model.coefficients(each),))[0]
-                for row in rows
+            timed = [
+                row.timed(scheme, lambda each: (cost_model.coefficients(each),)) for row in rows
             ]
-            share = cost_model.coefficients(scheme).forward_share
-            return pipeline_time_ms(of_rows_ms, scheme.pp, forward_share=share)
+            shares = [share for ((_, share),) in timed]
+            of_rows_ms = [time_ms for ((time_ms, _),) in timed]
+            time_ms = pipeline_time_ms(of_rows_ms, scheme.pp, forward_share=shares)
+            return max(time_ms, len(rows) * cost_model.coefficients(scheme).host_ms)
 
         replicas = zip(self.strategy.replicas, self.replicas, strict=True)
         return max(replica_ms(replica.scheme, rows) for replica, rows in replicas)
