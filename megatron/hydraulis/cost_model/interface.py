@@ -13,9 +13,6 @@ from megatron.hydraulis.strategy import Scheme, Strategy
 MOST_MS = 1e100
 """Upper limit of times; sums of squared lengths times it are still finite."""
 
-# Instead of no time at all, so that shares of it are finite.
-_LEAST_MS = 1e-300
-
 FORWARD_SHARE = 1.0 / 3.0
 """Usual share of the forward in a micro-batch's time: the backward of a matrix product is two
 products of its size, for the gradients of input and weight (arXiv 2104.04473, appendix)."""
@@ -29,15 +26,16 @@ class Coefficients:
     time model of Hydraulis (arXiv 2412.07894). A sliding window leaves less of s_i², see
     `AttentionWindow.squared`.
 
-    What runs at the same time does not add up: there may be several such **forms**, for example one
-    in which attention hides the exchange of a ring and one in which it does not. The forward takes
-    the longest forward of all forms, the backward the longest backward. The host issues kernels
+    What runs at the same time does not add up: there may be several such **forms**, and the time is
+    the largest of them. A ring of keys and values has three, as attention may hide its exchange in
+    forward and backward, in the backward only, or in neither. All have one share of the forward: a
+    pipeline's bounds need it, and shares of different forms differ little. The host issues kernels
     ahead of the device, so its time is not a form: it binds all micro-batches of a replica
     together, see host_ms.
 
     Raises ConfigurationError when a coefficient is negative, not finite, or not below MOST_MS, for
-    a share of the forward that is not between 0 and 1, and when other forms have another window,
-    host time or forms themselves.
+    a share of the forward that is not between 0 and 1, and when other forms have another window or
+    share, or host time or forms themselves.
     """
 
     a_ms_per_token2: float
@@ -65,10 +63,17 @@ class Coefficients:
                     f"c = {self.c_ms} ms, host {self.host_ms} ms; correct the cost profile"
                 )
         for form in self.others:
-            if form.others or form.host_ms or form.window != self.window:
+            if form != replace(
+                self,
+                a_ms_per_token2=form.a_ms_per_token2,
+                b_ms_per_token=form.b_ms_per_token,
+                c_ms=form.c_ms,
+                others=(),
+                host_ms=0.0,
+            ):
                 raise ConfigurationError(
-                    f"each other form of a cost model has a, b, c and a share of the forward only "
-                    f"but there is {form}; correct the cost profile"
+                    f"forms of a cost model differ in a, b and c only but there is {form} besides "
+                    f"a share of the forward of {self.forward_share}; correct the cost profile"
                 )
         if not 0.0 < self.forward_share < 1.0:
             raise ConfigurationError(
@@ -114,41 +119,26 @@ class Coefficients:
         row_tokens: of the row, which replace Σ s_i where padding is to count. Lengths are summed as
         integers, so the order of the sequences does not matter.
         """
-        return self.timed(lengths, row_tokens)[0]
-
-    def timed(self, lengths: Iterable[int], row_tokens: int | None = None) -> tuple[float, float]:
-        """`time_ms` and the forward's share in it."""
         window, num_tokens, sum_of_squares = self.window, 0, 0
         for length in lengths:
             num_tokens += length
             sum_of_squares += length * length if window is None else window.squared(length)
         if row_tokens is not None:
             num_tokens = row_tokens
-        time_ms: float
-        time_ms, share = self.time_of_sums_ms(sum_of_squares, num_tokens)
-        return time_ms, share
+        time_ms: float = self.time_of_sums_ms(sum_of_squares, num_tokens)
+        return time_ms
 
-    def time_of_sums_ms(self, squares: Any, num_tokens: Any) -> tuple[Any, Any]:
-        """Times of micro-batches and the forward's share in each.
+    def time_of_sums_ms(self, squares: Any, num_tokens: Any) -> Any:
+        """Times of micro-batches: the largest of all forms.
 
         squares, num_tokens: Σ of `squared` lengths and Σ s_i, numbers or arrays of one shape.
         """
         time_ms = self.a_ms_per_token2 * squares + self.b_ms_per_token * num_tokens + self.c_ms
-        if not self.others:
-            return time_ms, self.forward_share
-        forward_ms = self.forward_share * time_ms
-        backward_ms = time_ms - forward_ms
         for form in self.others:
-            time_ms = form.a_ms_per_token2 * squares + form.b_ms_per_token * num_tokens + form.c_ms
-            forward_ms = _larger(forward_ms, form.forward_share * time_ms)
-            backward_ms = _larger(backward_ms, (1.0 - form.forward_share) * time_ms)
-        time_ms = forward_ms + backward_ms
-        return time_ms, forward_ms / _larger(time_ms, _LEAST_MS)
-
-
-def _larger(one: Any, other: Any) -> Any:
-    """The larger of two numbers, or of each pair in two arrays."""
-    return max(one, other) if isinstance(one, float) else np.maximum(one, other)
+            other_ms = form.time_of_sums_ms(squares, num_tokens)
+            larger = max if isinstance(time_ms, float) else np.maximum
+            time_ms = larger(time_ms, other_ms)
+        return time_ms
 
 
 class CostModel(Protocol):

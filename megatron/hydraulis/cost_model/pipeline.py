@@ -19,16 +19,13 @@ OfStage = Callable[[int, int], float]
 
 
 def pipeline_time_ms(
-    times_ms: Sequence[float],
-    num_stages: int,
-    *,
-    forward_share: float | Sequence[float] = FORWARD_SHARE,
+    times_ms: Sequence[float], num_stages: int, *, forward_share: float = FORWARD_SHARE
 ) -> float:
     """Time from the first forward to the last backward of a replica.
 
     times_ms: shape (num_micro_batches,), forward + backward of each micro-batch on one stage, in
     execution order; every stage takes the same. They include the messages between stages. 0.0
-    without micro-batches. forward_share: of all of them, or of each.
+    without micro-batches.
 
     Stage s of p runs ``w = p-1-s`` forwards ahead, then one forward and one backward in turn,
     then the remaining backwards (1F1B, arXiv 2006.09503 and 2104.04473). An operation starts when
@@ -76,10 +73,7 @@ class Operation:
 
 
 def pipeline_schedule(
-    times_ms: Sequence[float],
-    num_stages: int,
-    *,
-    forward_share: float | Sequence[float] = FORWARD_SHARE,
+    times_ms: Sequence[float], num_stages: int, *, forward_share: float = FORWARD_SHARE
 ) -> list[Operation]:
     """When each forward and backward of a replica runs; the operations of a stage are in order.
 
@@ -91,27 +85,19 @@ def pipeline_schedule(
     return operations
 
 
-def _check(
-    times_ms: Sequence[float], num_stages: int, forward_share: float | Sequence[float]
-) -> None:
+def _check(times_ms: Sequence[float], num_stages: int, forward_share: float) -> None:
     if num_stages < 1:
         raise ValueError(f"a pipeline has at least 1 stage, not {num_stages}")
-    for share in (forward_share,) if isinstance(forward_share, float) else forward_share:
-        if not 0.0 <= share <= 1.0:
-            raise ValueError(f"the forward share is between 0 and 1, not {share}")
+    if not 0.0 <= forward_share <= 1.0:
+        raise ValueError(f"the forward share is between 0 and 1, not {forward_share}")
     for time_ms in times_ms:
         if not 0.0 <= time_ms < math.inf:
             raise ValueError(f"a micro-batch takes a finite time of at least 0, not {time_ms} ms")
 
 
-def _halves_ms(
-    times_ms: Sequence[float], forward_share: float | Sequence[float]
-) -> tuple[list[float], list[float]]:
+def _halves_ms(times_ms: Sequence[float], forward_share: float) -> tuple[list[float], list[float]]:
     """Forwards and backwards of micro-batches."""
-    shares = forward_share
-    if isinstance(shares, float):
-        shares = [shares] * len(times_ms)
-    forward_ms = [share * time_ms for share, time_ms in zip(shares, times_ms, strict=True)]
+    forward_ms = [forward_share * time_ms for time_ms in times_ms]
     return forward_ms, [
         time_ms - forward for time_ms, forward in zip(times_ms, forward_ms, strict=True)
     ]

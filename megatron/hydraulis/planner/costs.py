@@ -25,12 +25,10 @@ class Pipeline(NamedTuple):
 
     num_stages: int
     forward_share: float = FORWARD_SHARE
-    """Of micro-batches whose costs have one form."""
 
-    def time_ms(self, times_ms: Sequence[float], shares: Sequence[float] | None = None) -> float:
-        """`pipeline_time_ms`; shares: the forward's in each micro-batch if they differ."""
-        share = self.forward_share if shares is None else shares
-        return pipeline_time_ms(times_ms, self.num_stages, forward_share=share)
+    def time_ms(self, times_ms: Sequence[float]) -> float:
+        """See pipeline_time_ms."""
+        return pipeline_time_ms(times_ms, self.num_stages, forward_share=self.forward_share)
 
 
 _ONE_STAGE = Pipeline(1)
@@ -98,17 +96,11 @@ class SchemeCost:
 
         Bounds leave that padding out: a bound of shorter rows holds for longer ones.
         """
-        return self.timed(lengths)[0]
+        return _time_ms(self.coefficients, self.rows, lengths)
 
-    def timed(self, lengths: Sequence[int]) -> tuple[float, float]:
-        """`time_ms` and the forward's share in it."""
-        return _timed(self.coefficients, self.rows, lengths)
-
-    def replica_time_ms(self, times: Sequence[tuple[float, float]]) -> float:
-        """Time of a replica whose micro-batches have these times and shares, see `timed`."""
-        shares = [share for _, share in times] if self.coefficients.others else None
-        time_ms = self.pipeline.time_ms([time_ms for time_ms, _ in times], shares)
-        return max(time_ms, len(times) * self.coefficients.host_ms)
+    def replica_time_ms(self, times_ms: Sequence[float]) -> float:
+        """Time of a replica whose micro-batches, in their order, take these times."""
+        return max(self.pipeline.time_ms(times_ms), len(times_ms) * self.coefficients.host_ms)
 
     def largest_time_ms(self, longest: int) -> float:
         """Upper limit for a micro-batch, in the first form: filled with sequences of the longest
@@ -117,10 +109,8 @@ class SchemeCost:
         return per_token_ms * self.max_tokens + self.coefficients.c_ms
 
 
-def _timed(
-    coefficients: Coefficients, rows: RowRounding | None, lengths: Sequence[int]
-) -> tuple[float, float]:
-    return coefficients.timed(lengths, None if rows is None else rows.row_tokens(lengths))
+def _time_ms(coefficients: Coefficients, rows: RowRounding | None, lengths: Sequence[int]) -> float:
+    return coefficients.time_ms(lengths, None if rows is None else rows.row_tokens(lengths))
 
 
 @dataclass(frozen=True, slots=True)
@@ -318,7 +308,7 @@ class GroupCost:
 
     def time_ms(self, lengths: Sequence[int]) -> float:
         """Time of sequences of these lengths on one stage, in a row that is rounded up."""
-        return _timed(self.coefficients, self.rows, lengths)[0]
+        return _time_ms(self.coefficients, self.rows, lengths)
 
 
 @dataclass(frozen=True, slots=True)

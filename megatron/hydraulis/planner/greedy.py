@@ -274,10 +274,10 @@ def _finish(
     timed = []
     for places in packed:
         share = sorted(sequences[place] for place in places)
-        time_ms, forward_share = cost.timed([lengths[sequence] for sequence in share])
-        timed.append((-time_ms, tuple(share), forward_share))
+        time_ms = cost.time_ms([lengths[sequence] for sequence in share])
+        timed.append((-time_ms, tuple(share)))
     timed.sort()
     return Packing(
-        tuple(share for _, share, _ in timed),
-        cost.replica_time_ms([(-negated_ms, forward) for negated_ms, _, forward in timed]),
+        tuple(share for _, share in timed),
+        cost.replica_time_ms([-negated_ms for negated_ms, _ in timed]),
     )

@@ -273,9 +273,9 @@ class ReplicaPacker:
         return _packing(micro_batches, self._time_ms(micro_batches))
 
     def _time_ms(self, micro_batches: Sequence[Sequence[int]]) -> float:
-        timed, length_of = self.cost.timed, self.lengths.__getitem__
+        of_lengths, length_of = self.cost.time_ms, self.lengths.__getitem__
         return self.cost.replica_time_ms(
-            [timed(list(map(length_of, share))) for share in micro_batches]
+            [of_lengths(list(map(length_of, share))) for share in micro_batches]
         )
 
     def _best_num(self, work_ms: float, num_tokens: int, num_sequences: int, longest: int) -> int:

@@ -209,7 +209,8 @@ def planned_spans(
     makespan_s = max((replica.predicted_time_s for replica in plan.replicas), default=0.0)
     mine = plan.replica_of(rank)
     if mine is not None:
-        timed = mine.timed(cost_model.coefficients)
+        times_ms = mine.times_ms(cost_model.coefficients)
+        forward_share = cost_model.coefficients(mine.scheme).forward_share
         position = mine.replica.position_of(rank)
         assert position is not None
         stage = position.stage
@@ -231,9 +232,7 @@ def planned_spans(
                 },
             )
             for operation in pipeline_schedule(
-                [time_ms for time_ms, _ in timed],
-                mine.scheme.pp,
-                forward_share=[share for _, share in timed],
+                times_ms, mine.scheme.pp, forward_share=forward_share
             )
             if operation.stage == stage
         ]
@@ -298,5 +297,5 @@ def replica_table(plan: IterationPlan, cost_model: CostModel) -> Table:
 def _idle_share(replica: ReplicaPlan, makespan_s: float, cost_model: CostModel) -> float:
     if makespan_s == 0.0:
         return 0.0
-    work_ms = math.fsum(time_ms for time_ms, _ in replica.timed(cost_model.coefficients))
+    work_ms = math.fsum(replica.times_ms(cost_model.coefficients))
     return max(0.0, 1.0 - work_ms / (makespan_s * MS_PER_S))

@@ -163,19 +163,15 @@ class MicroBatch:
             (scheme.of_context_group(share.group.size), share) for share in self.shares(scheme.cp)
         )
 
-    def timed(
-        self, scheme: Scheme, coefficients: Callable[[Scheme], Coefficients]
-    ) -> tuple[float, float]:
-        """Time on a stage of a replica's scheme, and the forward's share in it: those of the
-        slowest context group, empty or not. Groups of a wave have the share of the full width.
+    def time_ms(self, scheme: Scheme, coefficients: Callable[[Scheme], Coefficients]) -> float:
+        """Time on a stage of a replica's scheme: that of the slowest context group, empty or not.
 
         coefficients: those of a scheme, by a cost model.
         """
-        slowest = max(
-            coefficients(of_group).timed(share.lengths, share.row_tokens)
+        return max(
+            coefficients(of_group).time_ms(share.lengths, share.row_tokens)
             for of_group, share in self.shares_of(scheme)
         )
-        return (slowest[0], coefficients(scheme).forward_share) if self.groups else slowest
 
     def share_of(self, column: int, width: int) -> GroupShare:
         """Share of the group of a cp coordinate; raises IndexError outside the width."""
@@ -273,9 +269,9 @@ class ReplicaPlan:
         """`MicroBatch.shares_of` this replica's scheme."""
         return micro_batch.shares_of(self.scheme)
 
-    def timed(self, coefficients: Callable[[Scheme], Coefficients]) -> list[tuple[float, float]]:
-        """`MicroBatch.timed` of each micro-batch."""
-        return [each.timed(self.scheme, coefficients) for each in self.micro_batches]
+    def times_ms(self, coefficients: Callable[[Scheme], Coefficients]) -> list[float]:
+        """`MicroBatch.time_ms` of each micro-batch."""
+        return [each.time_ms(self.scheme, coefficients) for each in self.micro_batches]
 
     def to_json(self) -> dict[str, Any]:
         """``{"scheme": ..., "ranks": ..., "predicted_time_s": ..., "micro_batches": [...]}``."""

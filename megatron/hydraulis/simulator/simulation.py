@@ -335,11 +335,12 @@ class ReplicaTasks:
         self.by_stage: list[list[OperationTasks]] = []
         """Operations of every stage in their order."""
         self._found: dict[tuple[bool, int, int], OperationTasks] = {}
-        timed = [batch.timed(scheme, costs.coefficients) for batch in micro_batches]
+        forward_share = costs.coefficients(scheme)[0].forward_share
+        stage_times_ms = [batch.times_ms(scheme, costs.coefficients) for batch in micro_batches]
         for stage in range(scheme.pp):
             operations = []
             for is_forward, number in stage_program(stage, scheme.pp, len(micro_batches)):
-                time_ms, forward_share = timed[number][stage]
+                time_ms = stage_times_ms[number][stage]
                 forward_ms = time_ms * forward_share
                 tasks = self._add(
                     loop,

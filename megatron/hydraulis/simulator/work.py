@@ -137,22 +137,24 @@ class MicroBatchWork:
             for cp, num_tokens in groups or [(scheme.cp, self.num_computed)]
         ]
 
-    def timed(
+    def times_ms(
         self, scheme: Scheme, stages: Callable[[Scheme], Sequence[Coefficients]]
-    ) -> list[tuple[float, float]]:
-        """Forward and backward on every stage of a replica, in ms, and the forward's share: shape
-        (pp,). Groups of a wave have the share of the full width, as in plans.
+    ) -> list[float]:
+        """Forward and backward on every stage of a replica: shape (pp,).
 
         stages: the coefficients of each stage of a scheme.
         """
         if not self.groups:
-            return [each.timed(self.segments, self.num_computed) for each in stages(scheme)]
+            return [self.time_ms(coefficients) for coefficients in stages(scheme)]
         groups_ms = [
             [each.time_ms(segments, num_tokens) for each in stages(scheme.of_context_group(cp))]
             for cp, num_tokens, segments in self.groups
         ]
-        shares = (each.forward_share for each in stages(scheme))
-        return list(zip(map(max, zip(*groups_ms, strict=True)), shares, strict=True))
+        return [max(of_stage) for of_stage in zip(*groups_ms, strict=True)]
+
+    def time_ms(self, coefficients: Coefficients) -> float:
+        """Forward and backward on a stage of these coefficients, without groups."""
+        return coefficients.time_ms(self.segments, self.num_computed)
 
 
 @dataclass(frozen=True, slots=True)
@@ -190,12 +192,12 @@ class IterationWork:
         """Time of the slowest replica if all its stages are as slow as the slowest, as in plans."""
 
         def replica_ms(scheme: Scheme, rows: Sequence[MicroBatchWork]) -> float:
-            timed = [
-                row.timed(scheme, lambda each: (cost_model.coefficients(each),)) for row in rows
+            of_rows_ms = [
+                row.times_ms(scheme, lambda each: (cost_model.coefficients(each),))[0]
+                for row in rows
             ]
-            shares = [share for ((_, share),) in timed]
-            of_rows_ms = [time_ms for ((time_ms, _),) in timed]
-            time_ms = pipeline_time_ms(of_rows_ms, scheme.pp, forward_share=shares)
+            share = cost_model.coefficients(scheme).forward_share
+            time_ms = pipeline_time_ms(of_rows_ms, scheme.pp, forward_share=share)
             return max(time_ms, len(rows) * cost_model.coefficients(scheme).host_ms)
 
         replicas = zip(self.strategy.replicas, self.replicas, strict=True)

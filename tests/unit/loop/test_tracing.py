@@ -100,7 +100,7 @@ def test_groups_of_a_wave_end_together_and_show_their_own_tokens() -> None:
     groups = (ContextGroup(0, 1, 1), ContextGroup(1, 1, 2))
     batches = (MicroBatch((0, 1, 2), (400, 30, 20), groups), MicroBatch((3,), (600,)))
     replica = ReplicaPlan(scheme, (0, 1, 2, 3), batches, 1.0)
-    ((first_ms, _), (second_ms, _)) = replica.timed(costs.coefficients)
+    (first_ms, second_ms) = replica.times_ms(costs.coefficients)
     assert first_ms == costs.coefficients(Scheme(pp=2)).time_ms((400,))
     assert second_ms == costs.coefficients(Scheme(cp=2, pp=2)).time_ms((600,))
     plan = IterationPlan(iteration=0, strategy="cp2~pp2", replicas=(replica,), predicted_time_s=1.0)

@@ -390,7 +390,7 @@ def test_the_best_plan_of_a_tiny_batch_is_found(
     # More replicas of a class than sequences make no difference.
     best_ms = best_makespan_ms(lengths, replicas[:4])
     times_ms = [
-        pipeline_time_ms([ms for ms, _ in replica.timed(coefficients)], replica.scheme.pp)
+        pipeline_time_ms(replica.times_ms(coefficients), replica.scheme.pp)
         for replica in plan.replicas
     ]
     assert max(times_ms) == pytest.approx(best_ms)

@@ -261,10 +261,10 @@ class TestStages:
 def test_padding_is_computed_and_counted_separately() -> None:
     packed = MicroBatchWork.packed([3, 5], num_padding=2)
     assert (packed.num_tokens, packed.num_padding, packed.segments) == (8, 2, (3, 5))
-    assert packed.timed(Scheme(), lambda _: [Coefficients(1.0, 10.0, 0.5)])[0][0] == 34 + 100 + 0.5
+    assert packed.time_ms(Coefficients(1.0, 10.0, 0.5)) == 34 + 100 + 0.5
     # A window of 2 tokens in half of the layers leaves out (1 + 9) / 2.
     windowed = Coefficients(1.0, 10.0, 0.5, AttentionWindow(2, 0.5))
-    assert packed.timed(Scheme(), lambda _: [windowed])[0][0] == 34 - 5 + 100 + 0.5
+    assert packed.time_ms(windowed) == 34 - 5 + 100 + 0.5
 
 
 def test_the_same_works_take_the_same_times() -> None:
