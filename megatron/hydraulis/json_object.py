@@ -54,12 +54,12 @@ class JsonObject:
         """An error of this object's class that begins with its name, to be raised."""
         return self._error(f"{self.what}: {message}")
 
-    def check_version(self, supported: int) -> None:
-        """Raise if there is a ``version`` other than the supported one."""
-        if self.has("version") and self.integer("version") != supported:
+    def check_version(self, *supported: int) -> None:
+        """Raise if there is a ``version`` other than the supported ones, the last the newest."""
+        if self.has("version") and self.integer("version") not in supported:
             raise self.error(
-                f"version {supported} can be read but this one is of version "
-                f"{self.integer('version')}; write it in version {supported}"
+                f"version {' or '.join(map(str, supported))} can be read but this one is of "
+                f"version {self.integer('version')}; write it in version {supported[-1]}"
             )
 
     def value(self, key: str) -> Any:

@@ -17,7 +17,7 @@ query heads, f width of the MLP, P entries of a layer's matrices; lower-case con
                  · Σ s / memory bandwidth
     ep           an all-to-all of tokens to whole experts and back; the matrices of
                  experts count by the busiest rank
-    cp           a ring of keys and values, or an all-to-all of heads (context.py)
+    cp           a ring or an all-gather of keys and values, or an all-to-all of heads (context.py)
     launch       a constant, and one for each expert that the rank holds
 
 The backward takes twice the forward, as matrix products have two gradients (arXiv 2104.04473,
@@ -29,10 +29,15 @@ and its messages once more: of a layer, its core attention (with the exchange of
 
 The last stage also computes logits and loss: logit_products · 2·V·h/(tp·cp) · Σ s / matmul rate for
 V padded entries, and logit_passes rows of logits through memory. Stages send activations and
-gradients to their neighbours. No overlap is assumed.
+gradients to their neighbours.
 
 Everything is linear in Σ s², Σ s and 1, which gives the coefficients a, b and c. Each coefficient
 is that of the stage where it is largest, because a replica runs at the pace of its slowest stage.
+
+What one rank of a ring of c does to the keys and values that it has overlaps with their exchange,
+but for the last of c steps: max(attention, exchange + attention/c), in the forward and, with
+figures of its own, in the backward. The sums of all choices are the forms of `Coefficients`. Other
+exchanges come before attention and add up.
 """
 
 import math
@@ -41,7 +46,7 @@ from dataclasses import dataclass, fields, replace
 from functools import partial
 
 from megatron.hydraulis.cluster import Cluster
-from megatron.hydraulis.cost_model.context import exchange_of
+from megatron.hydraulis.cost_model.context import Exchange, exchange_of
 from megatron.hydraulis.cost_model.interface import Coefficients, usual_times_ms
 from megatron.hydraulis.cost_model.memory import MemoryModel
 from megatron.hydraulis.cost_model.pipeline import split_layers
@@ -208,14 +213,41 @@ class AnalyticCostModel(TrainedModel):
 
         Raises StrategyError when the scheme cannot hold the model's layers.
         """
-        totals = [sum(stage.values(), CostTerm()) for stage in self.terms_by_stage(scheme)]
-        return Coefficients(
-            a_ms_per_token2=_MS_PER_S * max(each.per_token2_s for each in totals),
-            b_ms_per_token=_MS_PER_S * max(each.per_token_s for each in totals),
-            c_ms=_MS_PER_S * max(each.constant_s for each in totals),
-            window=self.shape.window,
-            forward_share=self._forward_share(scheme),
+        stages = [sum(stage.values(), CostTerm()) for stage in self.terms_by_stage(scheme)]
+        share = self._forward_share(scheme)
+        hidden = self._hidden_by_stage(scheme)
+        first, *others = dict.fromkeys(
+            Coefficients(
+                a_ms_per_token2=_MS_PER_S * max(each.per_token2_s for each in totals),
+                b_ms_per_token=_MS_PER_S * max(each.per_token_s for each in totals),
+                c_ms=_MS_PER_S * max(each.constant_s for each in totals),
+                window=self.shape.window,
+                forward_share=share,
+            )
+            for of_form in hidden
+            if (totals := [s + -1.0 * less for s, less in zip(stages, of_form, strict=True)])
         )
+        return replace(first, others=tuple(others))
+
+    def _hidden_by_stage(self, scheme: Scheme) -> list[list[CostTerm]]:
+        """What each form hides of `stage_terms` on each stage: shape (num_forms, pp)."""
+        layers = scheme.layers_per_stage(self.shape.num_layers)
+        moved = self._exchange(scheme)
+        if moved.way != "p2p":
+            return [[CostTerm()] * len(layers)]
+        forward, backward = self._context_terms(scheme)
+        attention = self.attention(scheme)
+        # While it attends to all keys and values but those of the last step.
+        overlapping = (1.0 - 1.0 / scheme.cp) * attention
+        again = self.recompute
+
+        def hidden(num_layers: int, in_forward: CostTerm, in_backward: CostTerm) -> CostTerm:
+            num_again = again.num_layers_again(num_layers) + num_layers * again.drops_core_attention
+            return (num_layers + num_again) * in_forward + num_layers * in_backward
+
+        overlapping_back = _BACKWARD_FORWARDS_OF_ATTENTION * overlapping
+        forms = (forward, backward), (overlapping, backward), (overlapping, overlapping_back)
+        return [[hidden(num, *of_passes) for num in layers] for of_passes in forms]
 
     def _forward_share(self, scheme: Scheme) -> float:
         """Share of the forward in the time per token of a stage's layers, rounded so that schemes
@@ -454,9 +486,18 @@ class AnalyticCostModel(TrainedModel):
         latency_s = self.kernels.collective_latencies * link.latency_s
         return number * CostTerm(0.0, num_bytes / (link.bytes_per_s * share), latency_s)
 
+    def _exchange(self, scheme: Scheme) -> Exchange:
+        return exchange_of(
+            self.shape,
+            scheme,
+            self.parameter_bytes,
+            self.cp_comm_type,
+            has_te=self.has_te_attention,
+        )
+
     def _context_terms(self, scheme: Scheme) -> tuple[CostTerm, CostTerm]:
         """Messages between the cp ranks in the forward of a layer, and in its backward."""
-        moved = exchange_of(self.shape, scheme, self.parameter_bytes, self.cp_comm_type)
+        moved = self._exchange(scheme)
         link = self.cluster.point_to_point(scheme.tp * scheme.cp)
         bandwidth = link.bytes_per_s * self.device.link_fraction
         backward_bytes = moved.total_bytes - moved.forward_bytes

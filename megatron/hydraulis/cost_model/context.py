@@ -13,14 +13,15 @@ from megatron.hydraulis.errors import ConfigurationError
 from megatron.hydraulis.model_shape import ModelShape
 from megatron.hydraulis.strategy import Scheme
 
-Way = Literal["all_gather", "a2a"]
+Way = Literal["all_gather", "a2a", "p2p"]
 """``all_gather``: every rank gathers the keys and values of the row. ``a2a``: an all-to-all turns a
-part of the tokens with all heads into all tokens with a part of the heads, and back (Ulysses)."""
+part of the tokens with all heads into all tokens with a part of the heads, and back (Ulysses).
+``p2p``: keys and values go round a ring while the rank attends to those that it has."""
 
 CP_COMM_TYPES = ("auto", "p2p", "all_gather", "a2a")
-"""Values of --cp-comm-type: ``auto`` is the cheaper way that the heads allow. ``p2p``, a ring of
-keys and values, moves as much as ``all_gather`` does, in steps; without Transformer Engine it runs
-as ``all_gather``."""
+"""Values of --cp-comm-type: ``auto`` is the way that moves less of those that the heads allow.
+``p2p`` moves as much as ``all_gather`` does, in steps that overlap with attention; only Transformer
+Engine has it, elsewhere it runs as ``all_gather``."""
 
 # Keys and values in the forward; they and their gradients in the backward.
 _NUM_RING_ROUNDS = 3
@@ -106,45 +107,40 @@ def te_all_to_all_refusal(num_heads: int, num_groups: int, context_size: int) ->
     )
 
 
-def choose_way(cp_comm_type: str, num_heads: int, num_groups: int, context_size: int) -> Way:
-    """The way of a group; equal on all its ranks.
+def choose_way(
+    cp_comm_type: str, num_heads: int, num_groups: int, context_size: int, *, has_te: bool
+) -> Way:
+    """The way of a group; equal on all its ranks. Runtime, memory and cost model ask this.
 
     Args:
         cp_comm_type: one of `CP_COMM_TYPES`.
         num_heads: query heads on this rank, after tensor parallelism.
         num_groups: key and value heads on this rank.
         context_size: ranks of the group, c.
+        has_te: whether core attention is Transformer Engine's.
 
     Raises:
         ConfigurationError: ``a2a`` although the heads do not allow it.
     """
-    refusal = all_to_all_refusal(num_heads, num_groups, context_size)
-    takes = takes_all_to_all(cp_comm_type, num_heads, num_groups, context_size, refusal)
-    return "a2a" if takes else "all_gather"
-
-
-def takes_all_to_all(
-    cp_comm_type: str, num_heads: int, num_groups: int, context_size: int, refusal: str | None
-) -> bool:
-    """Whether a group exchanges tokens for heads: if the flag says so, or if it moves less.
-
-    Arguments and errors are those of `choose_way`; refusal says why the available software cannot,
-    None if it can.
-    """
+    refused = te_all_to_all_refusal if has_te else all_to_all_refusal
+    refusal = refused(num_heads, num_groups, context_size)
     if cp_comm_type == "a2a" and refusal is not None:
         raise ConfigurationError(
             f"{refusal}; use --cp-comm-type auto, or a strategy of a cp that fits"
         )
-    if cp_comm_type != "auto":
-        return cp_comm_type == "a2a"
     exchange = all_to_all_elements(num_heads, num_groups, context_size)
-    return refusal is None and exchange < gather_elements(num_groups, context_size)
+    moves_less = exchange < gather_elements(num_groups, context_size)
+    if cp_comm_type == "a2a" or (cp_comm_type == "auto" and refusal is None and moves_less):
+        return "a2a"
+    return "p2p" if has_te and cp_comm_type != "all_gather" else "all_gather"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Exchange:
     """What the ranks of a context-parallel group exchange in one layer, on one rank."""
 
+    way: Way | None
+    """None for a group of one rank."""
     forward_bytes: float
     """Received in the forward, for every token of the group."""
     total_bytes: float
@@ -155,7 +151,12 @@ class Exchange:
 
 
 def exchange_of(
-    shape: ModelShape, scheme: Scheme, parameter_bytes: int, cp_comm_type: str
+    shape: ModelShape,
+    scheme: Scheme,
+    parameter_bytes: int,
+    cp_comm_type: str,
+    *,
+    has_te: bool = False,
 ) -> Exchange:
     """The exchange by the way that --cp-comm-type chooses; a ring and an all-gather move the same.
 
@@ -163,13 +164,17 @@ def exchange_of(
     """
     cp = scheme.cp
     if cp == 1:
-        return Exchange(forward_bytes=0.0, total_bytes=0.0, forward_messages=0, total_messages=0)
+        return Exchange(
+            way=None, forward_bytes=0.0, total_bytes=0.0, forward_messages=0, total_messages=0
+        )
     num_heads = shape.num_attention_heads // scheme.tp
     num_groups = shape.num_query_groups // scheme.tp
     bytes_per_head = shape.padded_channels * parameter_bytes
-    if choose_way(cp_comm_type, num_heads, num_groups, cp) == "a2a":
+    way = choose_way(cp_comm_type, num_heads, num_groups, cp, has_te=has_te)
+    if way == "a2a":
         moved = all_to_all_elements(num_heads, num_groups, cp) * bytes_per_head / cp
         return Exchange(
+            way=way,
             forward_bytes=moved / _NUM_PASSES,
             total_bytes=moved,
             forward_messages=_NUM_ALL_TO_ALLS_FORWARD,
@@ -177,6 +182,7 @@ def exchange_of(
         )
     round_bytes = (cp - 1) / cp * (2 * shape.num_query_groups * bytes_per_head) / scheme.tp
     return Exchange(
+        way=way,
         forward_bytes=round_bytes,
         total_bytes=_NUM_RING_ROUNDS * round_bytes,
         forward_messages=cp - 1,

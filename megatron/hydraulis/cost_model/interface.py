@@ -163,5 +163,5 @@ def usual_times_ms(cost_model: CostModel, scheme: Scheme) -> tuple[float, float]
     """Forward and backward of a micro-batch that short sequences fill up to its limit, on one
     stage."""
     times = cost_model.coefficients(scheme)
-    time_ms = times.b_ms_per_token * cost_model.max_tokens(scheme) + times.c_ms
+    time_ms = times.time_of_sums_ms(0.0, cost_model.max_tokens(scheme))
     return times.forward_share * time_ms, (1.0 - times.forward_share) * time_ms

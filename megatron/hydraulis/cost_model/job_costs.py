@@ -12,8 +12,10 @@ round a ring without overlapping with compute:
     c = c_m                                     launches do not become fewer
     max_tokens = M_m · min(cp/m, P(cp)/P(m))    padding of the sequences included
 
-x is the analytic exchange per token of a ring in the longest stage, P the limit of the memory
-model: parameters are not split by cp. Without model and device x is 0, and limits grow as cp.
+Where a ring overlaps with attention, the forms are the analytic model's, a, b and c times what was
+measured over what it says of the row. x is the analytic exchange per token of a ring in the longest
+stage, P the limit of the memory model: parameters are not split by cp. Without model and device x
+is 0, and limits grow as cp.
 """
 
 from __future__ import annotations
@@ -258,17 +260,23 @@ class JobCosts:
         """A row by the formulas of the module, from a measured one."""
         times, per_width = row.coefficients, row.scheme.cp / scheme.cp
         shared_ms = max(0.0, times.b_ms_per_token - self._exchange_ms_per_token(row.scheme))
+        coefficients = replace(
+            times,
+            a_ms_per_token2=times.a_ms_per_token2 * per_width,
+            b_ms_per_token=shared_ms * per_width + self._exchange_ms_per_token(scheme),
+            others=(),
+        )
+        if self.model is not None and self.model.has_te_attention:
+            wanted = self.model.coefficients(scheme)
+            if wanted.others or times.others:
+                coefficients = _as_measured(wanted, self.model.coefficients(row.scheme), times)
         limit = row.max_tokens * scheme.cp // row.scheme.cp
         # A limit of 0 of a measured row: the memory model is too strict here.
         if self.model is not None and (of_row := self.model.max_tokens(row.scheme)):
             limit = min(limit, row.max_tokens * self.model.max_tokens(scheme) // of_row)
         return ProfiledScheme(
             scheme=scheme,
-            coefficients=replace(
-                times,
-                a_ms_per_token2=times.a_ms_per_token2 * per_width,
-                b_ms_per_token=shared_ms * per_width + self._exchange_ms_per_token(scheme),
-            ),
+            coefficients=coefficients,
             max_tokens=limit,
             is_assumed=True,
         )
@@ -300,6 +308,20 @@ class JobCosts:
             return 0.0
         stages = replace(self.model, cp_comm_type="p2p").terms_by_stage(scheme)
         return _MS_PER_S * max(terms["context_parallel"].per_token_s for terms in stages)
+
+
+def _as_measured(
+    wanted: Coefficients, of_row: Coefficients, measured: Coefficients
+) -> Coefficients:
+    """Analytic coefficients as far off as those of a row are from measured ones."""
+
+    def ratio(name: str) -> float:
+        ours, theirs = (
+            max(getattr(form, name) for form in each.forms) for each in (measured, of_row)
+        )
+        return ours / theirs if theirs else 1.0
+
+    return wanted.scaled(a=ratio("a_ms_per_token2"), b=ratio("b_ms_per_token"), c=ratio("c_ms"))
 
 
 def add_job_arguments(

@@ -55,9 +55,8 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from megatron.hydraulis.cost_model.context import (
+    Way,
     choose_way,
-    takes_all_to_all,
-    te_all_to_all_refusal,
 )
 from megatron.hydraulis.cost_model.device import Precision
 from megatron.hydraulis.cost_model.regrouping import FP32_BYTES
@@ -424,24 +423,29 @@ class LayerMemory:
             return 1.0
         return cp if self.model.has_te_attention else cp + 0.5
 
-    @cached_property
+    @property
     def _rings(self) -> bool:
         """Whether cp ranks pass keys and values on, and attend to those of one rank at a time."""
-        is_asked = self.model.has_te_attention and self.model.cp_comm_type != "all_gather"
-        return self.scheme.cp > 1 and is_asked and not self._exchanges_heads
+        return self._way == "p2p"
 
-    @cached_property
+    @property
     def _exchanges_heads(self) -> bool:
         """Whether cp ranks exchange tokens for heads."""
-        cp, tp, kind = self.scheme.cp, self.scheme.tp, self.model.cp_comm_type
+        return self._way == "a2a"
+
+    @cached_property
+    def _way(self) -> Way | None:
+        cp, tp, model = self.scheme.cp, self.scheme.tp, self.model
         if cp == 1:
-            return False
-        num_heads = self.model.shape.num_attention_heads // tp
-        num_groups = self.model.shape.num_query_groups // tp
-        if self.model.has_te_attention:
-            refusal = te_all_to_all_refusal(num_heads, num_groups, cp)
-            return takes_all_to_all(kind, num_heads, num_groups, cp, refusal)
-        return choose_way(kind, num_heads, num_groups, cp) == "a2a"
+            return None
+        num_heads, num_groups = model.shape.num_attention_heads, model.shape.num_query_groups
+        return choose_way(
+            model.cp_comm_type,
+            num_heads // tp,
+            num_groups // tp,
+            cp,
+            has_te=model.has_te_attention,
+        )
 
 
 @dataclass(frozen=True, slots=True)

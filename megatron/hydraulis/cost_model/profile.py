@@ -2,7 +2,7 @@
 
 A cost profile is a JSON file::
 
-    {"version": 1, "device": "A800-80GB", "source": "who measured, and with what",
+    {"version": 2, "device": "A800-80GB", "source": "who measured, and with what",
      "date": "2024-12-11",
      "model": {"num_layers": 60, "hidden_size": 6656, …, "dtype": "bf16"},
      "schemes": [{"tp": 4, "cp": 1, "pp": 2, "a_ms_per_token2": 2.0e-06, "b_ms_per_token": 0.12,
@@ -14,7 +14,9 @@ The time of a micro-batch on one stage, forward and backward, is ``a·Σs² + b�
 the sliding windows of ``model`` leave out of s²; max_tokens is the most tokens of a micro-batch.
 ``forward_share`` of a scheme is the forward's share in the time, a third where it is missing.
 A scheme whose layers are not split evenly has its own row, with ``"layers": [14, 16]``; a row of
-a cp that was not measured has ``"assumed": true``. ``version``
+a cp that was not measured has ``"assumed": true``. Further forms of the time, of which the largest
+counts, are ``"forms": [{"a_ms_per_token2": …, "b_ms_per_token": …, "c_ms": …}]``; ``host_ms`` is
+the host's time of a micro-batch (`Coefficients`). Version 1 has neither. ``version``
 and ``strategies`` are optional. A strategy is found by its replicas and where they are placed;
 older profiles lack ``replicas``, and their names count. ``gradient_bytes``, 4 if absent, is the
 size in which gradients travelled when strategies were measured. What is not listed is computed
@@ -47,7 +49,8 @@ from megatron.hydraulis.json_object import JsonObject, read_json
 from megatron.hydraulis.model_shape import AttentionWindow, ModelShape
 from megatron.hydraulis.strategy import Pool, Scheme, Strategy
 
-_FORMAT_VERSION = 1
+_FORMAT_VERSION = 2
+_FORM_KEYS = ("a_ms_per_token2", "b_ms_per_token", "c_ms")
 _MIN_R_SQUARED = 0.9
 _MAX_RESIDUAL = 0.2
 """Residual of a point up to which a fit is good whatever its R²: times that hardly differ have a
@@ -370,7 +373,7 @@ class ProfileCostModel:
 
         def order(row: ProfiledScheme) -> tuple[float, bool]:
             times = row.coefficients
-            return times.b_ms_per_token * num_tokens + times.c_ms, row.scheme.layers is not None
+            return times.time_of_sums_ms(0.0, num_tokens), row.scheme.layers is not None
 
         return replace(scheme, layers=min(rows, key=order).scheme.layers)
 
@@ -460,7 +463,7 @@ class ProfileCostModel:
         Raises ConfigurationError for a missing or unknown key and for an invalid value.
         """
         profile = JsonObject(content, what, ConfigurationError)
-        profile.check_version(_FORMAT_VERSION)
+        profile.check_version(1, _FORMAT_VERSION)
         strategies = profile.array("strategies") if profile.has("strategies") else []
         made_for = None
         if profile.has("model"):
@@ -531,15 +534,17 @@ def _check_distinct(noun: str, names: list[str]) -> None:
 
 
 def _scheme_row(entry: JsonObject, window: AttentionWindow | None) -> ProfiledScheme:
+    share = entry.number("forward_share", default=FORWARD_SHARE)
+    forms = entry.array("forms") if entry.has("forms") else []
+    others = []
+    for index, form in enumerate(forms):
+        content = entry.nested(form, f"form {index} of {entry.what}")
+        others.append(_form(content, window, share))
+        content.check_all_read()
+    host_ms = entry.number("host_ms", default=0.0)
     row = ProfiledScheme(
         scheme=Scheme.from_json(entry),
-        coefficients=Coefficients(
-            a_ms_per_token2=entry.number("a_ms_per_token2"),
-            b_ms_per_token=entry.number("b_ms_per_token"),
-            c_ms=entry.number("c_ms"),
-            window=window,
-            forward_share=entry.number("forward_share", default=FORWARD_SHARE),
-        ),
+        coefficients=replace(_form(entry, window, share), others=tuple(others), host_ms=host_ms),
         max_tokens=entry.integer("max_tokens"),
         is_assumed=entry.flag("assumed", default=False),
     )
@@ -547,13 +552,24 @@ def _scheme_row(entry: JsonObject, window: AttentionWindow | None) -> ProfiledSc
     return row
 
 
+def _form(entry: JsonObject, window: AttentionWindow | None, forward_share: float) -> Coefficients:
+    return Coefficients(
+        a_ms_per_token2=entry.number("a_ms_per_token2"),
+        b_ms_per_token=entry.number("b_ms_per_token"),
+        c_ms=entry.number("c_ms"),
+        window=window,
+        forward_share=forward_share,
+    )
+
+
 def _scheme_to_json(row: ProfiledScheme) -> dict[str, Any]:
     times, share = row.coefficients, row.coefficients.forward_share
+    first, *forms = ({name: getattr(form, name) for name in _FORM_KEYS} for form in times.forms)
     return row.scheme.to_json() | _known(
         assumed=row.is_assumed or None,
-        a_ms_per_token2=times.a_ms_per_token2,
-        b_ms_per_token=times.b_ms_per_token,
-        c_ms=times.c_ms,
+        **first,
+        forms=forms or None,
+        host_ms=times.host_ms or None,
         forward_share=None if share == FORWARD_SHARE else share,
         max_tokens=row.max_tokens,
     )

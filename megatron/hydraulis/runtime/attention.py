@@ -324,7 +324,7 @@ class ContextAttention(SegmentAttention):
         if context_size_of(packed_seq_params) == 1:
             return super()._attend_packed(query, key, value, packed_seq_params)
         row = shared_row(packed_seq_params, query)
-        way = choose_way(self.cp_comm_type, query.size(1), key.size(1), row.size)
+        way = choose_way(self.cp_comm_type, query.size(1), key.size(1), row.size, has_te=False)
         attend = self._attend_to_share_of_heads if way == "a2a" else self._attend_to_gathered
         context: Tensor = attend(query, key, value, row)
         return context

@@ -10,14 +10,14 @@ import importlib.util
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
-from typing import Any, Literal
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from megatron.core.packed_seq_params import PackedSeqParams
 from torch import Tensor
 
-from megatron.hydraulis.cost_model.context import takes_all_to_all, te_all_to_all_refusal
+from megatron.hydraulis.cost_model.context import Way, choose_way
 from megatron.hydraulis.cost_model.trained_model import CORE_ATTENTIONS, CoreAttentionName
 from megatron.hydraulis.errors import ConfigurationError
 from megatron.hydraulis.model_shape import ModelShape
@@ -125,7 +125,6 @@ class VarlenAttention(ContextAttention):
 TE_MASK = "padding_causal"
 """Mask that is causal inside each segment, the only causal one for packed rows."""
 
-TEWay = Literal["p2p", "all_gather", "a2a"]
 
 _PACKED_BY_CUDNN = 16
 """Head sizes whose multiples cuDNN's backward computes in memory for the tokens of a row."""
@@ -135,7 +134,7 @@ class TEAttention(PackedAttention):
     """Transformer Engine's ``DotProductAttention`` as Megatron's core attention.
 
     The group of the micro-batch, ``packed_seq_params.cp_group``, is set in every forward;
-    ``config.cp_comm_type`` selects how its ranks exchange keys and values, see `choose_te_way`.
+    ``config.cp_comm_type`` selects how its ranks exchange keys and values, see `choose_way`.
 
     Upstream's wrapper also takes the group of a micro-batch, but creates the ring's stream only
     where the model's cp is above 1, exchanges in one way for groups of all sizes, and lets
@@ -195,7 +194,7 @@ class TEAttention(PackedAttention):
                 group,
                 dist.get_process_group_ranks(group),
                 _context_stream(query.device),
-                choose_te_way(self.cp_comm_type, query.size(1), key.size(1), size),
+                choose_way(self.cp_comm_type, query.size(1), key.size(1), size, has_te=True),
             )
         arguments = packed_arguments(packed_seq_params)
         if self.window is not None:
@@ -208,27 +207,6 @@ class TEAttention(PackedAttention):
             f"core attention 'te' takes packed rows but was given {tuple(query.shape)} without "
             "PackedSeqParams; pack the sequences, or use --core-attention sdpa"
         )
-
-
-def choose_te_way(cp_comm_type: str, num_heads: int, num_groups: int, context_size: int) -> TEWay:
-    """Chooses how Transformer Engine exchanges in a group; equal on all its ranks.
-
-    ``auto`` is the all-to-all where it moves less and the heads allow it, else the ring, which
-    moves as much as an all-gather but overlaps with compute.
-
-    Args:
-        cp_comm_type: one of `CP_COMM_TYPES`.
-        num_heads: query heads on this rank, after tensor parallelism.
-        num_groups: key and value heads on this rank.
-        context_size: ranks of the group, c.
-
-    Raises:
-        ConfigurationError: an unknown type, or ``a2a`` where the heads do not allow it.
-    """
-    refusal = te_all_to_all_refusal(num_heads, num_groups, context_size)
-    if takes_all_to_all(cp_comm_type, num_heads, num_groups, context_size, refusal):
-        return "a2a"
-    return "all_gather" if cp_comm_type == "all_gather" else "p2p"
 
 
 def packed_arguments(packed_seq_params: PackedSeqParams) -> dict[str, Any]:
@@ -284,7 +262,9 @@ def te_obstacle(
     size = row.context_size
     try:
         way = (
-            None if size == 1 else choose_te_way(cp_comm_type, row.num_heads, row.num_groups, size)
+            None
+            if size == 1
+            else choose_way(cp_comm_type, row.num_heads, row.num_groups, size, has_te=True)
         )
     except ConfigurationError as error:
         return str(error)
@@ -319,7 +299,7 @@ def te_obstacle(
 
 def te_kernel(
     row: RowKind,
-    way: TEWay | None,
+    way: Way | None,
     *,
     dtype: torch.dtype,
     head_size: int,

@@ -147,3 +147,21 @@ def test_limits_of_assumed_widths_keep_the_measured_share_of_the_memory_model() 
         assert costs.max_tokens(wide) == min(share, cp * measured)
     # Parameters are not split by cp, and the gathered keys and values of a row are not either.
     assert costs.max_tokens(narrow.of_context_group(8)) < 8 * measured
+
+
+def test_assumed_widths_of_a_ring_have_its_forms_scaled_as_measured() -> None:
+    device = device_constants("a100-80")
+    analytic = AnalyticCostModel(
+        shape=LARGE_SHAPE, device=device, cluster=device.cluster(64, 8), has_te_attention=True
+    )
+    limit, narrow, wide = analytic.max_tokens(Scheme()), Scheme(), Scheme(cp=8)
+    slower = analytic.coefficients(narrow).scaled(a=1.5, b=1.25, c=2.0)
+    costs = JobCosts(profile=profile({narrow: (slower, limit)}), model=analytic)
+    wanted = analytic.coefficients(wide).scaled(a=1.5, b=1.25, c=2.0)
+    assert len(wanted.forms) == 3
+    for found, form in zip(costs.coefficients(wide).forms, wanted.forms, strict=True):
+        assert found.a_ms_per_token2 == pytest.approx(form.a_ms_per_token2)
+        assert found.b_ms_per_token == pytest.approx(form.b_ms_per_token)
+        assert found.c_ms == pytest.approx(form.c_ms)
+    back = JobCosts(profile=profile({wide: (wanted, limit)}), model=analytic)
+    assert back.coefficients(narrow).time_ms([1000]) == pytest.approx(slower.time_ms([1000]))

@@ -5,6 +5,7 @@ from dataclasses import replace
 import pytest
 
 from megatron.hydraulis.cost_model import AnalyticCostModel, ModelShape, device_constants
+from megatron.hydraulis.cost_model.analytic import CostTerm
 from megatron.hydraulis.cost_model.context import (
     all_to_all_elements,
     all_to_all_refusal,
@@ -12,9 +13,12 @@ from megatron.hydraulis.cost_model.context import (
     exchange_of,
     gather_elements,
 )
+from megatron.hydraulis.cost_model.trained_model import EVERY_LAYER
 from megatron.hydraulis.errors import ConfigurationError
 from megatron.hydraulis.strategy import Scheme
 from tests.support.planning import LLAMA_7B
+
+PASSES = ("attention", "context_parallel")
 
 SHAPE = ModelShape(
     num_layers=2,
@@ -57,9 +61,9 @@ def test_elements_written_out(
     ],
 )
 def test_the_cheaper_way_that_heads_allow(heads: int, groups: int, size: int, way: str) -> None:
-    assert choose_way("auto", heads, groups, size) == way
-    assert choose_way("p2p", heads, groups, size) == "all_gather"
-    assert choose_way("all_gather", heads, groups, size) == "all_gather"
+    assert choose_way("auto", heads, groups, size, has_te=False) == way
+    assert choose_way("p2p", heads, groups, size, has_te=False) == "all_gather"
+    assert choose_way("all_gather", heads, groups, size, has_te=False) == "all_gather"
 
 
 @pytest.mark.parametrize(
@@ -72,10 +76,10 @@ def test_heads_of_an_all_to_all(heads: int, groups: int, allowed: bool) -> None:
 
 def test_refusals_say_rule_numbers_and_fix() -> None:
     with pytest.raises(ConfigurationError, match=r"multiple of 4 query heads .* there are 6; use"):
-        choose_way("a2a", 6, 6, 4)
+        choose_way("a2a", 6, 6, 4, has_te=False)
     with pytest.raises(ConfigurationError, match="multiple or a divisor of 4 but there are 3; use"):
-        choose_way("a2a", 12, 3, 4)
-    assert choose_way("auto", 12, 3, 4) == "all_gather"
+        choose_way("a2a", 12, 3, 4, has_te=False)
+    assert choose_way("auto", 12, 3, 4, has_te=False) == "all_gather"
 
 
 def test_a_single_rank_exchanges_nothing() -> None:
@@ -131,3 +135,34 @@ def test_times_and_limits_follow_the_exchange() -> None:
     assert cheapest.max_tokens(Scheme(cp=16)) > ring.max_tokens(Scheme(cp=16))
     assert cheapest.coefficients(Scheme(tp=8)) == ring.coefficients(Scheme(tp=8))
     assert cheapest.max_tokens(Scheme(tp=8)) == ring.max_tokens(Scheme(tp=8))
+
+
+def test_a_ring_hides_behind_all_of_attention_but_the_last_step() -> None:
+    """max(attention, exchange + attention/c), in forward and backward apart, as hand-made sums."""
+    device = device_constants("h100")
+    shape, scheme = LLAMA_7B, Scheme(cp=8)
+    added = AnalyticCostModel(shape=shape, device=device, cluster=device.cluster(8, 8))
+    ring = replace(added, has_te_attention=True)
+    assert not added.coefficients(scheme).others, "an all-gather comes before attention"
+    (terms,) = added.terms_by_stage(scheme)
+    others_s = sum((t for cause, t in terms.items() if cause not in PASSES), CostTerm())
+    attention, exchange = added.attention(scheme), added.forward_terms(scheme)["context_parallel"]
+    for lengths in ([512] * 64, [6000] * 5, [32768], [131072]):
+        squares, tokens = sum(s * s for s in lengths), sum(lengths)
+        attention_s, exchange_s = (t.seconds(squares, tokens) for t in (attention, exchange))
+        forward_s = max(attention_s, exchange_s + attention_s / 8)
+        # Scores again, 2.5 times the forward; gradients of keys and values besides them.
+        backward_s = max(2.5 * attention_s, 2.0 * exchange_s + 2.5 * attention_s / 8)
+        wanted_s = others_s.seconds(squares, tokens) + shape.num_layers * (forward_s + backward_s)
+        assert ring.coefficients(scheme).time_ms(lengths) == pytest.approx(1e3 * wanted_s)
+    # Recomputation attends once more, with another ring.
+    again = replace(ring, recompute=EVERY_LAYER)
+    lengths, squares, tokens = [131072], 131072**2, 131072
+    more_s = sum(added.forward_terms(scheme).values(), CostTerm()).seconds(squares, tokens)
+    more_s -= exchange.seconds(squares, tokens)  # hidden
+    assert again.coefficients(scheme).time_ms(lengths) == pytest.approx(
+        ring.coefficients(scheme).time_ms(lengths) + 1e3 * shape.num_layers * more_s
+    )
+    assert ring.coefficients(Scheme(cp=2)).time_ms([100]) > 0.0
+    heads = replace(ring, cp_comm_type="a2a").coefficients(scheme)
+    assert not heads.others, "an all-to-all comes before attention"

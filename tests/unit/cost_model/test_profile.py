@@ -27,13 +27,16 @@ from megatron.hydraulis.strategy import Pool, Scheme, Strategy
 EXAMPLES = Path(__file__).parents[3] / "examples"
 
 
+FORM = {"a_ms_per_token2": 0.0, "b_ms_per_token": 0.2, "c_ms": 1.0}
+
+
 def row(**changes: Any) -> dict[str, Any]:
     times = {"a_ms_per_token2": 2e-6, "b_ms_per_token": 0.1, "c_ms": 5.0, "max_tokens": 4096}
     return {"tp": 2, "cp": 1, "pp": 1} | times | changes
 
 
 def content(*rows: dict[str, Any], **changes: Any) -> dict[str, Any]:
-    head = {"version": 1, "device": "A800", "source": "bench", "date": "2026-01-02"}
+    head = {"version": 2, "device": "A800", "source": "bench", "date": "2026-01-02"}
     return head | {"schemes": list(rows) or [row()]} | changes
 
 
@@ -55,6 +58,17 @@ def test_the_share_of_the_forward_belongs_to_a_scheme() -> None:
     assert profile.to_json() == content(*rows)
     assert profile.coefficients(Scheme(tp=2)).forward_share == 1 / 3
     assert profile.coefficients(Scheme(tp=2, pp=2)).forward_share == 0.25
+
+
+def test_further_forms_and_the_host_go_both_ways_and_older_files_have_neither() -> None:
+    profile = model(row(forms=[FORM], host_ms=8.0))
+    assert profile.to_json() == content(row(forms=[FORM], host_ms=8.0))
+    times = profile.coefficients(Scheme(tp=2))
+    # 2e-6 · 100² + 0.1 · 100 + 5 against 0.2 · 100 + 1, and twice the squares of 5,000 tokens.
+    assert times.time_ms([100]) == 21.0
+    assert times.time_ms([5000, 5000]) == max(2e-6 * 5e7 + 1005.0, 2001.0)
+    assert times.host_ms == 8.0
+    assert model(version=1).coefficients(Scheme(tp=2)) == model().coefficients(Scheme(tp=2))
 
 
 def test_the_measurement_description_is_kept_and_changes_no_prediction() -> None:
@@ -202,7 +216,10 @@ def test_overhead_is_regroup_and_optimizer() -> None:
     [
         (content(schemes=[]), "at least 1 scheme but has 0"),
         (content(row(), row()), "every scheme is listed once but tp2 2 times"),
-        (content(version=2), "profile: version 1 can be read but this one is of version 2"),
+        (content(version=3), "version 1 or 2 can be read but this one is of version 3"),
+        (content(row(forms=[{"a_ms_per_token2": 0.0}])), "form 0 of scheme 0 .* 'b_ms_per_token'"),
+        (content(row(forms=[FORM | {"d": 1}])), "form 0 of scheme 0 .* unknown keys 'd'"),
+        (content(row(host_ms=-1.0)), "not negative but are a = .* host -1.0 ms"),
         (content(num_ranks=-1), "a job of at least 1 rank but num_ranks is -1"),
         (content(devices=8), "profile: has the unknown keys 'devices'"),
         (content(row(unit="ms")), "scheme 0 of profile: has the unknown keys 'unit'"),

@@ -12,12 +12,12 @@ import torch.distributed as dist
 from megatron.core.transformer.enums import AttnMaskType
 from torch import Tensor
 
+from megatron.hydraulis.cost_model.context import choose_way
 from megatron.hydraulis.errors import ConfigurationError
 from megatron.hydraulis.runtime.attention import SegmentAttention
 from megatron.hydraulis.runtime.core_attention import (
     RowKind,
     TEAttention,
-    choose_te_way,
     packed_arguments,
     te_kernel,
     te_obstacle,
@@ -246,12 +246,12 @@ def test_the_group_of_a_micro_batch_does_not_affect_the_next(group: Any) -> None
     ],
 )
 def test_way(wish: str, heads: int, groups: int, size: int, way: str) -> None:
-    assert choose_te_way(wish, heads, groups, size) == way
+    assert choose_way(wish, heads, groups, size, has_te=True) == way
 
 
 def test_heads_that_cannot_be_shared_out() -> None:
     with pytest.raises(ConfigurationError, match=r"multiples of 8 heads and query groups on .* 2;"):
-        choose_te_way("a2a", 32, 2, 8)
+        choose_way("a2a", 32, 2, 8, has_te=True)
 
 
 def test_unpacked_input_and_dropout_are_refused() -> None:
