@@ -23,21 +23,14 @@ from rich.console import Console
 from rich.progress import Progress
 
 from benchmarks import inputs
-from benchmarks.command import (
-    counted_progress,
-    make_parser,
-    write_figures,
-)
-from megatron.hydraulis.cost_model.profile import ProfileCostModel
+from benchmarks.command import counted_progress, make_parser, write_figures
 from megatron.hydraulis.planner.plan import IterationPlan, Planner
-from megatron.hydraulis.planner.planners import CertifiedPlanner, GreedyPlanner
+from megatron.hydraulis.planner.planners import CertifiedPlanner
 from megatron.hydraulis.strategy import Pool
 from megatron.hydraulis.terminal import figures_table, results_console
 
 NUM_LARGE_SEEDS = 3
 MANY_SEQUENCES = 10_000
-NUM_IN_LINE_BATCHES = 20
-IN_LINE_SEQUENCES = 512
 MS_PER_S = 1e3
 
 
@@ -190,47 +183,6 @@ class Benchmark:
         self._console.print(table)
         return figures
 
-    def in_line(self) -> Any:
-        """The planner of the engine, whose caller waits, against the greedy one."""
-        pool = Pool.read(inputs.POOL)
-        profile = ProfileCostModel.read(inputs.COST_PROFILE)
-        table = figures_table(
-            f"In line with a step, {IN_LINE_SEQUENCES} documents of Wikipedia",
-            ("strategies",),
-            ("greedy / planned", "worst", "greedy CPU ms", "CPU ms", "worst"),
-            caption=f"{NUM_IN_LINE_BATCHES} batches, {self._options.rounds} rounds: predicted "
-            "times, and the median of CPU times.",
-        )
-        figures = {}
-        for strategies in (pool, Pool.of(pool.strategy("S6")), Pool.of(pool.strategy("S0"))):
-            name = ", ".join(each.name for each in strategies.strategies)
-            limits = [profile.max_tokens(s) for each in strategies.strategies for s in each.schemes]
-            cut_tokens = min(inputs.CONTEXT_TOKENS, max(limits))
-            seeds = self._seeds(NUM_IN_LINE_BATCHES)
-            batches = [self._lengths.draw(seed, IN_LINE_SEQUENCES, cut_tokens) for seed in seeds]
-            found = []
-            for planner in (
-                GreedyPlanner(strategies, profile),
-                CertifiedPlanner(strategies, profile, is_in_line=True),
-            ):
-                results = [_planned(planner, *each) for each in zip(batches, seeds, strict=True)]
-                self._time_rounds(planner, batches, results, name)
-                found.append(results)
-            greedy, planned = found
-            ratios = [g.time_ms / p.time_ms for g, p in zip(greedy, planned, strict=True)]
-            cpu_ms = [[MS_PER_S * min(r.cpu_s) for r in results] for results in found]
-            table.add_row(
-                name if len(strategies.strategies) == 1 else f"all {len(strategies.strategies)}",
-                f"{np.mean(ratios):.4f}",
-                f"{max(ratios):.4f}",
-                f"{np.median(cpu_ms[0]):.0f}",
-                f"{np.median(cpu_ms[1]):.0f}",
-                f"{max(cpu_ms[1]):.0f}",
-            )
-            figures[name] = [[asdict(result) for result in results] for results in found]
-        self._console.print(table)
-        return figures
-
     def pools(self) -> Any:
         """Random pools of many strategies; one plan of each batch."""
         cases = list(inputs.pool_cases(self._options.seed))
@@ -316,7 +268,6 @@ SECTIONS = {
     "instance-b": Benchmark.instance_b,
     "wikipedia": Benchmark.wikipedia,
     "large": Benchmark.large,
-    "in-line": Benchmark.in_line,
     "pools": Benchmark.pools,
     "many": Benchmark.many,
     "waves": Benchmark.waves,

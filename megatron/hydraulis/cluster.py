@@ -34,11 +34,15 @@ class Link:
 class Cluster:
     """Nodes with the same number of ranks; ranks are numbered node by node.
 
-    Raises ConfigurationError for a cluster without nodes or ranks.
+    Raises ConfigurationError for a cluster without nodes or ranks, or with smaller domains than
+    nodes.
     """
 
     num_nodes: int
     ranks_per_node: int
+    ranks_per_domain: int = 0
+    """Ranks that links of the kind inside a node connect; 0: those of a node. On GB200 NVL72 they
+    are 72 in 18 nodes."""
     intra_node: Link
     inter_node: Link
 
@@ -48,26 +52,40 @@ class Cluster:
                 f"cluster: needs at least 1 node of 1 rank but has {self.num_nodes} nodes of "
                 f"{self.ranks_per_node} ranks; give positive numbers"
             )
+        if self.ranks_per_domain and self.ranks_per_domain < self.ranks_per_node:
+            raise ConfigurationError(
+                f"cluster: links inside nodes connect {self.ranks_per_domain} ranks, fewer than a "
+                f"node's {self.ranks_per_node}; give at least as many"
+            )
 
     @property
     def num_ranks(self) -> int:
         return self.num_nodes * self.ranks_per_node
 
-    def crosses_nodes(self, num_ranks: int) -> bool:
-        """True if a group of num_ranks neighbouring ranks is too large for one node."""
-        return num_ranks > self.ranks_per_node
+    @property
+    def linked_ranks(self) -> int:
+        """Ranks that links of the kind inside a node connect."""
+        return max(self.ranks_per_node, self.ranks_per_domain)
+
+    def uses_network(self, num_ranks: int) -> bool:
+        """True if a group of num_ranks neighbouring ranks is too large for the links inside nodes.
+
+        Ranks of a domain are numbered one after the other, and groups are assumed not to lie across
+        its end, as where 64 of 72 GPUs are used.
+        """
+        return num_ranks > self.linked_ranks
 
     def point_to_point(self, num_ranks: int) -> Link:
         """The slowest link between two neighbours in a group of num_ranks neighbouring ranks."""
-        return self.inter_node if self.crosses_nodes(num_ranks) else self.intra_node
+        return self.inter_node if self.uses_network(num_ranks) else self.intra_node
 
     def collective(self, num_ranks: int) -> Link:
         """The link that bounds a ring collective over num_ranks neighbouring ranks.
 
-        A ring over several nodes leaves each node through all of the group's ranks there, so their
-        network links add up, at most to the bandwidth inside a node.
+        A ring over several nodes, or domains, leaves each through all of the group's ranks there,
+        so their network links add up, at most to the bandwidth inside a node.
         """
-        if not self.crosses_nodes(num_ranks):
+        if not self.uses_network(num_ranks):
             return self.intra_node
-        of_node = self.inter_node.bytes_per_s * self.ranks_per_node
-        return replace(self.inter_node, bytes_per_s=min(of_node, self.intra_node.bytes_per_s))
+        together = self.inter_node.bytes_per_s * self.linked_ranks
+        return replace(self.inter_node, bytes_per_s=min(together, self.intra_node.bytes_per_s))

@@ -30,6 +30,18 @@ def test_collectives_across_nodes_add_up_the_network_links_of_a_node() -> None:
     assert cluster(16).collective(32).bytes_per_s == 300e9
 
 
+def test_a_domain_of_several_nodes_uses_the_links_inside_them() -> None:
+    rack = Cluster(
+        num_nodes=36, ranks_per_node=4, ranks_per_domain=72, intra_node=FAST, inter_node=SLOW
+    )
+    assert rack.point_to_point(72) == rack.collective(72) == FAST
+    assert rack.point_to_point(73) == SLOW
+    assert rack.uses_network(144)
+    assert not rack.uses_network(8)
+    with pytest.raises(ConfigurationError, match=r"connect 4 ranks, fewer than .* 8"):
+        Cluster(num_nodes=1, ranks_per_node=8, ranks_per_domain=4, intra_node=FAST, inter_node=SLOW)
+
+
 def test_time_of_a_message() -> None:
     assert SLOW.time_s(25e6) == pytest.approx(1e-5 + 1e-3)
 

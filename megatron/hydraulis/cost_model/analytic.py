@@ -404,7 +404,7 @@ class AnalyticCostModel(TrainedModel):
         copies = self.shape.experts_per_token * (scheme.ep - 1) / scheme.ep
         num_bytes = copies * share_of_layers * self.shape.hidden_size * self.parameter_bytes
         num_bytes = _NUM_EXCHANGES_FORWARD * num_bytes / (scheme.tp * scheme.cp)
-        num_inside = min(scheme.ep, cluster.ranks_per_node) - 1
+        num_inside = min(scheme.ep, cluster.linked_ranks) - 1
         share_inside = num_inside / (scheme.ep - 1)
         s_per_byte = share_inside / cluster.intra_node.bytes_per_s
         s_per_byte += (1.0 - share_inside) / cluster.inter_node.bytes_per_s
@@ -480,7 +480,7 @@ class AnalyticCostModel(TrainedModel):
             return CostTerm()
         link = self.cluster.collective(tp)
         share = device.link_fraction * self.kernels.tp_link_share
-        if self.cluster.crosses_nodes(tp):
+        if self.cluster.uses_network(tp):
             share = device.network_fraction
         num_bytes = (tp - 1) / tp * self.shape.hidden_size * self.parameter_bytes / scheme.cp
         latency_s = self.kernels.collective_latencies * link.latency_s

@@ -10,6 +10,13 @@ from enum import StrEnum
 from typing import Self
 
 from megatron.hydraulis.cluster import Cluster, Link
+from megatron.hydraulis.cost_model.kernels import (
+    A100_KERNELS,
+    B200_KERNELS,
+    H100_KERNELS,
+    FittedKernels,
+    Rates,
+)
 from megatron.hydraulis.errors import ConfigurationError
 
 
@@ -75,6 +82,10 @@ class DeviceConstants:
     num_communicators_in_reserve: int = 0
     intra_node: Link
     inter_node: Link
+    ranks_per_domain: int = 0
+    """Ranks that the links inside a node connect, if they are more than a node has; else 0."""
+    kernels: FittedKernels | None = None
+    """Times of single kernels, where some were measured."""
     source: str
     """Where the figures come from, with the date."""
 
@@ -87,7 +98,12 @@ class DeviceConstants:
             self.link_fraction,
             self.network_fraction,
         )
-        costs = (self.layer_overhead_s, self.reserve_bytes, self.communicator_bytes)
+        costs = (
+            self.layer_overhead_s,
+            self.reserve_bytes,
+            self.communicator_bytes,
+            self.ranks_per_domain,
+        )
         if (
             not all(0.0 < value < math.inf for value in rates)
             or not all(0.0 < value <= 1.0 for value in fractions)
@@ -106,6 +122,15 @@ class DeviceConstants:
             return self.fp32_flops_per_s
         return self.peak_flops_per_s
 
+    def rates(self, precision: Precision) -> Rates:
+        """The rates by which kernels run."""
+        return Rates(
+            flops_per_s=self.peak(precision),
+            memory_bytes_per_s=self.memory_bytes_per_s,
+            link_bytes_per_s=self.intra_node.bytes_per_s,
+            entry_bytes=precision.num_bytes,
+        )
+
     def reserve_with(self, num_communicators: int) -> float:
         """Memory kept free if a rank creates this many communicators."""
         num_more = max(0, num_communicators - self.num_communicators_in_reserve)
@@ -116,6 +141,7 @@ class DeviceConstants:
         return Cluster(
             num_nodes=math.ceil(num_ranks / ranks_per_node),
             ranks_per_node=ranks_per_node,
+            ranks_per_domain=max(ranks_per_node, self.ranks_per_domain),
             intra_node=self.intra_node,
             inter_node=self.inter_node,
         )
@@ -141,6 +167,11 @@ _NVLINK_4 = Link(
     latency_s=_NVLINK_LATENCY_S,
     source="NVIDIA H100 SXM data sheet, 900 GB/s both ways (2023)",
 )
+_NVLINK_5 = Link(
+    bytes_per_s=900e9,
+    latency_s=_NVLINK_LATENCY_S,
+    source="NVIDIA HGX B200 and GB200 NVL72 data sheets, 1.8 TB/s both ways (2024)",
+)
 _INFINIBAND_HDR = Link(
     bytes_per_s=25e9,
     latency_s=_NETWORK_LATENCY_S,
@@ -149,7 +180,7 @@ _INFINIBAND_HDR = Link(
 _INFINIBAND_NDR = Link(
     bytes_per_s=50e9,
     latency_s=_NETWORK_LATENCY_S,
-    source="NVIDIA DGX H100 data sheet, one 400 Gbit/s adapter a GPU (2023)",
+    source="NVIDIA DGX H100, DGX B200, GB200 NVL72 data sheets, a 400 Gbit/s adapter a GPU (2023)",
 )
 _GLOO_LOCAL = Link(
     bytes_per_s=1e9,
@@ -200,6 +231,9 @@ _HOPPER_MATMUL_FRACTION = 0.71
 # FlashAttention-3 (arXiv 2407.08608, 2024), causal, forward and backward together, head size 128.
 _HOPPER_ATTENTION_FRACTION = 0.525
 _HOPPER_SOURCE = "NVIDIA data sheet (2023); fractions as named in device.py (2024)"
+_BLACKWELL_SOURCE = (
+    "NVIDIA HGX B200 and GB200 NVL72 data sheets (2024); fractions and overhead as on the H100"
+)
 
 _A100_80 = DeviceConstants(
     name="a100-80g",
@@ -217,6 +251,7 @@ _A100_80 = DeviceConstants(
     num_communicators_in_reserve=NUM_COMMUNICATORS_IN_RESERVE,
     intra_node=_NVLINK_3,
     inter_node=_INFINIBAND_HDR,
+    kernels=A100_KERNELS,
     source=_AMPERE_SOURCE,
 )
 _H100 = replace(
@@ -229,7 +264,19 @@ _H100 = replace(
     memory_bytes_per_s=3.35e12,
     intra_node=_NVLINK_4,
     inter_node=_INFINIBAND_NDR,
+    kernels=H100_KERNELS,
     source=_HOPPER_SOURCE,
+)
+_B200 = replace(
+    _H100,
+    name="b200",
+    peak_flops_per_s=2250e12,
+    fp32_flops_per_s=75e12,
+    memory_bytes=180e9,
+    memory_bytes_per_s=8e12,
+    intra_node=_NVLINK_5,
+    kernels=B200_KERNELS,
+    source=_BLACKWELL_SOURCE,
 )
 
 DEVICES: tuple[DeviceConstants, ...] = (
@@ -238,6 +285,16 @@ DEVICES: tuple[DeviceConstants, ...] = (
     replace(_A100_80, name="a800-80g", intra_node=_NVLINK_3_A800),
     _H100,
     replace(_H100, name="h200", memory_bytes=141e9, memory_bytes_per_s=4.8e12),
+    _B200,
+    # NVL72: the 18 nodes of a rack are one domain of NVLink. Kernels as on the B200 (assumption).
+    replace(
+        _B200,
+        name="gb200",
+        peak_flops_per_s=2500e12,
+        fp32_flops_per_s=80e12,
+        memory_bytes=186e9,
+        ranks_per_domain=72,
+    ),
     # One core of a server: 2 fused multiply-adds of 8 fp32 numbers a cycle (AVX2) at 3 GHz make
     # 96 GFLOP/s. All other figures are assumptions for small models that share cores.
     DeviceConstants(

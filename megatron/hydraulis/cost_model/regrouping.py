@@ -332,7 +332,8 @@ class RegroupCosts:
             )
         )
         inside_s = self._time_s(itemsize * inside, self.cluster.intra_node)
-        across_s = self._time_s(itemsize * across, self.cluster.inter_node)
+        between_nodes = self.cluster.point_to_point(self.cluster.num_ranks)
+        across_s = self._time_s(itemsize * across, between_nodes)
         is_sequential = kind is Collective.TWO_STEP
         seconds = inside_s + across_s if is_sequential else max(inside_s, across_s)
         return self.factor * _MS_PER_S * seconds

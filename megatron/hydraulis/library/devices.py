@@ -18,8 +18,8 @@ from megatron.hydraulis.cost_model.device import (
 )
 from megatron.hydraulis.errors import ConfigurationError
 
-_MAJOR_OF_HOPPER = 9
-"""Compute capability from which the constants of H100 are nearer than those of A100."""
+_NEAREST = {9: "h100", 10: "b200"}
+"""By major compute capability, the device whose constants are nearest; of others the A100's."""
 
 
 def constants_of_this_rank(
@@ -43,7 +43,7 @@ def constants_of_this_rank(
         return device_constants("cpu")
     properties = torch.cuda.get_device_properties(torch.cuda.current_device())
     known = described_device(properties.name)
-    nearest = "h100" if properties.major >= _MAJOR_OF_HOPPER else "a100-80g"
+    nearest = _NEAREST.get(properties.major, "a100-80g")
     constants = dataclasses.replace(
         known or device_constants(nearest),
         memory_bytes=float(properties.total_memory),

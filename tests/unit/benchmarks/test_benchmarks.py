@@ -1,16 +1,20 @@
 """The arithmetic of the benchmarks, on data with known answers."""
 
+import json
 import math
+from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
 
-from benchmarks import propose
+from benchmarks import kernels, propose
 from benchmarks.paired_statistics import paired_ratio
 from benchmarks.pool_gain import Iteration, PoolGain
 from benchmarks.prediction_error import figures
 from benchmarks.static_against_megatron import SideSteps, loss_difference
 from benchmarks.step_report import Spent, StepClock, StepReport, Traffic
+from megatron.hydraulis.cost_model.device import Precision, device_constants
 from megatron.hydraulis.strategy import Pool, Scheme, Strategy
 from megatron.hydraulis.terminal import table_text
 from tests.unit.observability.run_folders import make_record
@@ -174,3 +178,47 @@ def test_the_gain_of_a_pool_is_that_of_all_batches() -> None:
     assert gain.gap.value == pytest.approx(0.3)
     # A resample of either batch alone: 2 - 2.2 and 4/3 - 4.4/4.5.
     assert (gain.gap.low, gain.gap.high) == pytest.approx((-0.2, 4 / 3 - 4.4 / 4.5))
+
+
+def test_errors_of_kernels_by_device_and_table(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    device = device_constants("h200")
+    assert device.kernels is not None
+    time_ms = 1e3 * device.kernels.product_s(device.rates(Precision.BF16), 4096, 4096, 4096)
+    (tmp_path / "gemm.csv").write_text(
+        "device,m,n,k,latency_ms\n"
+        f"H200-SXM,4096,4096,4096,{time_ms}\n"
+        f"H200-SXM,4096,4096,4096,{time_ms / 1.3}\n"
+        "H200-SXM,64,64,64,0.01\n"  # too short to be judged
+        "GH200,4096,4096,4096,1.0\n"
+    )
+    figures_file = tmp_path / "figures.json"
+    assert kernels.main(["--tables", str(tmp_path), "--json", str(figures_file)]) == 0
+    [of_table] = json.loads(figures_file.read_text())
+    assert (of_table["name"], of_table["rows"]) == ("h200 gemm", 2)
+    assert of_table["median"] == pytest.approx(0.15)
+    printed = capsys.readouterr()
+    assert "GH200" in printed.err
+    assert printed.out.strip().splitlines()[-1] == "0 of 1 within their goals; missed: h200 gemm"
+
+
+def test_a_fit_finds_the_constants_of_synthetic_times() -> None:
+    device = device_constants("b200")
+    assert device.kernels is not None
+    other = replace(
+        device.kernels,
+        collective=replace(device.kernels.collective, start_s=9e-6, ring_fraction=0.8),
+    )
+    kind = kernels.KINDS[-1]
+    rows = [
+        {"operation": operation, "num_ranks": str(ranks), "message_bytes": str(2**power)}
+        for operation in ("all_gather", "all_reduce", "alltoall")
+        for ranks in (2, 4, 8)
+        for power in range(20, 30)
+    ]
+    for row in rows:
+        row["latency_ms"] = str(1e3 * kind.predicted_s(other, device, row))
+    found = kernels.fitted(device, kind, rows).collective
+    assert found.start_s == pytest.approx(9e-6, rel=0.01)
+    assert found.ring_fraction == pytest.approx(0.8, rel=0.01)

@@ -32,6 +32,8 @@ def take(monkeypatch: pytest.MonkeyPatch, name: str, memory_bytes: int, major: i
         ("NVIDIA A800-SXM4-80GB", 79, 8, "a800-80g"),
         ("NVIDIA H100 80GB HBM3", 79, 9, "h100"),
         ("NVIDIA H200", 140, 9, "h200"),
+        ("NVIDIA B200", 179, 10, "b200"),
+        ("NVIDIA GB200", 185, 10, "gb200"),
     ],
 )
 def test_a_documented_device_has_its_constants_and_its_real_memory(
@@ -54,7 +56,8 @@ def test_a_documented_device_has_its_constants_and_its_real_memory(
     [
         ("NVIDIA GH200 480GB", 9, "h100"),
         ("NVIDIA H20", 9, "h100"),
-        ("NVIDIA B200", 10, "h100"),
+        ("NVIDIA B300", 10, "b200"),
+        ("NVIDIA RTX PRO 6000 Blackwell", 12, "a100-80g"),
         ("NVIDIA L40S", 8, "a100-80g"),
         ("Tesla V100-SXM2-32GB", 7, "a100-80g"),
     ],
@@ -86,7 +89,7 @@ def test_without_cuda_the_device_is_the_cpu() -> None:
     [
         ("NVIDIA H100 80GB HBM3", Precision.BF16, 989.4e12),
         ("NVIDIA A100-SXM4-80GB", Precision.BF16, 312e12),
-        ("NVIDIA B200", Precision.BF16, None),  # whose predictions are those of another
+        ("NVIDIA B300", Precision.BF16, None),  # whose predictions are those of another
     ],
 )
 def test_the_peak_is_known_of_documented_devices(
