@@ -83,19 +83,21 @@ class Instance:
 
 
 def scheme_cost(figures: ReplicaFigures) -> SchemeCost:
-    return SchemeCost(
-        Coefficients(
-            figures.a_ms_per_token2,
-            figures.b_ms_per_token,
-            figures.c_ms,
-            AttentionWindow(figures.window_tokens, figures.windowed_share)
-            if figures.windowed_share
-            else None,
-            figures.forward_share,
-        ),
-        figures.max_tokens,
-        figures.num_stages,
+    window = None
+    if figures.windowed_share:
+        window = AttentionWindow(figures.window_tokens, figures.windowed_share)
+    first = Coefficients(
+        figures.a_ms_per_token2,
+        figures.b_ms_per_token,
+        figures.c_ms,
+        window,
+        figures.forward_share,
     )
+    others = tuple(
+        replace(first, a_ms_per_token2=a, b_ms_per_token=b, c_ms=c) for a, b, c in figures.others
+    )
+    coefficients = replace(first, others=others, host_ms=figures.host_ms)
+    return SchemeCost(coefficients, figures.max_tokens, figures.num_stages)
 
 
 def lengths_of(max_size: int) -> st.SearchStrategy[list[int]]:
@@ -112,18 +114,22 @@ WINDOWS = [(0, 0.0), (0, 0.0), (7, 1.0), (25, 0.5), (59, 0.75)]
 
 
 def figures(num_stages: st.SearchStrategy[int]) -> st.SearchStrategy[ReplicaFigures]:
-    """Costs in which any term may be 0; limits around one and two of the longest sequences."""
+    """Costs of one to four forms in which any term may be 0; limits around one and two of the
+    longest sequences."""
+    a_ms, b_ms, c_ms = map(st.sampled_from, ([0.0, 1e-3, 0.05], [0.0, 0.1, 1.0], [0.0, 2.0, 30.0]))
     return st.builds(
         lambda window, **values: ReplicaFigures(
             **values, window_tokens=window[0], windowed_share=window[1]
         ),
         window=st.sampled_from(WINDOWS),
-        a_ms_per_token2=st.sampled_from([0.0, 1e-3, 0.05]),
-        b_ms_per_token=st.sampled_from([0.0, 0.1, 1.0]),
-        c_ms=st.sampled_from([0.0, 2.0, 30.0]),
+        a_ms_per_token2=a_ms,
+        b_ms_per_token=b_ms,
+        c_ms=c_ms,
         max_tokens=st.sampled_from([40, 60, 75, 119, 120, 500]),
         num_stages=num_stages,
         forward_share=st.sampled_from([1.0 / 3.0, 1.0 / 3.0, 0.25, 0.5]),
+        others=st.just(()) | st.lists(st.tuples(a_ms, b_ms, c_ms), max_size=3).map(tuple),
+        host_ms=st.sampled_from([0.0, 0.0, 3.0, 25.0]),
     )
 
 

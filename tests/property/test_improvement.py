@@ -4,6 +4,7 @@ import importlib
 import itertools
 import math
 import pkgutil
+from dataclasses import replace
 
 import numpy as np
 import psutil
@@ -40,12 +41,23 @@ PLENTY = 1e8
 
 
 def costs() -> st.SearchStrategy[list[SchemeCost]]:
-    """Up to five replicas of up to three classes; the first holds every sequence."""
-    coefficients = st.builds(
+    """Up to five replicas of up to three classes and three forms; the first holds every
+    sequence."""
+    form = st.builds(
         Coefficients,
         st.sampled_from([0.0, 1e-3, 0.02]),
         st.sampled_from([0.0, 0.1, 0.4]),
         st.sampled_from([0.0, 3.0, 15.0]),
+    )
+    coefficients = (
+        st.builds(
+            lambda first, *others, host_ms: replace(first, others=others, host_ms=host_ms),
+            form,
+            form,
+            form,
+            host_ms=st.sampled_from([0.0, 0.0, 10.0]),
+        )
+        | form
     )
     stages = st.integers(1, 3)
     first = st.builds(SchemeCost, coefficients, st.integers(LONGEST, 150), stages)
@@ -80,7 +92,9 @@ def check(assignment: Assignment, lengths: list[int], replicas: list[SchemeCost]
         held = [[lengths[i] for i in micro_batch] for micro_batch in packed.micro_batches]
         assert all(0 < sum(one) <= cost.max_tokens for one in held)
         times_ms = [cost.coefficients.time_ms(one) for one in held]
-        assert packed.time_ms == pytest.approx(simulated_time_ms(times_ms, cost.num_stages))
+        host_ms = cost.coefficients.host_ms
+        simulated_ms = simulated_time_ms(times_ms, cost.num_stages, host_ms=host_ms)
+        assert packed.time_ms == pytest.approx(simulated_ms)
         seen += share
     assert sorted(seen) == list(range(len(lengths)))
 
@@ -155,8 +169,12 @@ def pipelines(draw: st.DrawFn) -> tuple[list[list[int]], list[int], SchemeCost]:
     places = list(range(num)) + [draw(st.integers(-1, num - 1)) for _ in lengths[num:]]
     micro_batches = [[i for i, k in enumerate(places) if k == one] for one in range(num)]
     fullest = max(sum(lengths[i] for i in share) for share in micro_batches)
-    coefficients = Coefficients(draw(st.sampled_from([0.0, 0.02])), 0.3, draw(st.floats(0.0, 9.0)))
-    cost = SchemeCost(coefficients, fullest + draw(st.integers(0, 20)), draw(st.integers(2, 4)))
+    first = Coefficients(draw(st.sampled_from([0.0, 0.02])), 0.3, draw(st.floats(0.0, 9.0)))
+    others = draw(
+        st.sampled_from([(), (Coefficients(0.01, 0.6, 1.0), Coefficients(0.0, 0.0, 20.0))])
+    )
+    coefficients = replace(first, others=others)
+    cost = SchemeCost(coefficients, fullest + draw(st.integers(0, 20)), draw(st.integers(1, 4)))
     return micro_batches, lengths, cost
 
 
@@ -170,7 +188,9 @@ def test_improving_never_makes_a_pipeline_slower(
         times_ms = [cost.coefficients.time_ms(lengths[i] for i in share) for share in shares]
         return simulated_time_ms(times_ms, cost.num_stages)
 
-    works_ms = np.array([cost.sequence_time_ms(length) for length in lengths])
+    works_ms = [
+        np.array([form.sequence_time_ms(length) for length in lengths]) for form in cost.forms
+    ]
     improved = [
         improve_pipeline(
             micro_batches,

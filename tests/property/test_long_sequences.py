@@ -17,17 +17,25 @@ LIMIT = 400
 ROUNDING = 1e-9
 
 
+FORMS = st.builds(
+    Coefficients,
+    st.sampled_from([0.0, 1e-3]),
+    st.sampled_from([0.0, 1.0]),
+    st.sampled_from([0.0, 20.0, 200.0]),
+)
+
+
 @st.composite
 def replica_costs(draw: st.DrawFn) -> list[SchemeCost]:
-    """One to three replicas of up to two costs, the first a pipeline; some costs are 0."""
+    """One to three replicas of up to two costs of up to three forms, the first a pipeline; some
+    costs are 0."""
     kinds = []
     for num_stages in (draw(st.integers(2, 4)), draw(st.integers(1, 3))):
-        a, b, c = (
-            draw(st.sampled_from(values))
-            for values in ((0.0, 1e-3), (0.0, 1.0), (0.0, 20.0, 200.0))
-        )
+        first, *others = draw(st.lists(FORMS, min_size=1, max_size=3))
+        host_ms = draw(st.sampled_from([0.0, 0.0, 100.0]))
         limit = LIMIT + draw(st.integers(0, LIMIT))
-        kinds.append(SchemeCost(Coefficients(a, b, c), limit, num_stages))
+        coefficients = replace(first, others=tuple(others), host_ms=host_ms)
+        kinds.append(SchemeCost(coefficients, limit, num_stages))
     return [kinds[0], *draw(st.lists(st.sampled_from(kinds), max_size=2))]
 
 
@@ -87,7 +95,8 @@ def test_the_search_finds_a_plan_with_the_time_it_claims(
     for cost, micro_batches in zip(costs, found.micro_batches, strict=True):
         assert all(sum(falling[i] for i in m) <= cost.max_tokens for m in micro_batches)
         works_ms = [cost.coefficients.time_ms(falling[i] for i in m) for m in micro_batches]
-        times_ms.append(pipeline_time_ms(works_ms, cost.num_stages))
+        host_ms = len(works_ms) * cost.coefficients.host_ms
+        times_ms.append(max(pipeline_time_ms(works_ms, cost.num_stages), host_ms))
     assert math.isclose(max(times_ms), found.makespan_ms, rel_tol=ROUNDING)
 
 

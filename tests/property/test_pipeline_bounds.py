@@ -2,6 +2,7 @@
 
 import itertools
 import math
+from dataclasses import replace
 from random import Random
 
 import numpy as np
@@ -149,17 +150,34 @@ def test_the_program_of_a_pipeline_is_its_recurrence(works: list[int], pipeline:
     assert solution.objective == pytest.approx(pipeline.time_ms(works), rel=1e-6)
 
 
-COSTS = st.builds(
+COEFFICIENTS = st.builds(
+    Coefficients,
+    st.sampled_from([0.0, 1e-3, 0.05]),
+    st.sampled_from([0.1, 1.0]),
+    st.sampled_from([0.0, 2.0, 30.0]),
+    forward_share=SHARES,
+)
+LIMITS = st.sampled_from([60, 75, 119, 120, 500])
+COSTS = st.builds(SchemeCost, COEFFICIENTS, LIMITS, st.integers(2, 5))
+
+
+def with_forms(first: Coefficients, others: list[Coefficients], host_ms: float) -> Coefficients:
+    """All forms with the first one's share of the forward."""
+    share = first.forward_share
+    forms = tuple(replace(form, forward_share=share) for form in others)
+    return replace(first, others=forms, host_ms=host_ms)
+
+
+COSTS_OF_FORMS = st.builds(
     SchemeCost,
     st.builds(
-        Coefficients,
-        st.sampled_from([0.0, 1e-3, 0.05]),
-        st.sampled_from([0.1, 1.0]),
-        st.sampled_from([0.0, 2.0, 30.0]),
-        forward_share=SHARES,
+        with_forms,
+        COEFFICIENTS,
+        st.lists(COEFFICIENTS, max_size=3),
+        st.sampled_from([0.0, 0.0, 12.0]),
     ),
-    st.sampled_from([60, 75, 119, 120, 500]),
-    st.integers(2, 5),
+    LIMITS,
+    st.integers(1, 4),
 )
 
 
@@ -238,20 +256,17 @@ def test_least_time_and_most_work_are_inverse(
         assert orders.most_works_ms(0.999 * time_ms)[: num_micro_batches + 1][-1] < total_ms
 
 
-@given(COSTS, st.integers(1, 3), st.data())
-def test_every_feasible_packing_is_covered_by_a_mode(
-    cost: SchemeCost, num_stages: int, data: st.DataObject
-) -> None:
-    cost = SchemeCost(cost.coefficients, cost.max_tokens, num_stages)
+@given(COSTS_OF_FORMS, st.data())
+def test_every_feasible_packing_is_covered_by_a_mode(cost: SchemeCost, data: st.DataObject) -> None:
     micro_batches = data.draw(packings(cost))
     elsewhere = data.draw(st.lists(st.integers(1, 60), max_size=4))
     here = list(itertools.chain(*micro_batches))
     times_ms = [cost.coefficients.time_ms(share) for share in micro_batches]
     # Rounded up, as the caller's time is.
-    time_ms = cost.pipeline.time_ms(times_ms) * (1 + ROUNDING)
-    work_ms = math.fsum(cost.sequence_time_ms(length) for length in here)
+    time_ms = cost.replica_time_ms(times_ms) * (1 + ROUNDING)
+    works_ms = [math.fsum(map(view.sequence_time_ms, here)) for view in cost.views]
     long = choose_long_micro_batches(sorted(here, reverse=True), cost.max_tokens)
-    has_long = num_stages > 1 and data.draw(st.booleans())
+    has_long = cost.num_stages > 1 and data.draw(st.booleans())
     batch = sorted([*here, *elsewhere])
     modes = class_modes(
         0,
@@ -262,7 +277,10 @@ def test_every_feasible_packing_is_covered_by_a_mode(
         num_tokens=sum(batch),
     )
     assert any(
-        mode.works_ms[0] >= work_ms * (1 - ROUNDING)
+        all(
+            most_ms >= work_ms * (1 - ROUNDING)
+            for most_ms, work_ms in zip(mode.works_ms, works_ms, strict=True)
+        )
         and mode.num_tokens >= sum(here)
         and (mode.packs_all or mode.num_micro_batches >= len(micro_batches))
         for mode in modes
@@ -284,11 +302,8 @@ def test_replicas_of_equal_cost_form_a_class() -> None:
     assert [c.num_replicas for c in classes] == [2, 1]
 
 
-@given(COSTS, st.integers(1, 4), st.lists(st.integers(1, 60), min_size=1, max_size=14))
-def test_packers_pack_every_sequence_within_the_limit(
-    cost: SchemeCost, num_stages: int, lengths: list[int]
-) -> None:
-    cost = SchemeCost(cost.coefficients, cost.max_tokens, num_stages)
+@given(COSTS_OF_FORMS, st.lists(st.integers(1, 60), min_size=1, max_size=14))
+def test_packers_pack_every_sequence_within_the_limit(cost: SchemeCost, lengths: list[int]) -> None:
     packer = ReplicaPacker(cost, lengths, Solver(Deadline(None)))
     order = sorted(range(len(lengths)), key=lambda i: (-lengths[i], i))
     plain = packer.pack(order, Effort(1e9))
@@ -298,19 +313,21 @@ def test_packers_pack_every_sequence_within_the_limit(
         shares = [[lengths[i] for i in share] for share in packed.micro_batches]
         assert max(map(sum, shares)) <= cost.max_tokens
         times_ms = [cost.coefficients.time_ms(share) for share in shares]
-        assert packed.time_ms == pytest.approx(cost.pipeline.time_ms(times_ms))
+        assert packed.time_ms == pytest.approx(cost.replica_time_ms(times_ms))
     assert thorough.time_ms <= plain.time_ms
     # The estimates that choose moves are bounds below MAX_SHAPED_MICRO_BATCHES.
     estimate_ms = packer.estimates_ms(
-        np.array([math.fsum(packer.works_ms)]),
+        [
+            (np.array([math.fsum(view.works_ms)]), np.array([max(view.works_ms)]))
+            for view in packer.views
+        ],
         np.array([sum(lengths)]),
-        np.array([max(packer.works_ms)]),
         len(plain.micro_batches),
     )
     assert float(estimate_ms[0]) <= thorough.time_ms * (1 + ROUNDING)
 
 
-@given(COSTS, st.lists(st.integers(1, 60), min_size=3, max_size=10), st.data())
+@given(COSTS_OF_FORMS, st.lists(st.integers(1, 60), min_size=3, max_size=10), st.data())
 def test_an_exchange_changes_one_sequence(
     cost: SchemeCost, lengths: list[int], data: st.DataObject
 ) -> None:

@@ -22,6 +22,10 @@ IntArray = NDArray[np.int64]
 _MAX_ROWS = 20_000
 
 
+Form = tuple[float, float, float]
+"""ms per token², per token, and of each micro-batch."""
+
+
 @dataclass(frozen=True)
 class ReplicaFigures:
     """The inputs of a replica's time and limit."""
@@ -35,6 +39,17 @@ class ReplicaFigures:
     windowed_share: float = 0.0
     """Of the layers, those whose tokens attend to window_tokens, their own included."""
     forward_share: float = 1.0 / 3.0
+    others: tuple[Form, ...] = ()
+    """Forms besides a, b, c: a micro-batch takes the longest of all."""
+    host_ms: float = 0.0
+    """Of each micro-batch; the host waits for nobody."""
+
+    def time_ms(self, lengths: Sequence[int], row_tokens: int | None = None) -> float:
+        """Time of a micro-batch on one stage; row_tokens: of its row if it is rounded up."""
+        squares = sum(map(self.attended, lengths))
+        num_tokens = sum(lengths) if row_tokens is None else row_tokens
+        forms = ((self.a_ms_per_token2, self.b_ms_per_token, self.c_ms), *self.others)
+        return max(a * squares + b * num_tokens + c for a, b, c in forms)
 
     def attended(self, length: int) -> float:
         """Twice the pairs that attention computes, mean over layers: s² without windows."""
@@ -53,6 +68,8 @@ def figures_of(cost: Any) -> ReplicaFigures:
         cost.max_tokens,
         cost.num_stages,
         forward_share=each.forward_share,
+        others=tuple((f.a_ms_per_token2, f.b_ms_per_token, f.c_ms) for f in each.others),
+        host_ms=each.host_ms,
     )
 
 
@@ -80,11 +97,7 @@ def best_replica_times_ms(lengths: Sequence[int], figures: ReplicaFigures) -> Fl
     for share in range(1, num_shares):
         members = [length for i, length in enumerate(lengths) if share >> i & 1]
         tokens[share] = sum(members)
-        works_ms[share] = (
-            figures.a_ms_per_token2 * sum(map(figures.attended, members))
-            + figures.b_ms_per_token * sum(members)
-            + figures.c_ms
-        )
+        works_ms[share] = figures.time_ms(members)
     best_ms = np.full(num_shares, np.inf)
     best_ms[0] = 0.0
     for packings in _packings(len(lengths)):
@@ -121,7 +134,8 @@ def _partitions_of_subsets(num_sequences: int) -> Iterator[tuple[int, ...]]:
 
 
 def simulated_ms(times_ms: FloatArray, figures: ReplicaFigures) -> FloatArray:
-    """End of 1F1B for many rows of micro-batch times, shape (num_rows, num_micro_batches)."""
+    """End of 1F1B for many rows of micro-batch times, shape (num_rows, num_micro_batches), and of
+    the host."""
     num_stages, num_micro_batches = figures.num_stages, times_ms.shape[1]
     forward_ms = figures.forward_share * times_ms.T
     backward_ms = (1.0 - figures.forward_share) * times_ms.T
@@ -134,7 +148,7 @@ def simulated_ms(times_ms: FloatArray, figures: ReplicaFigures) -> FloatArray:
             start_ms = np.maximum(start_ms, end_ms[kind, neighbour, k])
         work_ms = forward_ms[k] if kind == "forward" else backward_ms[k]
         free_ms[stage] = end_ms[kind, stage, k] = start_ms + work_ms
-    return free_ms[0]
+    return np.maximum(free_ms[0], num_micro_batches * figures.host_ms)
 
 
 def operations(num_stages: int, num: int, stage: int) -> list[tuple[str, int]]:

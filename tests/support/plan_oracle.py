@@ -59,10 +59,15 @@ def check_plan(plan: Content, lengths: Sequence[int], pool: Content, profile: Co
 
 
 def simulated_time_ms(
-    times_ms: Sequence[float], num_stages: int, forward_share: float = 1 / 3
+    times_ms: Sequence[float],
+    num_stages: int,
+    forward_share: float = 1 / 3,
+    host_ms: float = 0.0,
 ) -> float:
     """The end of 1F1B; times_ms: forward + backward of each micro-batch on one stage."""
-    figures = ReplicaFigures(0.0, 0.0, 0.0, 0, num_stages, forward_share=forward_share)
+    figures = ReplicaFigures(
+        0.0, 0.0, 0.0, 0, num_stages, forward_share=forward_share, host_ms=host_ms
+    )
     return float(simulated_ms(np.array([times_ms], dtype=np.float64), figures)[0])
 
 
@@ -103,13 +108,11 @@ def _time_s(
             counted = tokens if tokens > needed or (cp > 1 and held) else sum(held)
             _rule(f"limit of {limit} tokens but {counted}", counted <= limit)
             work = _figures(row, profile)
-            attended = sum(map(work.attended, held))
-            computed = sum(held) if listed is None else tokens
-            time_ms = work.a_ms_per_token2 * attended + work.b_ms_per_token * computed + work.c_ms
-            slowest_ms = max(slowest_ms, time_ms)
+            slowest_ms = max(slowest_ms, work.time_ms(held, listed))
         times_ms.append(slowest_ms)
-    share = rows[_row_key(scheme.to_json(), scheme.cp)].get("forward_share", 1 / 3)
-    return simulated_time_ms(times_ms, scheme.pp, share) / 1e3
+    whole = rows[_row_key(scheme.to_json(), scheme.cp)]
+    share, host_ms = whole.get("forward_share", 1 / 3), whole.get("host_ms", 0.0)
+    return simulated_time_ms(times_ms, scheme.pp, share, host_ms) / 1e3
 
 
 def _row_key(scheme: Content, cp: int) -> tuple[Any, ...]:
@@ -120,11 +123,14 @@ def _row_key(scheme: Content, cp: int) -> tuple[Any, ...]:
 def _figures(row: Content, profile: Content) -> ReplicaFigures:
     model = profile.get("model", {})
     num_windowed = model.get("num_windowed_layers", 0)
+    first, *others = (
+        (form["a_ms_per_token2"], form["b_ms_per_token"], form["c_ms"])
+        for form in (row, *row.get("others", ()))
+    )
     return ReplicaFigures(
-        row["a_ms_per_token2"],
-        row["b_ms_per_token"],
-        row["c_ms"],
+        *first,
         row["max_tokens"],
+        others=tuple(others),
         window_tokens=model["window_tokens"] if num_windowed else 0,
         windowed_share=num_windowed / model["num_layers"] if num_windowed else 0.0,
     )

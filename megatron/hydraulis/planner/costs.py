@@ -76,6 +76,16 @@ class SchemeCost:
         return tuple(views)
 
     @property
+    def forms(self) -> tuple[SchemeCost, ...]:
+        """The views without the host's: what the time of a micro-batch is the largest of."""
+        return self.views[: 1 + len(self.coefficients.others)]
+
+    @property
+    def only_number_counts(self) -> bool:
+        """True if the time does not depend on which sequences share a micro-batch."""
+        return self.num_stages == 1 and not self.coefficients.others
+
+    @property
     def longest(self) -> int:
         """The longest sequence that fits."""
         return self.max_tokens if self.waves is None else self.waves.longest

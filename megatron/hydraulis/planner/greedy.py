@@ -4,10 +4,13 @@ Dispatch gives each sequence, longest first, to the replica that would finish it
 estimate of the replica's time. Replicas of one scheme are a class, of which only the one with the
 least load is considered, so the effort grows with classes, not with replicas.
 
+A cost of several views has an estimate in each; the largest counts. Packing takes exact times.
+
 Packing: for one stage only the number of micro-batches counts, so best-fit decreasing packs as
-densely as possible. With more stages several numbers of micro-batches are tried: more of them
-shorten the pipeline's fill but pay the constant cost more often. For each number the sequences are
-assigned, longest first, to the micro-batch with the least work that still has room.
+densely as possible; if there are several forms, they are mixed. With more stages several numbers of
+micro-batches are tried: more of them shorten the pipeline's fill but pay the constant cost more
+often. For each number the sequences are assigned, longest first, to the micro-batch with the least
+work that still has room.
 """
 
 import heapq
@@ -19,6 +22,7 @@ from itertools import pairwise
 from types import MappingProxyType
 
 import numpy as np
+from numpy.typing import NDArray
 
 from megatron.hydraulis.planner.costs import ReplicaClass, SchemeCost
 from megatron.hydraulis.planner.plan import Packing
@@ -60,14 +64,17 @@ def dispatch(
     """
     units = _units(sequences, len(costs))
     longest = np.array([lengths[unit[0]] for unit in units], dtype=np.int64)
-    # By class, its slowness, its longest sequence, the work of each unit's longest one, and a heap
-    # of (estimated time in ms, replica, load).
+    # By class, its slowness, its longest sequence, the work of each unit's longest one by view, and
+    # a heap of (estimated time in ms, replica, load by view).
     classes = [
         (
             slowness.get(each.cost, 1.0),
             each.cost.longest,
-            each.cost.coefficients.sequence_time_ms(longest.astype(np.float64)).tolist(),
-            [(0.0, replica, _Load(each.cost)) for replica in each.replicas],
+            _works_of_views_ms(each.cost, longest),
+            [
+                (0.0, replica, [_Load(view) for view in each.cost.views])
+                for replica in each.replicas
+            ],
         )
         for each in ReplicaClass.of(costs)
     ]
@@ -77,17 +84,29 @@ def dispatch(
         best_ms = math.inf
         for factor, class_longest, works_ms, heap in classes:
             if length <= class_longest:
-                load = heap[0][2]
-                time_ms = factor * load.estimated_time_ms(works_ms[place], num_tokens, num)
+                time_ms = factor * max(
+                    [
+                        load.estimated_time_ms(work_ms, num_tokens, num)
+                        for load, work_ms in zip(heap[0][2], works_ms[place], strict=True)
+                    ]
+                )
                 if time_ms < best_ms:
-                    best_ms, best_work_ms, best = time_ms, works_ms[place], heap
+                    best_ms, best_works_ms, best = time_ms, works_ms[place], heap
         if best_ms == math.inf:
             raise ValueError(f"sequence {unit[0]} of {length} tokens fits no replica")
-        _, replica, load = best[0]
-        load.add(best_work_ms, num_tokens, num)
-        heapq.heapreplace(best, (best_ms, replica, load))
+        _, replica, loads = best[0]
+        for load, work_ms in zip(loads, best_works_ms, strict=True):
+            load.add(work_ms, num_tokens, num)
+        heapq.heapreplace(best, (best_ms, replica, loads))
         shares[replica] += unit
     return shares
+
+
+def _works_of_views_ms(cost: SchemeCost, lengths: NDArray[np.int64]) -> list[tuple[float, ...]]:
+    """Work of sequences of these lengths in each view of a cost."""
+    some = lengths.astype(np.float64)
+    works_ms = (view.coefficients.sequence_time_ms(some).tolist() for view in cost.views)
+    return list(zip(*works_ms, strict=True))
 
 
 def slowness_of(
@@ -105,12 +124,14 @@ def slowness_of(
     for replica, time_ms in times_ms.items():
         cost, share = costs[replica], shares[replica]
         if share:
-            works_ms = [cost.sequence_time_ms(lengths[sequence]) for sequence in share]
             num_tokens = sum(lengths[sequence] for sequence in share)
-            load = _Load(cost, math.fsum(works_ms), num_tokens, len(share), works_ms[0])
+            estimates_ms = []
+            for view in cost.views:
+                works_ms = [view.sequence_time_ms(lengths[sequence]) for sequence in share]
+                load = _Load(view, math.fsum(works_ms), num_tokens, len(share), works_ms[0])
+                estimates_ms.append(load.estimated_time_ms(0.0, 0, 0))
             taken_ms[cost] = taken_ms.get(cost, 0.0) + time_ms
-            estimate_ms = load.estimated_time_ms(0.0, 0, 0)
-            estimated_ms[cost] = estimated_ms.get(cost, 0.0) + estimate_ms
+            estimated_ms[cost] = estimated_ms.get(cost, 0.0) + max(estimates_ms)
     return {cost: taken_ms[cost] / estimated_ms[cost] for cost in taken_ms}
 
 
@@ -125,7 +146,7 @@ def _units(sequences: Sequence[int], num_replicas: int) -> list[Sequence[int]]:
 
 @dataclass(slots=True)
 class _Load:
-    """Work that a replica has been assigned so far."""
+    """Work that a replica has been assigned so far, in one view of its cost."""
 
     cost: SchemeCost
     work_ms: float = 0.0
@@ -184,10 +205,16 @@ def pack(sequences: Sequence[int], lengths: Sequence[int], cost: SchemeCost) -> 
     places = range(len(sequences))
     densest = best_fit(places, tokens, cost.max_tokens)
     best = _finish(densest, sequences, lengths, cost)
+    if cost.only_number_counts:
+        return best
+    forms_ms = [[form.sequence_time_ms(length) for length in own_lengths] for form in cost.forms]
     if cost.num_stages == 1:
+        mixed = mix(places, forms_ms, tokens, cost.max_tokens, len(densest))
+        if mixed is not None:
+            best = min(best, _finish(mixed, sequences, lengths, cost), key=lambda one: one.time_ms)
         return best
     num_fruitless = 0
-    works_ms = [cost.sequence_time_ms(length) for length in own_lengths]
+    works_ms = max(forms_ms, key=math.fsum)
     for num in _candidates(len(densest), len(sequences), math.fsum(works_ms), cost):
         rooms = [cost.max_tokens] * num
         dealt = deal(places, works_ms, tokens, [[] for _ in range(num)], [0.0] * num, rooms)
@@ -235,7 +262,7 @@ def best_fit(sequences: Sequence[int], lengths: Sequence[int], max_tokens: int) 
 
 def deal(
     sequences: Sequence[int],
-    works_ms: Sequence[float],
+    works_ms: Sequence[float] | Mapping[int, float],
     tokens: Sequence[int],
     first: list[list[int]],
     loads_ms: Sequence[float],
@@ -243,7 +270,8 @@ def deal(
 ) -> list[list[int]] | None:
     """Each sequence to the micro-batch with the least load that has room; None if none has.
 
-    sequences: by falling length; works_ms, tokens: of each sequence of the batch; first, loads_ms,
+    sequences: by falling length; works_ms, tokens: of each sequence of the batch, or works of these
+    only; first, loads_ms,
     rooms: what the micro-batches hold already, their loads and the tokens that still fit. first and
     rooms are changed. Returns the micro-batches that are not empty.
     """
@@ -265,6 +293,41 @@ def deal(
         first[index].append(sequence)
         rooms[index] -= num_tokens
     return [share for share in first if share]
+
+
+def mix(
+    sequences: Sequence[int],
+    works_ms: Sequence[Sequence[float]],
+    tokens: Sequence[int],
+    max_tokens: int,
+    num: int,
+) -> list[list[int]] | None:
+    """At most num micro-batches of one stage that are bound by the same form, as far as possible;
+    None if the forms agree or there is no room.
+
+    Of two forms a micro-batch takes the second one's time and what the first one's exceeds it by,
+    if it does. So the sequences with an excess go, longest first, to where it is least, and those
+    that reduce it to where it is largest. The two forms are that with the most work for all
+    sequences and that which exceeds it most for some.
+
+    sequences: by falling length; works_ms: by form, of each sequence of the batch; tokens likewise.
+    """
+    totals_ms = [math.fsum(map(of.__getitem__, sequences)) for of in works_ms]
+    lead = works_ms[totals_ms.index(max(totals_ms))]
+    rivals_ms = [sum(max(0.0, of[s] - lead[s]) for s in sequences) for of in works_ms]
+    rival = works_ms[rivals_ms.index(max(rivals_ms))]
+    if rival is lead:
+        return None
+    sign = 1.0 if lead[sequences[0]] >= rival[sequences[0]] else -1.0
+    excess_ms = {s: sign * (lead[s] - rival[s]) for s in sequences}
+    first: list[list[int]] = [[] for _ in range(num)]
+    rooms = [max_tokens] * num
+    exceeding = [s for s in sequences if excess_ms[s] >= 0.0]
+    if deal(exceeding, excess_ms, tokens, first, [0.0] * num, rooms) is None:
+        return None
+    loads_ms = [-math.fsum(map(excess_ms.__getitem__, share)) for share in first]
+    reducing = {s: -each_ms for s, each_ms in excess_ms.items() if each_ms < 0.0}
+    return deal(list(reducing), reducing, tokens, first, loads_ms, rooms)
 
 
 def _finish(

@@ -48,7 +48,8 @@ class _Share:
     sequences: list[int]
     """Its sequences by falling length."""
     num_tokens: int
-    work_ms: float
+    works_ms: list[float]
+    """In each view of the cost."""
     packed: Packing
     is_repacked: bool = False
     slowness: float | None = None
@@ -73,7 +74,7 @@ class Assignment:
         self._packers = packers
         self.effort = effort
         self._lengths = packers[0].lengths_array
-        self._shares: list[_Share] = [_Share([], 0, 0.0, Packing((), 0.0)) for _ in packers]
+        self._shares: list[_Share] = [_Share([], 0, [], Packing((), 0.0)) for _ in packers]
         # Pipelines last: the others have one packing only.
         for replica in sorted(range(len(packers)), key=lambda r: packers[r].cost.num_stages):
             sequences = longest_first(packers[replica].lengths, shares[replica])
@@ -145,7 +146,7 @@ class Assignment:
         return _Share(
             sequences,
             sum(map(packer.lengths.__getitem__, sequences)),
-            sum(map(packer.works_ms.__getitem__, sequences)),
+            [sum(map(view.works_ms.__getitem__, sequences)) for view in packer.views],
             packer.pack(sequences, self.effort, target_ms=target_ms),
         )
 
@@ -177,8 +178,8 @@ class Assignment:
         return self._repack(self.slowest)
 
     def repack_partner(self) -> bool:
-        """Pack one more pipeline thoroughly, so that it can take more; False if none is faster."""
-        replicas = [r for r, packer in enumerate(self._packers) if packer.cost.num_stages > 1]
+        """Pack one more replica thoroughly, so that it can take more; False if none is faster."""
+        replicas = [r for r, each in enumerate(self._packers) if not each.cost.only_number_counts]
         replicas.sort(key=self._slowness, reverse=True)
         return any(self._repack(replica) for replica in replicas)
 
@@ -228,17 +229,26 @@ class Assignment:
         # The last column is a move: nothing is taken.
         taken = np.append(self._offered(theirs), -1)
         given_tokens, taken_tokens = self._lengths[given][:, None], self._lengths[taken]
-        giver_ms, taker_ms = giver.works_array_ms, taker.works_array_ms
         mine_ms = giver.estimates_ms(
-            mine.work_ms - giver_ms[given][:, None] + giver_ms[taken],
+            [
+                (
+                    work_ms - of[given][:, None] + of[taken],
+                    np.maximum(_longest_of_others(mine, given, of)[:, None], of[taken]),
+                )
+                for work_ms, of in zip(mine.works_ms, giver.work_arrays_ms, strict=True)
+            ],
             mine.num_tokens - given_tokens + taken_tokens,
-            np.maximum(_longest_of_others(mine, given, giver_ms)[:, None], giver_ms[taken]),
             len(mine.packed.micro_batches),
         )
         theirs_ms = taker.estimates_ms(
-            theirs.work_ms + taker_ms[given][:, None] - taker_ms[taken],
+            [
+                (
+                    work_ms + of[given][:, None] - of[taken],
+                    np.maximum(of[given][:, None], _longest_of_others(theirs, taken, of)),
+                )
+                for work_ms, of in zip(theirs.works_ms, taker.work_arrays_ms, strict=True)
+            ],
             theirs.num_tokens + given_tokens - taken_tokens,
-            np.maximum(taker_ms[given][:, None], _longest_of_others(theirs, taken, taker_ms)),
             len(theirs.packed.micro_batches),
         )
         if is_corrected:
@@ -259,16 +269,20 @@ class Assignment:
         return found
 
     def _slowness(self, replica: int) -> float:
-        """Ratio of a pipeline's time to its estimate: indivisible sequences do not fill
-        its shape, and only the longest one is estimated as a long micro-batch."""
+        """Ratio of a replica's time to its estimate: indivisible sequences do not fill a pipeline's
+        shape, of which only the longest one is estimated as a long micro-batch, nor do they mix
+        forms."""
         packer, share = self._packers[replica], self._shares[replica]
-        if packer.cost.num_stages == 1 or not share.sequences:
+        if packer.cost.only_number_counts or not share.sequences:
             return 1.0
         if share.slowness is None:
+            longest = share.sequences[0]
             estimate_ms = packer.estimates_ms(
-                np.array([share.work_ms]),
+                [
+                    (np.array([work_ms]), np.array([of[longest]]))
+                    for work_ms, of in zip(share.works_ms, packer.work_arrays_ms, strict=True)
+                ],
                 np.array([share.num_tokens]),
-                np.array([packer.works_ms[share.sequences[0]]]),
                 len(share.packed.micro_batches),
             )
             # Without any cost nothing takes time.
@@ -406,7 +420,7 @@ def assign_owed(
     for replica_class, of_class in zip(program.classes, taken, strict=True):
         # Constant costs are left out: they grow in steps, and sequences would pile up below a step.
         loads = [(0.0, replica) for replica in replica_class.replicas]
-        works_ms = packers[replica_class.replicas[0]].works_ms
+        works_ms = packers[replica_class.replicas[0]].decisive(of_class).works_ms
         for sequence in of_class:
             load_ms, replica = loads[0]
             heapq.heapreplace(loads, (load_ms + works_ms[sequence], replica))
@@ -426,13 +440,14 @@ def without_short(
     lengths = packers[0].lengths
     moved = [list(share) for share in shares]
     others = sorted(set(range(len(shares))) - set(replicas))
-    loads_ms = {r: math.fsum(packers[r].works_ms[s] for s in shares[r]) for r in others}
+    views = {r: packers[r].decisive(shares[r]) for r in others}
+    loads_ms = {r: view.work_ms(shares[r]) for r, view in views.items()}
     short = (s for r in replicas for s in shares[r] if lengths[s] < shortest)
     for sequence in longest_first(lengths, short):
         fitting = (r for r in others if packers[r].cost.longest >= lengths[sequence])
         taker = min(fitting, key=lambda r: (loads_ms[r], r))
         moved[taker].append(sequence)
-        loads_ms[taker] += packers[taker].works_ms[sequence]
+        loads_ms[taker] += views[taker].works_ms[sequence]
     for replica in replicas:
         moved[replica] = [s for s in moved[replica] if lengths[s] >= shortest]
     return moved

@@ -23,13 +23,16 @@ which falls to zero. Times are those of the long sequences alone, in a pipeline 
 micro-batch, in the best order that rises to the longest and falls from it. The bound of
 bounds.py is quicker than 1F1B: a step with too large a bound is rejected at once, and
 only the orders with the least bounds are timed.
+
+Of a cost with several forms the program takes the view with the most work for these sequences, as a
+bound of any view is a bound. The search takes the largest form of each micro-batch.
 """
 
 import functools
 import random
 from bisect import bisect_right
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -102,6 +105,7 @@ class LongSequences:
         self, classes: Sequence[ReplicaClass], lengths: Sequence[int], solver: Solver
     ) -> None:
         self.classes = tuple(classes)
+        self._viewed = [replace(each, cost=_decisive(each.cost, lengths)) for each in classes]
         self.lengths = tuple(lengths)
         self.buckets = make_buckets(
             lengths,
@@ -140,11 +144,12 @@ class LongSequences:
         """The program, and (bucket, column, class) of all columns with sequences."""
         program = ProgramBuilder()
         places: list[tuple[int, int, int]] = []
-        for index, replica_class in enumerate(self.classes):
+        for index, replica_class in enumerate(self._viewed):
+            able = self._able(self.classes[index].cost, time_ms)
             if replica_class.cost.num_stages == 1:
-                found = self._single_stage(program, replica_class, time_ms)
+                found = self._single_stage(program, replica_class, able, time_ms)
             else:
-                found = self._pipeline(program, replica_class, time_ms)
+                found = self._pipeline(program, replica_class, able, time_ms)
             places += [(bucket, column, index) for bucket, column in found]
         for place, bucket in enumerate(self.buckets):
             entries = {column: 1.0 for other, column, _ in places if other == place}
@@ -152,8 +157,22 @@ class LongSequences:
             program.row(entries, bucket.num_sequences, bucket.num_sequences)
         return program.model(), places
 
+    def _able(self, cost: SchemeCost, time_ms: float) -> NDArray[np.bool_]:
+        """The buckets that fit and pass all stages in time."""
+        forms_ms = (
+            form.coefficients.sequence_time_ms(self._low) + form.coefficients.c_ms
+            for form in cost.forms
+        )
+        alone_ms = cost.num_stages * functools.reduce(np.maximum, forms_ms)
+        able: NDArray[np.bool_] = (self._low <= cost.max_tokens) & (alone_ms <= time_ms)
+        return able
+
     def _single_stage(
-        self, program: ProgramBuilder, replica_class: ReplicaClass, time_ms: float
+        self,
+        program: ProgramBuilder,
+        replica_class: ReplicaClass,
+        fits: NDArray[np.bool_],
+        time_ms: float,
     ) -> list[tuple[int, int]]:
         cost = replica_class.cost
         works_ms = self._works_ms(replica_class)
@@ -163,7 +182,7 @@ class LongSequences:
             room_ms = time_ms - num * cost.coefficients.c_ms
             # The last mode stands for all larger numbers, so nothing is counted per micro-batch.
             is_last = num == _MAX_MODES
-            able = (self._low <= cost.max_tokens) & (works_ms <= room_ms)
+            able = fits & (works_ms <= room_ms)
             if not able.any():
                 break
             mode = program.column(upper=replica_class.num_replicas)
@@ -190,12 +209,15 @@ class LongSequences:
         return found
 
     def _pipeline(
-        self, program: ProgramBuilder, replica_class: ReplicaClass, time_ms: float
+        self,
+        program: ProgramBuilder,
+        replica_class: ReplicaClass,
+        able: NDArray[np.bool_],
+        time_ms: float,
     ) -> list[tuple[int, int]]:
         cost = replica_class.cost
         works_ms = self._works_ms(replica_class)
         times_ms = works_ms + cost.coefficients.c_ms
-        able = (self._low <= cost.max_tokens) & (cost.num_stages * times_ms <= time_ms)
         is_long = able & (2 * self._low > cost.max_tokens)
         long = [int(bucket) for bucket in np.nonzero(is_long)[0]]
         found = [(int(bucket), program.column()) for bucket in np.nonzero(able & ~is_long)[0]]
@@ -239,6 +261,16 @@ class LongSequences:
         return works_ms
 
 
+def _decisive(cost: SchemeCost, lengths: Sequence[int]) -> SchemeCost:
+    """The view with the most work for sequences that each have a micro-batch."""
+
+    def total_ms(view: SchemeCost) -> float:
+        work_ms = sum(map(view.sequence_time_ms, lengths))
+        return view.num_stages * (work_ms + len(lengths) * view.coefficients.c_ms)
+
+    return max(cost.views, key=total_ms)
+
+
 def _add_passes(
     program: ProgramBuilder, positions: Sequence[int], mode: int, pipeline: Pipeline, time_ms: float
 ) -> None:
@@ -276,7 +308,10 @@ class _Times:
     def __init__(self, lengths: Sequence[int], cost: SchemeCost) -> None:
         self._lengths = lengths
         self._cost = cost
-        self._works_ms = [cost.sequence_time_ms(length) for length in lengths]
+        self._alone_ms = [
+            max(form.sequence_time_ms(length) + form.coefficients.c_ms for form in cost.forms)
+            for length in lengths
+        ]
         self._bounds_ms: dict[tuple[int, ...], float] = {}
         self._times_ms: dict[tuple[int, ...], float] = {}
 
@@ -310,11 +345,14 @@ class _Times:
         if self._lengths[share[0]] > cost.max_tokens:
             return np.inf
         if cost.num_stages == 1:
-            num = len(best_fit(share, self._lengths, cost.max_tokens))
-            return sum(self._works_ms[i] for i in share) + num * cost.coefficients.c_ms
+            packed = best_fit(share, self._lengths, cost.max_tokens)
+            return cost.replica_time_ms(
+                [cost.time_ms([self._lengths[i] for i in members]) for members in packed]
+            )
         if len(share) > _MAX_IN_PIPELINE:
             return np.inf
-        return float(_bounds_of_orders_ms(self._rising_ms(share), cost.pipeline).min())
+        bound_ms = float(_bounds_of_orders_ms(self._rising_ms(share), cost.pipeline).min())
+        return max(bound_ms, len(share) * cost.coefficients.host_ms)
 
     def _best_order(self, share: tuple[int, ...]) -> tuple[tuple[int, ...], float]:
         """The fastest of the orders with the least bounds, and its time."""
@@ -329,11 +367,11 @@ class _Times:
         places = np.argsort(np.where(is_before > 0.0, rank, 2 * len(share) - rank), axis=1)
         times_ms = pipeline_times_ms(rising_ms[places], pipeline)
         best = int(np.argmin(times_ms))
-        return tuple(int(i) for i in rising[places[best]]), float(times_ms[best])
+        time_ms = max(float(times_ms[best]), len(share) * self._cost.coefficients.host_ms)
+        return tuple(int(i) for i in rising[places[best]]), time_ms
 
     def _rising_ms(self, share: tuple[int, ...]) -> FloatArray:
-        c_ms = self._cost.coefficients.c_ms
-        return np.array([self._works_ms[i] + c_ms for i in reversed(share)])
+        return np.array([self._alone_ms[i] for i in reversed(share)])
 
 
 def anneal_long(

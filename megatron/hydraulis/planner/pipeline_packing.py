@@ -1,15 +1,21 @@
 """Packing of one replica with its true time: best fit for one stage, to the best shape for more.
 
-For one stage only the number of micro-batches counts. For a pipeline the sequences are assigned,
-longest first, to the micro-batch that lacks most of its share of the work, for the most promising
-numbers of micro-batches and shapes; the exact 1F1B time decides. Then a packing is improved in
-steps: each tries to move every sequence to every other micro-batch and to swap every pair of
-sequences, and takes the best by exact 1F1B time.
+For one stage and one form only the number of micro-batches counts. For a pipeline the sequences are
+assigned, longest first, to the micro-batch that lacks most of its share of the work, for the most
+promising numbers of micro-batches and shapes; the exact 1F1B time decides. Then a packing is
+improved in steps: each tries to move every sequence to every other micro-batch and to swap every
+pair of sequences, and takes the best by exact 1F1B time.
+
+With several forms the works are those of the decisive form: that with the most work for the share.
+For one stage ``Σ max`` of the forms is least where no micro-batch is bound by another form than
+the rest, so short sequences go to where long ones are (`greedy.mix`). Times are exact, and so are
+steps; estimates are the largest over the views of the cost.
 """
 
+import functools
 import itertools
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 import numpy as np
 from numpy.typing import NDArray
@@ -26,7 +32,7 @@ from megatron.hydraulis.planner.bounds import (
     shapes,
 )
 from megatron.hydraulis.planner.costs import Pipeline, SchemeCost
-from megatron.hydraulis.planner.greedy import best_fit, deal
+from megatron.hydraulis.planner.greedy import best_fit, deal, mix
 from megatron.hydraulis.planner.plan import Packing
 from megatron.hydraulis.planner.solver import Solver
 
@@ -77,169 +83,27 @@ class Effort:
         return self.left <= 0.0
 
 
-class ReplicaPacker:
-    """Packs shares of one batch for replicas of one cost."""
+class ViewWorks:
+    """A view of a cost with the work of every sequence of a batch in it."""
 
-    def __init__(self, cost: SchemeCost, lengths: Sequence[int], solver: Solver) -> None:
-        """lengths: shape (num_sequences,), the whole batch, in any order."""
-        self.cost = cost
-        self.lengths = lengths
-        self.tokens = cost.tokens(lengths)
-        """Tokens of each sequence, padding included."""
-        self.lengths_array = np.array([*lengths, 0], dtype=np.int64)
-        """The last entry, index -1, is of no sequence."""
-        works_ms = cost.coefficients.sequence_time_ms(self.lengths_array[:-1].astype(np.float64))
+    def __init__(self, view: SchemeCost, lengths: IntArray) -> None:
+        """lengths: shape (num_sequences,), the whole batch."""
+        self.cost = view
+        works_ms = view.coefficients.sequence_time_ms(lengths.astype(np.float64))
         self.works_ms: list[float] = works_ms.tolist()
         self.works_array_ms: FloatArray = np.append(works_ms, 0.0)
-        """Work of each sequence; the last entry is of no sequence."""
-        self._solver = solver
-        self._best_packings: dict[tuple[int, ...], Packing] = {}
-        self._tokens_array = np.array(self.tokens, dtype=np.int64)
-        self._long_lines = long_micro_batch_lines(cost.pipeline)
-        self._largest_ms = cost.largest_time_ms(max(lengths))
+        """Work of each sequence; the last entry, index -1, is of no sequence."""
+        self._long_lines = long_micro_batch_lines(view.pipeline)
+        self.largest_ms = view.largest_time_ms(int(lengths.max()))
 
-    def pack(self, sequences: Sequence[int], effort: Effort, *, target_ms: float = 0.0) -> Packing:
-        """The best packing found, or the first that takes at most target_ms.
-
-        sequences: by falling length, each within the limit.
-        """
-        if not sequences:
-            return Packing((), 0.0)
-        if self.cost.num_stages == 1:
-            return self.packed(best_fit(sequences, self.tokens, self.cost.max_tokens))
-        effort.spend(len(sequences) * _DEALING_EFFORT)
-        key = tuple(sequences)
-        if key in self._best_packings:
-            return self._best_packings[key]
-        work_ms = math.fsum(self.works_ms[sequence] for sequence in sequences)
-        num_tokens = sum(self.lengths[sequence] for sequence in sequences)
-        center = self._best_num(work_ms, num_tokens, len(sequences), sequences[0])
-        fewest = -(-num_tokens // self.cost.max_tokens)
-        first, last = center, min(center + _NUM_MORE_PACKED, len(sequences))
-        if len(sequences) > _MANY_SEQUENCES:
-            last = center
-        elif len(sequences) > _FEW_SEQUENCES:
-            first = max(fewest, center - _NUM_MORE_PACKED)
-        else:
-            first = max(fewest, center // 2)
-        nearest = sorted(range(first, last + 1), key=lambda num: abs(num - center))
-        more = ([num] for num in _growing(last + 1, len(sequences)))
-        for nums in itertools.chain([nearest], more):
-            found = []
-            for dealt, time_ms in self._in_shapes(sequences, work_ms, nums):
-                if time_ms <= target_ms:
-                    return _packing(dealt, time_ms)
-                found.append((dealt, time_ms))
-            if found:
-                best = _packing(*min(found, key=lambda timed: timed[1]))
-                self._best_packings[key] = best
-                return best
-        # It never needs more micro-batches than there are sequences.
-        return self.packed(best_fit(sequences, self.tokens, self.cost.max_tokens))
-
-    def exchanged(self, packed: Packing, gone: int | None, come: int | None) -> Packing:
-        """A pipeline's packing without one of its sequences and with another one.
-
-        The new one replaces the old one, or goes where there is most room. Empty if there is no
-        room, and for one stage, where a new packing is as quick.
-        """
-        nothing = Packing((), 0.0)
-        if self.cost.num_stages == 1:
-            return nothing
-        changed = [[s for s in share if s != gone] for share in packed.micro_batches]
-        if come is not None:
-            rooms = [self.cost.max_tokens - sum(self.tokens[s] for s in share) for share in changed]
-            able = [k for k, room in enumerate(rooms) if room >= self.tokens[come]]
-            if not able:
-                return nothing
-            place = max(able, key=lambda k: (gone in packed.micro_batches[k], rooms[k], -k))
-            changed[place].append(come)
-        return self.packed([share for share in changed if share])
-
-    def pack_thoroughly(self, sequences: Sequence[int], num_steps: int, effort: Effort) -> Packing:
-        """The best of several packings, after at most num_steps improvements."""
-        best = self.pack(sequences, effort)
-        if self.cost.num_stages == 1 or len(sequences) < 2:
-            return best
-        for order, num in self._promising_orders(sequences):
-            dealt = self._deal_around_long(sequences, order, num)
-            if dealt is not None:
-                best = min(best, self.packed(dealt), key=lambda packed: packed.time_ms)
-        return self.improve(best, num_steps, effort)
-
-    def _promising_orders(self, sequences: Sequence[int]) -> list[tuple[LongOrder, int]]:
-        """Orders of the long micro-batches, those with the lowest bounds first, and their number.
-
-        All other micro-batches run before or after them.
-        """
-        work_ms = math.fsum(self.works_ms[sequence] for sequence in sequences)
-        lengths = [self.lengths[sequence] for sequence in sequences]
-        num_tokens = sum(lengths)
-        long = choose_long_micro_batches(lengths, self.cost.max_tokens)
-        orders = long_micro_batch_orders(long, self.cost)
-        rated: list[tuple[float, int]] = []
-        fewest = -(-num_tokens // self.cost.max_tokens)
-        nums = np.array([len(long) + each.num_before + each.num_after for each in orders.apart])
-        for num in range(max(fewest, nums.min()), min(len(sequences), nums.max()) + 1):
-            total_ms = work_ms + num * self.cost.coefficients.c_ms
-            fill_ms = fill_bound_ms(self.cost.pipeline, num, total_ms, self._largest_ms)
-            times_ms = np.maximum(orders.times_apart_ms(total_ms), fill_ms)
-            rated += [(float(times_ms[place]), int(place)) for place in np.nonzero(nums == num)[0]]
-        rated.sort()
-        return [(orders.apart[place], len(long)) for _, place in rated[:_NUM_ORDERS]]
-
-    def _deal_around_long(
-        self, sequences: Sequence[int], order: LongOrder, num_long: int
-    ) -> list[list[int]] | None:
-        c_ms = self.cost.coefficients.c_ms
-        first: list[list[int]] = [
-            *([] for _ in range(order.num_before)),
-            *([sequences[i]] for i in (*order.before, 0, *order.after)),
-            *([] for _ in range(order.num_after)),
-        ]
-        least_ms = [c_ms + sum(self.works_ms[s] for s in share) for share in first]
-        total_ms = math.fsum(self.works_ms[s] for s in sequences) + len(first) * c_ms
-        works_ms = best_works_ms(
-            self.cost.pipeline, least_ms, total_ms, self._largest_ms, self._solver
-        )
-        if works_ms is None:
-            return None
-        loads_ms = [least - work for work, least in zip(works_ms, least_ms, strict=True)]
-        rooms = [self.cost.max_tokens - sum(self.tokens[s] for s in share) for share in first]
-        return deal(sequences[num_long:], self.works_ms, self.tokens, first, loads_ms, rooms)
-
-    def improve(
-        self, packed: Packing, num_steps: int, effort: Effort, *, target_ms: float = 0.0
-    ) -> Packing:
-        """A pipeline's packing after at most num_steps improvements, which end below target_ms."""
-        if self.cost.num_stages == 1 or not 2 <= len(packed.micro_batches) <= _MAX_IMPROVED:
-            return packed
-        better = improve_pipeline(
-            packed.micro_batches,
-            self.works_array_ms,
-            self._tokens_array,
-            self.cost,
-            num_steps,
-            target_ms=target_ms,
-            effort=effort,
-        )
-        candidate = self.packed(better)
-        return candidate if candidate.time_ms < packed.time_ms else packed
+    def work_ms(self, sequences: Iterable[int]) -> float:
+        """Work of some sequences, exactly rounded."""
+        return math.fsum(map(self.works_ms.__getitem__, sequences))
 
     def estimates_ms(
-        self,
-        work_ms: NDArray[np.float64],
-        num_tokens: NDArray[np.int64],
-        longest_ms: NDArray[np.float64],
-        num_near: int,
-    ) -> NDArray[np.float64]:
-        """Times of many shares, close to those of good packings: the bound, at a local minimum over
-        the number of micro-batches.
-
-        All arrays have one shape. longest_ms: work of the longest sequence of each share; num_near:
-        number of micro-batches, from which the best one is sought. Exact for one stage if no room
-        is left. A share without tokens takes no time.
-        """
+        self, work_ms: FloatArray, num_tokens: IntArray, longest_ms: FloatArray, num_near: int
+    ) -> FloatArray:
+        """See ReplicaPacker.estimates_ms."""
         cost = self.cost
         c_ms, num_stages = cost.coefficients.c_ms, cost.num_stages
         fewest = -(-num_tokens // cost.max_tokens)
@@ -256,14 +120,245 @@ class ReplicaPacker:
                 time_ms = total_ms.copy()
                 for by_total, long_ms in long_lines:
                     np.maximum(time_ms, by_total * total_ms + long_ms, out=time_ms)
-                for shape in self._shapes(num):
+                for shape in self.shapes(num):
                     if shape.slope > 1.0:
-                        np.maximum(time_ms, shape.bound_ms(total_ms, self._largest_ms), out=time_ms)
+                        np.maximum(time_ms, shape.bound_ms(total_ms, self.largest_ms), out=time_ms)
                 is_better = (time_ms < best_ms) & (num >= fewest)
                 best_ms = np.where(is_better, time_ms, best_ms)
                 if not is_better.any() and not start <= num < last:
                     break
         return np.where(num_tokens == 0, 0.0, best_ms)
+
+    def best_num(self, work_ms: float, num_tokens: int, num_sequences: int, longest: int) -> int:
+        """The number of micro-batches with the least bound."""
+        c_ms = self.cost.coefficients.c_ms
+        num = max(1, -(-num_tokens // self.cost.max_tokens))
+        long_ms = self.works_ms[longest] + c_ms
+        best_ms, best_num, num_fruitless = math.inf, num, 0
+        while num_fruitless < _MAX_FRUITLESS and (num <= num_sequences or best_ms == math.inf):
+            total_ms = work_ms + num * c_ms
+            time_ms = max(
+                by_total * total_ms + by_long * long_ms for by_total, by_long in self._long_lines
+            )
+            for shape in self.shapes(num):
+                time_ms = max(time_ms, shape.bound_ms(total_ms, self.largest_ms))
+            if time_ms < best_ms:
+                best_ms, best_num, num_fruitless = time_ms, num, 0
+            else:
+                num_fruitless += 1
+            if num > MAX_EXACT:
+                break
+            num += 1
+        return best_num
+
+    def shapes(self, num: int) -> Sequence[Shape]:
+        """Shapes of this number of micro-batches."""
+        if num <= MAX_EXACT:
+            return shapes(self.cost.pipeline, num)
+        # The ends of the largest shape with a flat middle; the fill shrinks in proportion.
+        scale = MAX_EXACT / num
+        return tuple(
+            Shape(
+                _widened(shape.shares, num),
+                slope=1.0 + (shape.slope - 1.0) * scale,
+                relief=shape.relief * scale,
+            )
+            for shape in shapes(self.cost.pipeline, MAX_EXACT)
+        )
+
+
+class ReplicaPacker:
+    """Packs shares of one batch for replicas of one cost."""
+
+    def __init__(self, cost: SchemeCost, lengths: Sequence[int], solver: Solver) -> None:
+        """lengths: shape (num_sequences,), the whole batch, in any order."""
+        self.cost = cost
+        self.lengths = lengths
+        self.tokens = cost.tokens(lengths)
+        """Tokens of each sequence, padding included."""
+        self.lengths_array = np.array([*lengths, 0], dtype=np.int64)
+        """The last entry, index -1, is of no sequence."""
+        self.views = [ViewWorks(view, self.lengths_array[:-1]) for view in cost.views]
+        self.work_arrays_ms = [view.works_array_ms for view in self.views]
+        self._forms = self.views[: len(cost.forms)]
+        self._solver = solver
+        self._best_packings: dict[tuple[int, ...], Packing] = {}
+        self._tokens_array = np.array(self.tokens, dtype=np.int64)
+
+    def decisive(self, sequences: Sequence[int]) -> ViewWorks:
+        """The form with the most work for some sequences."""
+        if len(self._forms) == 1:
+            return self._forms[0]
+        num_fewest = -(-sum(map(self.lengths.__getitem__, sequences)) // self.cost.max_tokens)
+
+        def total_ms(form: ViewWorks) -> float:
+            return form.work_ms(sequences) + num_fewest * form.cost.coefficients.c_ms
+
+        return max(self._forms, key=total_ms)
+
+    def pack(self, sequences: Sequence[int], effort: Effort, *, target_ms: float = 0.0) -> Packing:
+        """The best packing found, or the first that takes at most target_ms.
+
+        sequences: by falling length, each within the limit.
+        """
+        if not sequences:
+            return Packing((), 0.0)
+        if self.cost.only_number_counts:
+            return self.packed(best_fit(sequences, self.tokens, self.cost.max_tokens))
+        effort.spend(len(sequences) * _DEALING_EFFORT)
+        key = tuple(sequences)
+        if key in self._best_packings:
+            return self._best_packings[key]
+        if self.cost.num_stages == 1:
+            best = self._mixed(sequences)
+            self._best_packings[key] = best
+            return best
+        view = self.decisive(sequences)
+        work_ms = view.work_ms(sequences)
+        num_tokens = sum(self.lengths[sequence] for sequence in sequences)
+        center = view.best_num(work_ms, num_tokens, len(sequences), sequences[0])
+        fewest = -(-num_tokens // self.cost.max_tokens)
+        first, last = center, min(center + _NUM_MORE_PACKED, len(sequences))
+        if len(sequences) > _MANY_SEQUENCES:
+            last = center
+        elif len(sequences) > _FEW_SEQUENCES:
+            first = max(fewest, center - _NUM_MORE_PACKED)
+        else:
+            first = max(fewest, center // 2)
+        nearest = sorted(range(first, last + 1), key=lambda num: abs(num - center))
+        more = ([num] for num in _growing(last + 1, len(sequences)))
+        for nums in itertools.chain([nearest], more):
+            found = []
+            for dealt, time_ms in self._in_shapes(sequences, view, nums):
+                if time_ms <= target_ms:
+                    return _packing(dealt, time_ms)
+                found.append((dealt, time_ms))
+            if found:
+                best = _packing(*min(found, key=lambda timed: timed[1]))
+                self._best_packings[key] = best
+                return best
+        # It never needs more micro-batches than there are sequences.
+        return self.packed(best_fit(sequences, self.tokens, self.cost.max_tokens))
+
+    def _mixed(self, sequences: Sequence[int]) -> Packing:
+        """The better of the densest packing for one stage and one as dense that mixes forms."""
+        densest = best_fit(sequences, self.tokens, self.cost.max_tokens)
+        works_ms = [form.works_ms for form in self._forms]
+        mixed = mix(sequences, works_ms, self.tokens, self.cost.max_tokens, len(densest))
+        found = [self.packed(each) for each in (mixed, densest) if each is not None]
+        return min(found, key=lambda packed: packed.time_ms)
+
+    def exchanged(self, packed: Packing, gone: int | None, come: int | None) -> Packing:
+        """A packing without one of its sequences and with another one.
+
+        The new one replaces the old one, or goes where there is most room. Empty if there is no
+        room, and where only the number of micro-batches counts: a new packing is as quick.
+        """
+        nothing = Packing((), 0.0)
+        if self.cost.only_number_counts:
+            return nothing
+        changed = [[s for s in share if s != gone] for share in packed.micro_batches]
+        if come is not None:
+            rooms = [self.cost.max_tokens - sum(self.tokens[s] for s in share) for share in changed]
+            able = [k for k, room in enumerate(rooms) if room >= self.tokens[come]]
+            if not able:
+                return nothing
+            place = max(able, key=lambda k: (gone in packed.micro_batches[k], rooms[k], -k))
+            changed[place].append(come)
+        return self.packed([share for share in changed if share])
+
+    def pack_thoroughly(self, sequences: Sequence[int], num_steps: int, effort: Effort) -> Packing:
+        """The best of several packings, after at most num_steps improvements."""
+        best = self.pack(sequences, effort)
+        if self.cost.only_number_counts or len(sequences) < 2:
+            return best
+        if self.cost.num_stages > 1:
+            view = self.decisive(sequences)
+            for order, num in self._promising_orders(sequences, view):
+                dealt = self._deal_around_long(sequences, view, order, num)
+                if dealt is not None:
+                    best = min(best, self.packed(dealt), key=lambda packed: packed.time_ms)
+        return self.improve(best, num_steps, effort)
+
+    def _promising_orders(
+        self, sequences: Sequence[int], view: ViewWorks
+    ) -> list[tuple[LongOrder, int]]:
+        """Orders of the long micro-batches, those with the lowest bounds first, and their number.
+
+        All other micro-batches run before or after them.
+        """
+        work_ms = view.work_ms(sequences)
+        lengths = [self.lengths[sequence] for sequence in sequences]
+        num_tokens = sum(lengths)
+        long = choose_long_micro_batches(lengths, self.cost.max_tokens)
+        orders = long_micro_batch_orders(long, view.cost)
+        rated: list[tuple[float, int]] = []
+        fewest = -(-num_tokens // self.cost.max_tokens)
+        nums = np.array([len(long) + each.num_before + each.num_after for each in orders.apart])
+        for num in range(max(fewest, nums.min()), min(len(sequences), nums.max()) + 1):
+            total_ms = work_ms + num * view.cost.coefficients.c_ms
+            fill_ms = fill_bound_ms(view.cost.pipeline, num, total_ms, view.largest_ms)
+            times_ms = np.maximum(orders.times_apart_ms(total_ms), fill_ms)
+            rated += [(float(times_ms[place]), int(place)) for place in np.nonzero(nums == num)[0]]
+        rated.sort()
+        return [(orders.apart[place], len(long)) for _, place in rated[:_NUM_ORDERS]]
+
+    def _deal_around_long(
+        self, sequences: Sequence[int], view: ViewWorks, order: LongOrder, num_long: int
+    ) -> list[list[int]] | None:
+        c_ms = view.cost.coefficients.c_ms
+        first: list[list[int]] = [
+            *([] for _ in range(order.num_before)),
+            *([sequences[i]] for i in (*order.before, 0, *order.after)),
+            *([] for _ in range(order.num_after)),
+        ]
+        least_ms = [c_ms + sum(view.works_ms[s] for s in share) for share in first]
+        total_ms = view.work_ms(sequences) + len(first) * c_ms
+        works_ms = best_works_ms(
+            view.cost.pipeline, least_ms, total_ms, view.largest_ms, self._solver
+        )
+        if works_ms is None:
+            return None
+        loads_ms = [least - work for work, least in zip(works_ms, least_ms, strict=True)]
+        rooms = [self.cost.max_tokens - sum(self.tokens[s] for s in share) for share in first]
+        return deal(sequences[num_long:], view.works_ms, self.tokens, first, loads_ms, rooms)
+
+    def improve(
+        self, packed: Packing, num_steps: int, effort: Effort, *, target_ms: float = 0.0
+    ) -> Packing:
+        """The packing after at most num_steps improvements, which end below target_ms."""
+        if self.cost.only_number_counts or not 2 <= len(packed.micro_batches) <= _MAX_IMPROVED:
+            return packed
+        better = improve_pipeline(
+            packed.micro_batches,
+            [form.works_array_ms for form in self._forms],
+            self._tokens_array,
+            self.cost,
+            num_steps,
+            target_ms=target_ms,
+            effort=effort,
+        )
+        candidate = self.packed(better)
+        return candidate if candidate.time_ms < packed.time_ms else packed
+
+    def estimates_ms(
+        self,
+        works_ms: Sequence[tuple[FloatArray, FloatArray]],
+        num_tokens: IntArray,
+        num_near: int,
+    ) -> FloatArray:
+        """Times of many shares, close to those of good packings: the bound, at a local minimum over
+        the number of micro-batches, of the view where it is largest.
+
+        works_ms: in each view, the work of each share and of its longest sequence; all arrays have
+        one shape. num_near: number of micro-batches, from which the best one is sought. Exact for
+        one stage and form if no room is left. A share without tokens takes no time.
+        """
+        of_views = (
+            view.estimates_ms(work_ms, num_tokens, longest_ms, num_near)
+            for view, (work_ms, longest_ms) in zip(self.views, works_ms, strict=True)
+        )
+        return functools.reduce(np.maximum, of_views)
 
     def packed(self, micro_batches: Sequence[Sequence[int]]) -> Packing:
         """Micro-batches in this order, with their exact time: infinite where one has no room."""
@@ -278,67 +373,31 @@ class ReplicaPacker:
             [of_lengths(list(map(length_of, share))) for share in micro_batches]
         )
 
-    def _best_num(self, work_ms: float, num_tokens: int, num_sequences: int, longest: int) -> int:
-        """The number of micro-batches with the least bound."""
-        c_ms = self.cost.coefficients.c_ms
-        num = max(1, -(-num_tokens // self.cost.max_tokens))
-        long_ms = self.works_ms[longest] + c_ms
-        best_ms, best_num, num_fruitless = math.inf, num, 0
-        while num_fruitless < _MAX_FRUITLESS and (num <= num_sequences or best_ms == math.inf):
-            total_ms = work_ms + num * c_ms
-            time_ms = max(
-                by_total * total_ms + by_long * long_ms for by_total, by_long in self._long_lines
-            )
-            for shape in self._shapes(num):
-                time_ms = max(time_ms, shape.bound_ms(total_ms, self._largest_ms))
-            if time_ms < best_ms:
-                best_ms, best_num, num_fruitless = time_ms, num, 0
-            else:
-                num_fruitless += 1
-            if num > MAX_EXACT:
-                break
-            num += 1
-        return best_num
-
     def _in_shapes(
-        self, sequences: Sequence[int], work_ms: float, nums: Sequence[int]
+        self, sequences: Sequence[int], view: ViewWorks, nums: Sequence[int]
     ) -> Iterator[tuple[list[list[int]], float]]:
         """Yields micro-batches to the shapes of these numbers of them, with their time.
 
         Those that lack room are left out.
         """
-        c_ms = self.cost.coefficients.c_ms
+        work_ms, c_ms = view.work_ms(sequences), view.cost.coefficients.c_ms
         for num in nums:
             total_ms = work_ms + num * c_ms
-            some = self._shapes(num)
+            some = view.shapes(num)
             if len(sequences) > _MANY_SEQUENCES:
                 # The best one for micro-batches that are full at most.
                 num_tokens = sum(self.tokens[sequence] for sequence in sequences)
                 full_ms = work_ms * self.cost.max_tokens / num_tokens
-                largest_ms = max(self.works_ms[sequences[0]], full_ms) + c_ms
+                largest_ms = max(view.works_ms[sequences[0]], full_ms) + c_ms
                 some = [max(some, key=lambda shape: shape.bound_ms(total_ms, largest_ms))]
             for shape in some:
                 # Load 0 is what the shape gives each.
                 loads_ms = [min(c_ms - x * total_ms, 0.0) for x in shape.shares]
                 rooms = [self.cost.max_tokens] * num
                 first: list[list[int]] = [[] for _ in range(num)]
-                dealt = deal(sequences, self.works_ms, self.tokens, first, loads_ms, rooms)
+                dealt = deal(sequences, view.works_ms, self.tokens, first, loads_ms, rooms)
                 if dealt is not None:
                     yield dealt, self._time_ms(dealt)
-
-    def _shapes(self, num: int) -> Sequence[Shape]:
-        if num <= MAX_EXACT:
-            return shapes(self.cost.pipeline, num)
-        # The ends of the largest shape with a flat middle; the fill shrinks in proportion.
-        scale = MAX_EXACT / num
-        return tuple(
-            Shape(
-                _widened(shape.shares, num),
-                slope=1.0 + (shape.slope - 1.0) * scale,
-                relief=shape.relief * scale,
-            )
-            for shape in shapes(self.cost.pipeline, MAX_EXACT)
-        )
 
 
 def _packing(micro_batches: Sequence[Sequence[int]], time_ms: float) -> Packing:
@@ -388,7 +447,7 @@ def pipeline_times_ms(times_ms: FloatArray, pipeline: Pipeline) -> FloatArray:
 
 def improve_pipeline(
     micro_batches: Sequence[Sequence[int]],
-    works_ms: FloatArray,
+    works_ms: Sequence[FloatArray],
     lengths: IntArray,
     cost: SchemeCost,
     num_steps: int,
@@ -398,19 +457,18 @@ def improve_pipeline(
 ) -> list[list[int]]:
     """The micro-batches after at most num_steps steps, which end below target_ms.
 
-    No micro-batch becomes empty or too large. works_ms, lengths: shape (num_sequences,), of the
-    whole batch.
+    No micro-batch becomes empty or too large. works_ms: in each form of the cost; lengths: all of
+    shape (num_sequences,), of the whole batch.
     """
     num = len(micro_batches)
     if num == 1:
         return [list(share) for share in micro_batches]
     members = np.array([sequence for share in micro_batches for sequence in share], dtype=np.int64)
     place = np.array([k for k, share in enumerate(micro_batches) for _ in share], dtype=np.int64)
-    work, tokens = works_ms[members], lengths[members]
+    works, tokens = [of_form[members] for of_form in works_ms], lengths[members]
     for _ in range(num_steps):
-        loads = np.bincount(place, weights=work, minlength=num) + cost.coefficients.c_ms
         rooms = cost.max_tokens - np.bincount(place, weights=tokens, minlength=num).astype(np.int64)
-        trial = _Trial(loads, rooms, work, tokens, place, cost)
+        trial = _Trial(rooms, works, tokens, place, cost)
         effort.spend(_STEP_EFFORT + trial.loads.size * cost.num_stages)
         times_ms = pipeline_times_ms(trial.loads, cost.pipeline)
         best = int(np.argmin(times_ms))
@@ -427,14 +485,13 @@ class _Trial:
 
     def __init__(
         self,
-        loads: FloatArray,
         rooms: IntArray,
-        work: FloatArray,
+        works: Sequence[FloatArray],
         tokens: IntArray,
         place: IntArray,
         cost: SchemeCost,
     ) -> None:
-        num = len(loads)
+        num = len(rooms)
         counts = np.bincount(place, minlength=num)
         self._place = place
         by_length = np.argsort(-tokens, kind="stable")
@@ -457,11 +514,17 @@ class _Trial:
             & (gain != 0)
         )
         self._x, self._y = longest[x], longest[y]
-        self.loads = self._all(loads, work)
+        padding_tokens = None
         if cost.rows is not None:
             num_tokens = self._all(cost.max_tokens - rooms, tokens)
             padding_tokens = cost.rows.rounded(num_tokens) - num_tokens
-            self.loads += cost.coefficients.b_ms_per_token * padding_tokens
+        of_forms = []
+        for form, work in zip(cost.coefficients.forms, works, strict=True):
+            loads = np.bincount(place, weights=work, minlength=num) + form.c_ms
+            of_forms.append(self._all(loads, work))
+            if padding_tokens is not None:
+                of_forms[-1] += form.b_ms_per_token * padding_tokens
+        self.loads = functools.reduce(np.maximum, of_forms)
 
     def _all[Number: (np.float64, np.int64)](
         self, loads: NDArray[Number], work: NDArray[Number]

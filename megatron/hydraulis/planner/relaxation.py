@@ -298,7 +298,10 @@ def _tier_with_long(cost: SchemeCost, shortest: int, longest: int, time_ms: floa
 
 
 def _least_of_long_ms(cost: SchemeCost, length: int, num: int) -> float:
-    """Lower bound of the time of a pipeline with so many sequences of a length."""
+    """Lower bound of the time of a view with so many sequences of a length, of which no two fit in
+    one micro-batch."""
+    if cost.num_stages == 1:
+        return num * cost.coefficients.time_ms((length,))
     orders = long_micro_batch_orders((length,) * num, cost)
     return orders.least_time_ms(MAX_SHAPED, num * cost.coefficients.time_ms((length,)))
 
