@@ -288,8 +288,9 @@ def _pace(
     micro-batches are full, and pipelines also differ by their stages.
     """
     times, num_stages = cost.coefficients, cost.num_stages
-    alone_ms = num_stages * (times.sequence_time_ms(lengths) + times.c_ms)
-    per_token_ms = times.token_time_ms(lengths)
+    forms = times.forms
+    alone_ms = num_stages * np.max([f.sequence_time_ms(lengths) + f.c_ms for f in forms], axis=0)
+    per_token_ms = np.max([form.token_time_ms(lengths) for form in forms], axis=0)
     full_ms = per_token_ms * cost.max_tokens
     if math.isinf(iteration_ms):
         paced_ms = per_token_ms * (1.0 + times.c_ms / full_ms)

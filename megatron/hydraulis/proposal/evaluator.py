@@ -1,12 +1,14 @@
 """Iteration times of mixes: a quick estimate of many, the planner's bounds and plans of some.
 
 The estimate treats sequences as divisible: the buckets of a batch are spread over the schemes of a
-mix so that all replicas end at the same time. This is the linear program ``max Σ_j min_k λ_k·w_jk``
-over the weights ``λ`` with ``Σ_k n_k·λ_k = 1`` (the bound of planner/bounds.py with the best
-weights), solved by multiplicative updates on all mixes and batches together: exact to about a
-percent, but not a bound.
-``w_jk`` is the work of bucket j on scheme k, divided by the share of a replica's time that it
-works; the rest goes to the constant cost of micro-batches and to filling the pipeline.
+mix so that it ends as early as possible. How long two schemes take for a sequence, ``a·s² + b·s``
+each, has a ratio that only rises or only falls with its length. So in a best solution every scheme
+has one range of lengths: the longest sequences go to the scheme that holds the longest ones, and
+when its replicas are full, the next scheme goes on where it stopped. Whether a mix ends within a
+time is thus a pass over its schemes, and bisection finds the least time. With several forms, or
+limits that contradict this order, the result can be longer than necessary, never shorter.
+A replica works only for a share of that time; the rest goes to the constant cost of micro-batches
+and to filling the pipeline.
 
 Sequences and micro-batches that cannot be divided take longer, on some schemes more than on others.
 How much is learnt from the planner's bounds of some mixes: a stretch factor by the share of ranks
@@ -23,6 +25,7 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -41,17 +44,15 @@ from megatron.hydraulis.proposal.candidates import Candidates, FloatArray, Mix
 from megatron.hydraulis.strategy import Pool
 
 _NUM_BUCKETS = 12
-_NUM_UPDATES = (8, 5, 4)
-"""Updates of the weights in each round; time and share of work depend on each other."""
-_LARGEST_STEP, _LEAST_STEP = 0.6, 0.15
-"""Exponents of the first and the last update of weights."""
+_NUM_STEPS = 14
+"""Steps of the search for the time of a mix: precise to 1e-4 of it."""
+_ROUNDING = 1e-9
+"""Buckets of which less is left are done."""
 _NUM_GRID_TIMES = 128
 _MOST_MICRO_BATCHES = 256
 _FULL = 0.97
 """Tokens of a well-packed micro-batch, as a share of its limit."""
-_LEAST_SHARE = 1e-4
-_LEAST_STEADY_SHARE = 0.3
-"""Least share of work at which dividing by it converges."""
+_LEAST_SHARE, _LEAST_PER_TOKEN_MS, _LEAST_TIME_MS = 1e-4, 1e-12, 1e-3
 _AT_FLOOR = 1.005
 """Nothing is learnt from times within this factor of the longest sequence's own time."""
 _RIDGE = 1.0
@@ -96,14 +97,23 @@ class Estimator:
             np.add.at(tokens[row], places, lengths)
             np.add.at(squares[row], places, squared(lengths))
             np.maximum.at(longest[row], places, lengths)
-        a, b, c, stages, _ = _columns(costs)
-        held = np.array([float(cost.longest) for cost in costs])
         # (num_batches, num_buckets, num_schemes)
-        self._work_ms = a * squares[..., None] + b * tokens[..., None]
-        one_ms = a * squared(longest)[..., None] + b * longest[..., None] + c
-        is_empty = (longest == 0.0)[..., None]
-        self._pass_ms = np.where(longest[..., None] <= held, stages * one_ms, np.inf)
-        self._pass_ms[np.broadcast_to(is_empty, self._pass_ms.shape)] = 0.0
+        self._work_ms = np.stack([_work_ms(cost, squares, tokens) for cost in costs], axis=2)
+        self._pass_ms = np.stack([_alone_ms(cost, longest) for cost in costs], axis=2)
+        for values_ms in (self._work_ms, self._pass_ms):
+            values_ms[longest == 0.0] = 0.0
+        self._pass_ms = np.maximum.accumulate(self._pass_ms, axis=1)
+        longer_ms = self._work_ms[:, ::-1].cumsum(axis=1)
+        longer_ms = np.concatenate((np.zeros_like(longer_ms[:, :1]), longer_ms), axis=1)
+        self._longer_ms = np.moveaxis(longer_ms, 1, 2)
+        """Work of the 0, 1, … longest buckets: (num_batches, num_schemes, num_buckets + 1)."""
+        self._per_length = np.array(
+            [
+                cost.coefficients.a_ms_per_token2
+                / max(cost.coefficients.b_ms_per_token, _LEAST_PER_TOKEN_MS)
+                for cost in costs
+            ]
+        )
         self._grid_ms, self._grid_shares = _work_shares(costs, batches)
         self._parts: dict[tuple[tuple[Mix, ...], tuple[int, ...]], tuple[FloatArray, FloatArray]]
         self._parts = {}
@@ -204,34 +214,63 @@ class Estimator:
         # Axes: mixes, batches, buckets, classes of the mix.
         chosen = np.argsort(-counts, axis=1, kind="stable")[:, :num_classes]
         num = np.take_along_axis(counts, chosen, axis=1)[:, None, :]
-        is_there = num > 0
-        num = np.where(is_there, num, 1.0)
-        work_ms = np.moveaxis(self._work_ms[batches][:, :, chosen], 2, 0)
+        is_there = num[:, :, None, :] > 0
         pass_ms = np.moveaxis(self._pass_ms[batches][:, :, chosen], 2, 0)
-        pass_ms = np.where(is_there[:, :, None, :], pass_ms, np.inf)
-        floor_ms = pass_ms.min(axis=3).max(axis=2)
-        is_held = np.isfinite(floor_ms)
-        floor_ms = np.where(is_held, floor_ms, 1.0)
-        whole_ms = work_ms.sum(axis=2)
-        rates = np.where(is_there, num / np.maximum(whole_ms, 1e-9), 0.0)
-        time_ms = np.maximum(1.0 / np.maximum(rates.sum(axis=2), 1e-12), floor_ms)
-        weights = np.where(is_there, 1.0 / np.maximum(whole_ms, 1e-9), 0.0)
-        for num_updates in _NUM_UPDATES:
-            shares = self._shares(time_ms, chosen)
-            needed_ms = work_ms / shares[:, :, None, :]
-            is_able = pass_ms <= time_ms[:, :, None, None] * (1.0 + 1e-9)
-            best_ms, weights = _spread(needed_ms, is_able, num, is_there, weights, num_updates)
-            # Shares near 0 change much with the time: the part that does not work is added.
-            least_share = np.where(is_there, shares, 1.0).min(axis=2)
-            best_ms = np.where(is_held, best_ms, floor_ms)
-            added_ms = time_ms + least_share * (best_ms - time_ms)
-            best_ms = np.where(least_share < _LEAST_STEADY_SHARE, added_ms, best_ms)
-            time_ms = np.maximum(best_ms, floor_ms)
-        return np.where(is_held, best_ms, np.inf), np.where(is_held, floor_ms, np.inf)
+        pass_ms = np.where(is_there, pass_ms, np.inf)
+        floor_ms = pass_ms[:, :, -1].min(axis=2)
+        sizes = np.array(self._candidates.sizes)[chosen][:, None, None, :]
+        rank_ms = sizes * np.moveaxis(self._work_ms[batches][:, :, chosen], 2, 0)
+        fastest_ms = np.where(is_there, rank_ms, np.inf).min(axis=3).sum(axis=2)
+        low_ms = time_ms = fastest_ms / self._candidates.num_ranks
+        high_ms = np.full_like(time_ms, np.inf)
+        for _ in range(_NUM_STEPS):
+            # Sequences may take as long as the longest one, even if all the rest is done earlier.
+            able = (pass_ms <= np.maximum(time_ms, floor_ms)[:, :, None, None]).sum(axis=2)
+            shares = self._grid_shares[self._places(time_ms)[:, :, None], chosen[:, None, :]]
+            room_ms = time_ms[:, :, None] * shares * num
+            is_enough = self._is_enough(room_ms, able, chosen[:, None, :], batches)
+            low_ms = np.where(is_enough, low_ms, time_ms)
+            high_ms = np.where(is_enough, time_ms, high_ms)
+            middle_ms = (low_ms + high_ms) / 2.0
+            time_ms = np.where(np.isinf(high_ms), 2.0 * time_ms, middle_ms)
+        return np.where(np.isfinite(floor_ms), time_ms, np.inf), floor_ms
 
-    def _shares(self, time_ms: FloatArray, chosen: npt.NDArray[np.int64]) -> FloatArray:
-        """Share of work of each class of a mix within a time, from the grid."""
-        return self._grid_shares[self._places(time_ms)[:, :, None], chosen[:, None, :]]
+    def _is_enough(
+        self,
+        room_ms: FloatArray,
+        able: npt.NDArray[np.int64],
+        schemes: npt.NDArray[np.int64],
+        batches: npt.NDArray[np.int64],
+    ) -> npt.NDArray[np.bool_]:
+        """Returns whether mixes do all the work of batches, shape (num_mixes, num_batches).
+
+        Args, all of a shape that extends to (num_mixes, num_batches, num_classes):
+            room_ms: work that the replicas of each scheme can do.
+            able: number of buckets, from the shortest one, that a scheme holds in time.
+            schemes: indices.
+            batches: indices, shape (num_batches,).
+        """
+        schemes = np.broadcast_to(schemes, able.shape)
+        # Of schemes that hold the same, those with the cheapest attention have the longest.
+        order = np.lexsort((self._per_length[schemes], -able), axis=2)
+        room_ms = np.take_along_axis(room_ms, order, axis=2)
+        able = np.take_along_axis(able, order, axis=2)
+        schemes = np.take_along_axis(schemes, order, axis=2)
+        num_buckets = self._work_ms.shape[1]
+        done = np.zeros(able.shape[:2])
+        """Buckets that are done, from the longest one, the last of them in part."""
+        for place in range(able.shape[2]):
+            longer_ms = self._longer_ms[batches, schemes[:, :, place]]
+            first = np.minimum((done + _ROUNDING).astype(np.int64), num_buckets - 1)
+            until_ms = _between(longer_ms, first, done - first)
+            is_able = able[:, :, place] + first >= num_buckets
+            until_ms += np.where(is_able, room_ms[:, :, place], 0.0)
+            last = np.minimum((longer_ms <= until_ms[:, :, None]).sum(axis=2), num_buckets) - 1
+            begin_ms, end_ms = _between(longer_ms, last, 0.0), _between(longer_ms, last, 1.0)
+            part = (until_ms - begin_ms) / np.maximum(end_ms - begin_ms, _ROUNDING)
+            done = last + np.minimum(part, 1.0)
+        is_enough: npt.NDArray[np.bool_] = done > num_buckets - _ROUNDING
+        return is_enough
 
     def _places(self, time_ms: FloatArray) -> npt.NDArray[np.int64]:
         """The nearest times of the grid."""
@@ -241,47 +280,29 @@ class Estimator:
         return places
 
 
-def _spread(
-    needed_ms: FloatArray,
-    is_able: npt.NDArray[np.bool_],
-    num: FloatArray,
-    is_there: npt.NDArray[np.bool_],
-    weights: FloatArray,
-    num_updates: int,
-) -> tuple[FloatArray, FloatArray]:
-    """Time of spreading buckets over classes, and the weights for it."""
-    blocked = np.where(is_able, 0.0, np.inf)
-    norm = (weights * num * is_there).sum(axis=2, keepdims=True)
-    weights = weights / norm
-    best_ms = np.zeros(needed_ms.shape[:2])
-    best_weights = weights
-    classes = np.arange(needed_ms.shape[3])
-    for step in np.linspace(_LARGEST_STEP, _LEAST_STEP, num_updates):
-        priced = needed_ms * weights[:, :, None, :] + blocked
-        choice = priced.argmin(axis=3)
-        value_ms = np.take_along_axis(priced, choice[..., None], axis=3)[..., 0].sum(axis=2)
-        is_better = value_ms > best_ms
-        best_ms = np.where(is_better, value_ms, best_ms)
-        best_weights = np.where(is_better[..., None], weights, best_weights)
-        given_ms = (needed_ms * (choice[..., None] == classes)).sum(axis=2) / num
-        ratio = np.clip(given_ms / np.maximum(value_ms, 1e-9)[..., None], 0.25, 4.0)
-        weights = weights * ratio**step
-        weights = weights / (weights * num * is_there).sum(axis=2, keepdims=True)
-    return best_ms, best_weights
+def _between(
+    values: FloatArray, places: npt.NDArray[np.int64], part: FloatArray | float
+) -> FloatArray:
+    """Values between a place on the last axis and the next one."""
+    low = np.take_along_axis(values, places[:, :, None], axis=2)[:, :, 0]
+    high = np.take_along_axis(values, places[:, :, None] + 1, axis=2)[:, :, 0]
+    between: FloatArray = low + part * (high - low)
+    return between
 
 
-def _columns(costs: Sequence[SchemeCost]) -> tuple[FloatArray, ...]:
-    rows = [
-        (
-            cost.coefficients.a_ms_per_token2,
-            cost.coefficients.b_ms_per_token,
-            cost.coefficients.c_ms,
-            float(cost.num_stages),
-            float(cost.max_tokens),
-        )
-        for cost in costs
-    ]
-    return tuple(np.array(column) for column in zip(*rows, strict=True))
+def _work_ms(cost: SchemeCost, squares: FloatArray | float, tokens: FloatArray | float) -> Any:
+    """Time of sequences on one stage without the constant of their micro-batches.
+
+    squares, tokens: sums over the sequences, of `Coefficients.squared` and of their lengths.
+    """
+    return cost.coefficients.time_of_sums_ms(squares, tokens) - cost.coefficients.c_ms
+
+
+def _alone_ms(cost: SchemeCost, lengths: FloatArray) -> FloatArray:
+    """Time of a replica with one sequence of each length; inf if it does not hold it."""
+    one_ms = cost.coefficients.time_of_sums_ms(cost.coefficients.squared(lengths), lengths)
+    alone_ms: FloatArray = np.where(lengths <= cost.longest, cost.num_stages * one_ms, np.inf)
+    return alone_ms
 
 
 def _edges(batches: Sequence[Sequence[int]], limits: Sequence[int]) -> FloatArray:
@@ -303,22 +324,22 @@ def _work_shares(
     """
     lengths = np.concatenate([np.asarray(batch, dtype=np.float64) for batch in batches])
     num_micro_batches = np.arange(1, _MOST_MICRO_BATCHES + 1, dtype=np.float64)
-    a, b, c, stages, limits = _columns(costs)
     squared = costs[0].coefficients.squared
-    fastest_ms = float((b * lengths.min()).min()) + 1e-3
-    slowest_ms = max(
-        float((a * squared(np.array(batch, dtype=np.float64)).sum() + b * sum(batch) + c).max())
-        for batch in batches
-    )
+    shortest = lengths.min()
+    fastest_ms = min(_work_ms(cost, 0.0, shortest) for cost in costs) + _LEAST_TIME_MS
+    sums = [(squared(np.array(batch, dtype=np.float64)).sum(), sum(batch)) for batch in batches]
+    slowest_ms = max(cost.coefficients.time_of_sums_ms(*each) for cost in costs for each in sums)
     grid_ms = np.geomspace(fastest_ms, max(slowest_ms, 2.0 * fastest_ms), _NUM_GRID_TIMES)
     shares = np.empty((_NUM_GRID_TIMES, len(costs)))
-    for place in range(len(costs)):
-        fitting = lengths[lengths <= limits[place]]
+    for place, cost in enumerate(costs):
+        fitting = lengths[lengths <= cost.max_tokens]
         length = float(squared(fitting).sum() / fitting.sum()) if len(fitting) else 0.0
-        room_ms = num_micro_batches * _FULL * limits[place] * (a[place] * length + b[place])
-        filled = num_micro_batches / (num_micro_batches + stages[place] - 1.0)
-        work_ms = grid_ms[:, None] * filled - num_micro_batches * c[place]
-        most_ms = np.minimum(work_ms, room_ms).max(axis=1)
+        tokens = _FULL * cost.max_tokens
+        room_ms = num_micro_batches * _work_ms(cost, tokens * length, tokens)
+        filled = num_micro_batches / (num_micro_batches + cost.num_stages - 1.0)
+        work_ms = grid_ms[:, None] * filled - num_micro_batches * cost.coefficients.c_ms
+        is_issued = num_micro_batches * cost.coefficients.host_ms <= grid_ms[:, None]
+        most_ms = np.where(is_issued, np.minimum(work_ms, room_ms), 0.0).max(axis=1)
         shares[:, place] = np.clip(most_ms / grid_ms, _LEAST_SHARE, 1.0)
     return grid_ms, shares
 
