@@ -147,8 +147,8 @@ def run_case(
         of_bound=advice.bound_s / advice.pool.makespan_s,
         most=advice.static.makespan_s / advice.bound_s,
         regrouping=advice.pool.regroup_s[BY_RULE] / advice.pool.time_s(BY_RULE),
-        static=advice.static.strategy,
-        pool=advice.pool.strategy,
+        static=advice.static.text,
+        pool=advice.pool.text,
         cpu_s=time.process_time() - begin_s,
     )
 
@@ -162,7 +162,7 @@ def case_table(results: Sequence[CaseResult]) -> Table:
         "gain of the pool, ×",
         ("model, ranks, context", "best static", "pool"),
         (*columns, "of ceiling", "of bound", "most", "regrouping", "CPU s"),
-        caption="static: the best strategy of one scheme with balanced plans; fixed: the best one "
+        caption="static: the best without a pool, as advise compares; fixed: the best layout "
         "with rows of fixed length. Of ceiling: share of the speed that no plan exceeds. "
         "Of bound: the same, if schemes hold what memory allows and micro-batches have their "
         "constant times; without regrouping. Most: gain over static at that bound. "

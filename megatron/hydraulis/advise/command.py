@@ -20,7 +20,6 @@ from megatron.hydraulis.command_line import (
     add_profile_argument,
 )
 from megatron.hydraulis.cost_model.analytic import AnalyticCostModel
-from megatron.hydraulis.cost_model.device import Precision
 from megatron.hydraulis.cost_model.estimate_command import estimated_profile, possible_schemes
 from megatron.hydraulis.cost_model.job_costs import (
     JobCosts,
@@ -43,8 +42,8 @@ from megatron.hydraulis.json_object import write_output
 from megatron.hydraulis.lengths.batches import add_batch_arguments
 from megatron.hydraulis.planner.solver import native_prints_to_stderr
 from megatron.hydraulis.proposal.propose import Proposal, ProposalRequest, propose
-from megatron.hydraulis.simulator.ways import CEILING, FIXED_ROWS, PACKING, Variant, Ways
-from megatron.hydraulis.simulator.work import IterationWork
+from megatron.hydraulis.proposal.verdict import DYNAMIC_CP, Setting, best_baseline
+from megatron.hydraulis.simulator.ways import CEILING, FIXED_ROWS, MEGATRON_CP, PACKING, Ways
 from megatron.hydraulis.strategy import Pool, Scheme, Strategy
 from megatron.hydraulis.terminal import (
     OnProgress,
@@ -70,6 +69,7 @@ class Choice:
     makespan_s: float
     regroup_s: dict[str, float]
     """Time that regrouping and optimizer add, by how regrouping counts."""
+    setting: Setting
     memory_bytes: float
     """Estimate for the fullest rank with the largest micro-batch that its schemes hold, or that
     rows of fixed length fill."""
@@ -78,6 +78,11 @@ class Choice:
     def strategy(self) -> str:
         """The strategies in notation."""
         return " ".join(map(str, self.strategies))
+
+    @property
+    def text(self) -> str:
+        """The strategies with what differs from the flags of the job."""
+        return self.strategy + self.setting.text
 
     def time_s(self, kind: str) -> float:
         """Mean time of an iteration."""
@@ -94,7 +99,7 @@ class Advice:
     packing: Choice
     """The best one with the same rows without padding."""
     static: Choice
-    """The best one with balanced plans."""
+    """The best without a pool, see proposal/verdict.py."""
     pool: Choice
     ceiling_s: float
     """Lower bound of the time of any plan, see simulator/ways.py."""
@@ -128,42 +133,61 @@ def advise(
     costs: JobCosts,
     on_progress: OnProgress = lambda what, done, total: None,
 ) -> Advice:
-    """Proposes a pool and compares it with training of fixed strategies.
+    """Proposes a pool and compares it with the best without one.
+
+    The pool also gets the setting of that best, and recomputation where fewer ranks hold the
+    longest sequence with it, as far as a bound lets them gain.
 
     costs: with a model, and with rows for all cp that are offered.
 
     Raises PlanError and ConfigurationError as `propose`, ConfigurationError if no homogeneous
     strategy holds the longest sequence.
     """
-    profile = costs.profile
     assert costs.model is not None
-    assert profile.regroup is not None
-    shape, memory = costs.model.shape, costs.model.memory
+    shape = costs.model.shape
     batches, num_ranks, longest = request.batches, request.num_ranks, request.counts.longest
-    proposal = propose(request, profile, on_progress)
-    if proposal.static is None or proposal.static_s is None:
-        raise ConfigurationError(
-            f"advice: a static strategy of one scheme must hold the longest sequence, {longest} "
-            f"tokens, on all {num_ranks} ranks but none does; lower --seq-length"
+    settings = list(Setting.all_of(costs))
+    proposal, setting = propose(request, costs.profile, on_progress), settings[0]
+    baseline = best_baseline(request, settings, proposal.pool, proposal.best_static)
+    if baseline is None:
+        raise _no_static(longest, num_ranks)
+    for other in settings[1:]:
+        is_better = other is baseline.setting or (
+            not other.ring and _fewest_ranks(other, longest) < _fewest_ranks(settings[0], longest)
         )
-    models = profile.readings()
+        bound_ms = fmean(
+            least_makespan_ms(other.costs.profile, each, num_ranks) for each in batches
+        )
+        if is_better and proposal.mean_s * _MS_PER_S > _WORTH_ANOTHER_SETTING * bound_ms:
+            found = propose(
+                request,
+                other.costs.profile,
+                lambda what, done, total: on_progress(f"other flags: {what}", done, total),
+            )
+            if proposal.mean_s > _WORTH_ANOTHER_SETTING * found.mean_s:
+                proposal, setting = found, other
 
     def choice(
         name: str,
+        setting: Setting,
         shares: Sequence[tuple[Strategy, float]],
         makespan_s: float,
         rows: Iterable[tuple[Scheme, int]] = (),
     ) -> Choice:
         """shares: strategies with their shares of the batches; rows: that run on them, by default
         the largest."""
+        profile, model = setting.costs.profile, setting.costs.model
+        assert model is not None
+        memory = model.memory
         return Choice(
             name=name,
+            setting=setting,
             strategies=tuple(strategy for strategy, _ in shares),
             makespan_s=makespan_s,
             regroup_s={
                 kind: math.fsum(share * model.overhead_ms(each) for each, share in shares)
                 / _MS_PER_S
-                for kind, model in models.items()
+                for kind, model in profile.readings().items()
             },
             memory_bytes=memory.reserve_bytes
             + max(
@@ -187,25 +211,33 @@ def advise(
         shape=shape,
         on_progress=on_progress,
     )
+    profile = setting.costs.profile
     fixed = {}
     for way in (FIXED_ROWS, PACKING):
-        works, makespan_s = _fastest(ways.candidates(way), profile)
+        of_rows = ways.fastest(way)
+        if of_rows is None:
+            raise _no_static(longest, num_ranks)
+        works, makespan_s = of_rows
         rows = frozenset().union(*(work.row_shapes for work in works))
-        fixed[way] = choice(way, [(works[0].strategy, 1.0)], makespan_s, rows)
-    static = Strategy.parse(proposal.static, num_ranks, ranks_per_node=request.ranks_per_node)
-    static_s = proposal.static_s - profile.overhead_ms(static) / _MS_PER_S
+        fixed[way] = choice(way, settings[0], [(works[0].strategy, 1.0)], makespan_s, rows)
     used = [proposal.pool.strategy(name) for name, _ in proposal.plans]
     overheads_s = [profile.overhead_ms(strategy) / _MS_PER_S for strategy in used]
     shares = [(strategy, used.count(strategy) / len(used)) for strategy in proposal.pool.strategies]
-    (ceiling,) = ways.candidates(CEILING)
-    all_ranks = ceiling.cost_model.coefficients(static.schemes[0])
+    (ceiling,) = replace(ways, costs=setting.costs).candidates(CEILING)
+    all_ranks = ceiling.cost_model.coefficients(baseline.strategy.schemes[0])
     return Advice(
         proposal=proposal,
         fixed_rows=fixed[FIXED_ROWS],
         packing=fixed[PACKING],
-        static=choice("static, balanced", [(static, 1.0)], static_s),
+        static=choice(
+            baseline.way,
+            baseline.setting,
+            [(baseline.strategy, 1.0)],
+            baseline.time_s - baseline.overhead_s,
+        ),
         pool=choice(
             "pool",
+            setting,
             shares,
             fmean(
                 time_s - overhead_s
@@ -217,7 +249,22 @@ def advise(
         / _MS_PER_S,
         num_tokens=fmean(map(sum, batches)),
         model_flops=fmean(map(shape.causal_flops, batches)),
-        kinds=tuple(models),
+        kinds=tuple(profile.readings()),
+    )
+
+
+def _no_static(longest: int, num_ranks: int) -> ConfigurationError:
+    return ConfigurationError(
+        f"advice: a static strategy of one scheme must hold the longest sequence, {longest} "
+        f"tokens, on all {num_ranks} ranks but none does; lower --seq-length"
+    )
+
+
+def _fewest_ranks(setting: Setting, longest: int) -> float:
+    """The fewest ranks of a replica that holds the longest sequence."""
+    rows = setting.costs.profile.schemes
+    return min(
+        (row.scheme.num_ranks for row in rows if row.max_tokens >= longest), default=math.inf
     )
 
 
@@ -239,22 +286,6 @@ def least_makespan_ms(profile: ProfileCostModel, batch: Sequence[int], num_ranks
     return float(least_ms.sum()) / num_ranks
 
 
-def _fastest(
-    candidates: Iterable[Variant], profile: ProfileCostModel
-) -> tuple[Sequence[IterationWork], float]:
-    """The works of the fastest candidate, overhead included, and their mean makespan in s."""
-    best_ms, mean_ms, best = math.inf, math.inf, None
-    for candidate in candidates:
-        if best is None or candidate.least_ms < best_ms * len(best):
-            works = candidate.works()
-            makespan_ms = fmean(work.makespan_ms(candidate.cost_model) for work in works)
-            time_ms = makespan_ms + profile.overhead_ms(works[0].strategy)
-            if time_ms < best_ms:
-                best_ms, mean_ms, best = time_ms, makespan_ms, works
-    assert best is not None  # the best balanced one holds all sequences
-    return best, mean_ms / _MS_PER_S
-
-
 _NUM_BATCHES, _FEWEST_BATCHES = 16, 4
 _MOST_SEQUENCES = 1 << 16
 """Most sequences of all batches that are drawn, unless these are the fewest."""
@@ -269,12 +300,8 @@ _OF_PROPOSAL = (
     *("--device", "--intra-node-gb-per-s", "--inter-node-gb-per-s"),
 )
 """Options that decide what `propose` finds, too."""
-_WORTH_RECOMPUTING = 1.03
-"""Gain of recomputing every layer from which it is advised."""
-RECOMPUTE_EVERY_LAYER = (
-    *("--recompute-granularity", "full", "--recompute-method", "uniform"),
-    *("--recompute-num-layers", "1"),
-)
+_WORTH_ANOTHER_SETTING = 1.03
+"""Gain of a pool with other flags of the job from which these are advised."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -323,11 +350,9 @@ def run(namespace: argparse.Namespace) -> int:
         costs = _costs(namespace, request)
         on_progress("costs", 1, 1)
         advice = advise(request, costs, on_progress)
-        more = None
-        if namespace.cost_profile is None and not namespace.json:
-            more = recompute_text(namespace, request, costs, advice, on_progress)
     assert costs.model is not None
-    profile, device, pool = costs.profile, costs.model.device, advice.proposal.pool
+    advised = advice.pool if is_worth_a_pool(advice) else advice.static
+    profile, device, pool = advised.setting.costs.profile, costs.model.device, advice.proposal.pool
     try:
         namespace.out.mkdir(parents=True, exist_ok=True)
     except OSError as error:
@@ -353,8 +378,6 @@ def run(namespace: argparse.Namespace) -> int:
     assumed = profile.assumed_schemes(pool)
     if namespace.cost_profile is None:
         console.print(f"Times are estimates for {device.name}, not measured.", highlight=False)
-        if more is not None:
-            console.print(more, highlight=False)
     elif assumed:
         console.print(f"not measured but assumed: {', '.join(map(str, assumed))}", highlight=False)
     _print_commands(namespace, request, advice)
@@ -419,20 +442,23 @@ def verdict(advice: Advice) -> str:
     """One sentence: what to do, and what it gains."""
     over_static, over_fixed = advice.gain(advice.static), advice.gain(advice.fixed_rows)
     reach = advice.bound_s / advice.pool.time_s(advice.kind)
-    pool = "the pool"
+    static, pool = advice.static, "the pool"
+    by_megatron = static.name == MEGATRON_CP
+    of_static = f"Megatron's {DYNAMIC_CP}" if by_megatron else "balanced plans"
     if is_worth_a_pool(advice):
         what, strategies = pool, advice.proposal.pool.strategies
         if len(strategies) == 1:
             what, pool = f"--strategy '{strategies[0]}'", "this strategy"
         what = (
-            f"Train with {what}: {over_static:.2f} × as fast as the best static strategy of one "
-            f"scheme with balanced plans, {advice.static.strategy}, and {over_fixed:.2f} × as fast "
-            f"as Megatron with rows of fixed length"
+            f"Train with {what}{advice.pool.setting.text}: {over_static:.2f} × as fast as the best "
+            f"without a pool, {static.strategy} with {of_static}{static.setting.text}; "
+            f"{over_fixed:.2f} × as fast as Megatron with rows of fixed length"
         )
     else:
+        strategy = static.strategy if by_megatron else f"--strategy '{static.strategy}'"
         what = (
-            f"Train with --strategy '{advice.static.strategy}' and balanced plans, "
-            f"{advice.fixed_rows.time_s(advice.kind) / advice.static.time_s(advice.kind):.2f} × "
+            f"Train with {strategy} and {of_static}{static.setting.text}: "
+            f"{advice.fixed_rows.time_s(advice.kind) / static.time_s(advice.kind):.2f} × "
             f"as fast as Megatron with rows of fixed length; a pool does not pay, as it is only "
             f"{over_static:.2f} × as fast as that"
         )
@@ -453,7 +479,7 @@ def choice_table(advice: Advice, peak_flops_per_s: float) -> Table:
         time_s = choice.time_s(advice.kind)
         table.add_row(
             choice.name,
-            choice.strategy,
+            choice.text,
             f"{advice.num_tokens / time_s:,.0f}",
             f"{100.0 * advice.model_flops / (time_s * peak_flops_per_s):.1f}",
             f"{advice.fixed_rows.time_s(advice.kind) / time_s:.2f}",
@@ -493,6 +519,7 @@ def to_json(advice: Advice, profile: ProfileCostModel, peak_flops_per_s: float) 
             {
                 "way": choice.name,
                 "strategy": choice.strategy,
+                "setting": choice.setting.text.lstrip(", "),
                 "time_s": {kind: choice.time_s(kind) for kind in advice.kinds},
                 "regroup_s": choice.regroup_s,
                 "mfu": advice.model_flops / (choice.time_s(advice.kind) * peak_flops_per_s),
@@ -505,52 +532,6 @@ def to_json(advice: Advice, profile: ProfileCostModel, peak_flops_per_s: float) 
         "assumed": list(map(str, profile.assumed_schemes(advice.proposal.pool))),
         "proposal_seconds": advice.proposal.seconds,
     }
-
-
-def recompute_text(
-    namespace: argparse.Namespace,
-    request: ProposalRequest,
-    costs: JobCosts,
-    advice: Advice,
-    on_progress: OnProgress,
-) -> str | None:
-    """Describes the gain from recomputing every layer, with the best pool then; None if little.
-
-    It costs time and saves memory: a pool is only proposed where fewer ranks hold the longest
-    sequence with it, and where the bound allows a gain.
-    """
-    if namespace.recompute_granularity == "full":
-        return None
-    num_ranks, longest = request.num_ranks, request.counts.longest
-    given = argparse.Namespace(**vars(namespace))
-    given.recompute_granularity, given.recompute_activations = "full", False
-    given.recompute_method, given.recompute_num_layers = "uniform", 1
-    assert costs.model is not None
-    given.bf16 = costs.model.precision is Precision.BF16  # so that it is not said a second time
-    given.fp32 = not given.bf16
-    with_it = _costs(given, request).profile
-    fewest, fewest_with = (
-        min(
-            (r.scheme.num_ranks for r in each.schemes if r.max_tokens >= longest), default=num_ranks
-        )
-        for each in (costs.profile, with_it)
-    )
-    time_s = advice.pool.time_s(advice.kind)
-    bound_ms = fmean(least_makespan_ms(with_it, each, num_ranks) for each in request.batches)
-    if fewest <= fewest_with or time_s * _MS_PER_S < _WORTH_RECOMPUTING * bound_ms:
-        return None
-    recomputed = propose(
-        request,
-        with_it,
-        lambda what, done, total: on_progress(f"recomputed: {what}", done, total),
-    )
-    gain = time_s / recomputed.mean_s
-    if gain < _WORTH_RECOMPUTING:
-        return None
-    return (
-        f"With every layer recomputed, the best pool is {gain:.2f} × as fast as this "
-        f"pool: {' '.join(RECOMPUTE_EVERY_LAYER)}"
-    )
 
 
 def _words_of_search(namespace: argparse.Namespace, sizes: BatchSizes) -> list[str]:
@@ -573,10 +554,11 @@ def _print_commands(
     namespace: argparse.Namespace, request: ProposalRequest, advice: Advice
 ) -> None:
     """Prints the way to a run: measure unless that was done, propose with that, train."""
-    pool, words = advice.proposal.pool, namespace.training_words
+    pool, is_worth_it = advice.proposal.pool, is_worth_a_pool(advice)
+    setting = advice.pool.setting if is_worth_it else advice.static.setting
+    words = setting.words(namespace.training_words)
     num_ranks, ranks_per_node = pool.num_ranks, pool.ranks_per_node
     pool_path, profile_path = namespace.out / POOL_FILE_NAME, namespace.out / PROFILE_FILE_NAME
-    is_worth_it, static_text = is_worth_a_pool(advice), advice.static.strategy
     if namespace.cost_profile is None:
         pool_path, profile_path = Path(POOL_FILE_NAME), Path(_MEASURED_FILE_NAME)
         strategies = (*advice.static.strategies, *pool.strategies)
@@ -584,17 +566,23 @@ def _print_commands(
         schemes = {str(scheme): scheme.num_ranks for scheme in used}
         print_next(
             profile_command(num_ranks, ranks_per_node, max(schemes.values())),
-            *("--out", profile_path, "--schemes", *schemes, "--", *words),
+            *("--out", profile_path, "--schemes"),
+            *(*schemes, "--", *words),
         )
         if is_worth_it:
             print_next(
                 "hydraulis propose --lengths",
                 *(namespace.lengths, "--num-ranks", num_ranks, "--ranks-per-node", ranks_per_node),
-                *(*_words_of_search(namespace, request.sizes), "--schemes", "+".join(schemes)),
+                *setting.words(_words_of_search(namespace, request.sizes)),
+                *("--schemes", "+".join(schemes)),
                 *("--cost-profile", profile_path, "--out", pool_path),
             )
+    strategy: tuple[str, str | Path] = "--strategy", advice.static.strategy
+    if is_worth_it:
+        strategy = "--strategy-pool", pool_path
     print_next(
         launch_command(num_ranks, ranks_per_node),
-        *(("--strategy-pool", pool_path) if is_worth_it else ("--strategy", static_text)),
-        *("--cost-profile", profile_path, *words),
+        *strategy,
+        *("--cost-profile", profile_path),
+        *words,
     )

@@ -22,6 +22,7 @@ from megatron.hydraulis.cost_model.model_arguments import (
     shape_of,
 )
 from megatron.hydraulis.cost_model.profile import (
+    ESTIMATED,
     ProfileCostModel,
     ProfiledModel,
     ProfiledScheme,
@@ -145,7 +146,7 @@ def estimated_profile(
     return ProfileCostModel(
         device=device.name,
         source=(
-            f"estimated for {cluster.num_ranks} ranks, {cluster.ranks_per_node} a node, by the "
+            f"{ESTIMATED}{cluster.num_ranks} ranks, {cluster.ranks_per_node} a node, by the "
             f"analytic model, not measured: {device.source}"
         ),
         date=datetime.date.today().isoformat(),

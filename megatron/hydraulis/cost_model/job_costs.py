@@ -234,6 +234,23 @@ class JobCosts:
         profile = replace(self.profile, schemes=(*self.profile.schemes, *assumed))
         return replace(self, profile=profile)
 
+    def by(self, model: AnalyticCostModel) -> JobCosts:
+        """These costs for another model of the same job, such as one with other recomputation.
+
+        Rows that were measured change by as much as the model's do; the others follow from them.
+        """
+        assert self.model is not None
+        rows = []
+        for row in self.profile.schemes:
+            if not row.is_assumed:
+                of_row, limit = self.model.coefficients(row.scheme), model.max_tokens(row.scheme)
+                times = _as_measured(model.coefficients(row.scheme), of_row, row.coefficients)
+                if before := self.model.max_tokens(row.scheme):
+                    limit = row.max_tokens * limit // before
+                rows.append(replace(row, coefficients=times, max_tokens=limit))
+        profile = replace(self.profile, schemes=tuple(rows))
+        return replace(self, profile=profile, model=model).with_widths()
+
     def coefficients(self, scheme: Scheme) -> Coefficients:
         """Measured or assumed; StrategyError if the profile has no width of the scheme."""
         return self._row(scheme).coefficients

@@ -51,6 +51,8 @@ from megatron.hydraulis.strategy import Pool, Scheme, Strategy
 
 _FORMAT_VERSION = 2
 _FORM_KEYS = ("a_ms_per_token2", "b_ms_per_token", "c_ms")
+ESTIMATED = "estimated for "
+"""The source of a profile that the analytic model made begins with this."""
 _MIN_R_SQUARED = 0.9
 _MAX_RESIDUAL = 0.2
 """Residual of a point up to which a fit is good whatever its R²: times that hardly differ have a
@@ -227,6 +229,11 @@ class ProfileCostModel:
             )
         _check_distinct("scheme", [str(row.scheme) for row in self.schemes])
         _check_distinct("strategy", [row.name for row in self.strategies])
+
+    @property
+    def is_estimated(self) -> bool:
+        """Whether the analytic model made the rows."""
+        return self.source.startswith(ESTIMATED)
 
     def coefficients(self, scheme: Scheme) -> Coefficients:
         """The time of a micro-batch on the slowest stage; StrategyError for an unknown scheme."""

@@ -38,6 +38,7 @@ from megatron.hydraulis.planner.planned import PlannedBatch, plan_batch
 from megatron.hydraulis.planner.solver import native_prints_to_stderr
 from megatron.hydraulis.proposal.propose import Proposal, ProposalRequest
 from megatron.hydraulis.proposal.propose import propose as _propose
+from megatron.hydraulis.proposal.verdict import judged
 from megatron.hydraulis.simulator.comparison import Comparison, SimulationRequest, compare_ways
 from megatron.hydraulis.simulator.ways import WAYS
 from megatron.hydraulis.strategy import Pool, Scheme, Strategy
@@ -219,7 +220,8 @@ def propose(
     )
     warn_of_unknown_overheads(costs.profile)
     with native_prints_to_stderr():
-        return _propose(request, costs.with_widths().profile)
+        costs = costs.with_widths()
+        return judged(request, costs, _propose(request, costs.profile))
 
 
 def simulate(

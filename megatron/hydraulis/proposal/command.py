@@ -20,6 +20,7 @@ from megatron.hydraulis.json_object import write_output
 from megatron.hydraulis.lengths.batches import add_batch_arguments
 from megatron.hydraulis.planner.solver import native_prints_to_stderr
 from megatron.hydraulis.proposal.propose import ProposalRequest, propose
+from megatron.hydraulis.proposal.verdict import judged
 from megatron.hydraulis.terminal import (
     launch_command,
     phase_progress,
@@ -73,6 +74,9 @@ def run(namespace: argparse.Namespace) -> int:
         costs = costs.with_widths()
         on_progress("costs", 1, 1)
         proposal = propose(request, costs.profile, on_progress)
+        on_progress("baseline", 0, 1)
+        proposal = judged(request, costs, proposal)
+        on_progress("baseline", 1, 1)
     cost_model = proposal.profile
     assumed = cost_model.assumed_schemes(proposal.pool)
     if namespace.out is not None:
@@ -93,12 +97,8 @@ def run(namespace: argparse.Namespace) -> int:
         f"{proposal.num_mixes} strategies estimated, {proposal.num_bounds} bounds and "
         f"{proposal.num_plans} plans in {proposal.seconds:.1f} s"
     )
-    if proposal.static_s is not None:
-        console.print(
-            f"{proposal.static_s / proposal.mean_s:.3f} × as fast as {proposal.static}, the best "
-            f"static strategy of one scheme with balanced plans: {proposal.static_s:.4f} s",
-            highlight=False,
-        )
+    if proposal.verdict is not None:
+        console.print(str(proposal.verdict), highlight=False)
     if assumed:
         console.print(
             f"not measured: {', '.join(map(str, assumed))}; assumed from other widths of cp, with "

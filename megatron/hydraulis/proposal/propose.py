@@ -2,11 +2,11 @@
 
 import math
 import time
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from functools import cached_property
 from statistics import fmean, stdev
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import numpy as np
 from rich.table import Table
@@ -29,6 +29,9 @@ from megatron.hydraulis.proposal.explore import (
 from megatron.hydraulis.strategy import Pool, Scheme, Strategy
 from megatron.hydraulis.strategy.notation import parse_terms
 from megatron.hydraulis.terminal import OnProgress, figures_table, notebook_html, table_text
+
+if TYPE_CHECKING:
+    from megatron.hydraulis.proposal.verdict import PoolVerdict
 
 _MS_PER_S = 1e3
 _WIDTH = 110
@@ -142,12 +145,23 @@ class Proposal:
     num_bounds: int
     num_plans: int
     seconds: float
+    verdict: "PoolVerdict | None" = None
+    """What it gains over the best without a pool; None if that was not searched."""
 
     @property
     def error_s(self) -> float | None:
         """Standard error of `mean_s`: other batches have other times; None of a single batch."""
         times_s = [time_s for _, time_s in self.plans]
         return stdev(times_s) / math.sqrt(len(times_s)) if len(times_s) > 1 else None
+
+    @property
+    def best_static(self) -> tuple[Strategy, float] | None:
+        """`static`, placed, with its time in s."""
+        if self.static is None or self.static_s is None:
+            return None
+        pool = self.pool
+        placed = Strategy.parse(self.static, pool.num_ranks, ranks_per_node=pool.ranks_per_node)
+        return placed, self.static_s
 
     @property
     def shares(self) -> dict[Strategy, float]:
@@ -179,6 +193,7 @@ class Proposal:
         counts = ("num_batches", "num_tokens", "num_mixes", "num_bounds", "num_plans", "seconds")
         return {
             "pool": self.pool.to_json(),
+            "verdict": None if self.verdict is None else self.verdict.to_json(),
             **{name: [asdict(row) for row in getattr(self, name)] for name in tables},
             **{name: getattr(self, name) for name in (*pools, *counts)},
         }
@@ -249,19 +264,10 @@ def propose(
         [cost.longest for cost in candidates.costs],
         min_batches=max(1, int(_MIN_REGIME_SHARE * len(batches))),
     )
-    evaluator = Evaluator(
-        candidates,
-        cost_model,
-        batches,
-        seed=request.seed,
-        row_quantum=request.row_quantum_tokens,
-    )
-    explorer = Explorer(candidates, Estimator(candidates, batches), len(batches), longest)
+    search = _PoolSearch(request, candidates, cost_model)
     # One more strategy than wanted, to know what it would gain.
-    _explore(explorer, evaluator, regimes, size + 1, on_progress)
-    readings = cost_model.readings().values()
-    search = _PoolSearch(candidates, evaluator, explorer, longest, readings)
-    shortlist = explorer.shortlist(size + 1, _SHORTLIST_PER_MEMBER * (size + 1))
+    _explore(search.explorer, search.evaluator, regimes, size + 1, on_progress)
+    shortlist = search.explorer.shortlist(size + 1, _SHORTLIST_PER_MEMBER * (size + 1))
     for done, mix in enumerate(shortlist, start=1):
         search.add(mix)
         on_progress("bounds", done, len(shortlist) + 1)
@@ -283,6 +289,19 @@ def propose(
     one_more = larger if len(larger) > len(chosen) else None
     seconds = time.perf_counter() - start_s
     return _proposal(search, cost_model, regimes, chosen, static, one_more, seconds)
+
+
+def best_static(
+    request: ProposalRequest, cost_model: ProfileCostModel, below_s: float = math.inf
+) -> tuple[Strategy, float] | None:
+    """The fastest strategy of one scheme for the batches and its mean time in s, by full plans;
+    None if none holds the longest sequence in less than below_s."""
+    candidates = request.candidates(cost_model)
+    search = _PoolSearch(request, candidates, cost_model)
+    best = search.best_static(_MS_PER_S * below_s)
+    if best is None:
+        return None
+    return candidates.strategy(search.mixes[best]), search.mean_ms((best,)) / _MS_PER_S
 
 
 def _explore(
@@ -318,26 +337,25 @@ def _learn(explorer: Explorer, evaluator: Evaluator, size: int) -> None:
 
 
 class _PoolSearch:
-    """Selects pools by the planner's bounds and confirms them with full plans.
-
-    readings: how overheads may count, see `no_worse`.
-    """
+    """Selects pools by the planner's bounds and confirms them with full plans."""
 
     def __init__(
-        self,
-        candidates: Candidates,
-        evaluator: Evaluator,
-        explorer: Explorer,
-        longest: int,
-        readings: Collection[ProfileCostModel],
+        self, request: ProposalRequest, candidates: Candidates, cost_model: ProfileCostModel
     ) -> None:
-        self._readings = readings
+        batches, self._longest = request.batches, request.counts.longest
+        self._readings = cost_model.readings().values()
         self.candidates = candidates
-        self.evaluator = evaluator
-        self.explorer = explorer
-        self._longest = longest
+        self.evaluator = Evaluator(
+            candidates,
+            cost_model,
+            batches,
+            seed=request.seed,
+            row_quantum=request.row_quantum_tokens,
+        )
+        estimator = Estimator(candidates, batches)
+        self.explorer = Explorer(candidates, estimator, len(batches), self._longest)
         self.mixes: list[Mix] = []
-        self.times_ms: FloatArray = np.empty((0, len(evaluator.batches)))
+        self.times_ms: FloatArray = np.empty((0, len(batches)))
         """Shape (num_mixes, num_batches): times of plans, expected times without a plan, inf if a
         mix does not hold a batch."""
 
@@ -370,19 +388,22 @@ class _PoolSearch:
         for mix in better:
             self.add(mix)
 
-    def best_static(self) -> int | None:
+    def best_static(self, below_ms: float = math.inf) -> int | None:
         """The fastest strategy of one scheme, by full plans of all batches; None if none holds the
-        longest sequence."""
-        plain = single_scheme_mixes(self.candidates)
-        means_ms = {mix: float(self.explorer.estimates_ms(mix).mean()) for mix in plain}
-        known_ms = zip(self.mixes, self.times_ms.mean(axis=1), strict=True)
-        means_ms = {mix: float(mean_ms) for mix, mean_ms in known_ms} | means_ms
+        longest sequence in a mean time of less than below_ms."""
+        candidates, empty = self.candidates, (0,) * len(self.candidates.schemes)
+        plain = single_scheme_mixes(candidates)
+        self.explorer.remember(plain)
         means_ms = {
-            mix: mean_ms
-            for mix, mean_ms in means_ms.items()
-            if self.candidates.is_static(mix) and self.candidates.limit(mix) >= self._longest
+            mix: float(self.explorer.estimates_ms(mix).mean()) for mix in self._static(plain)
         }
-        best, best_ms = None, float("inf")
+        waves = set(range(len(empty))) - set(candidates.plain)
+        for mix in self._static(candidates.filled(empty, (index,)) for index in sorted(waves)):
+            if self.explorer.estimates_ms(mix).mean() < below_ms:  # estimates of waves are low
+                self.add(mix)
+        known_ms = dict(zip(self.mixes, self.times_ms.mean(axis=1), strict=True))
+        means_ms = {mix: float(known_ms[mix]) for mix in self._static(known_ms)} | means_ms
+        best, best_ms = None, below_ms * len(self.evaluator.batches)
         for mix in sorted(means_ms, key=lambda mix: means_ms[mix])[:_NUM_STATIC]:
             self.add(mix)
             row = self.mixes.index(mix)
@@ -395,6 +416,12 @@ class _PoolSearch:
             if least_ms.sum() < best_ms:
                 best, best_ms = row, float(least_ms.sum())
         return best
+
+    def _static(self, mixes: Iterable[Mix]) -> Iterator[Mix]:
+        """Those of one scheme on all ranks that hold the longest sequence."""
+        for mix in mixes:
+            if self.candidates.is_static(mix) and self.candidates.limit(mix) >= self._longest:
+                yield mix
 
     def planned_pool(self, size: int, start: Sequence[int] = ()) -> tuple[int, ...]:
         """The best pool found of at most size strategies, as indices of mixes, no worse than start.

@@ -29,6 +29,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from multiprocessing import get_context
+from statistics import fmean
 from typing import Self, TypeVar
 
 import numpy as np
@@ -300,6 +301,19 @@ class Ways:
                 in_rows = partial(self._in_rows, way, layout, num_rows)
                 yield Variant(self.simulated, in_rows, least_ms)
 
+    def fastest(self, way: str, below_s: float = math.inf) -> tuple[Works, float] | None:
+        """The works of a way's fastest candidate, overhead included, and their mean makespan in s;
+        None if none takes less than below_s. Raises as `candidates`."""
+        best_ms, mean_ms, best = MS_PER_S * below_s, math.inf, None
+        for candidate in self.candidates(way):
+            if candidate.least_ms < best_ms * len(self.batches):
+                works = candidate.works()
+                makespan_ms = fmean(work.makespan_ms(candidate.cost_model) for work in works)
+                time_ms = makespan_ms + self.costs.overhead_ms(works[0].strategy)
+                if time_ms < best_ms:
+                    best_ms, mean_ms, best = time_ms, makespan_ms, works
+        return None if best is None else (best, mean_ms / MS_PER_S)
+
     def _tracked(self, what: str, steps: Iterable[_Step], num: int) -> Iterator[_Step]:
         """Yields the steps and reports their progress."""
         self.on_progress(what, 0, num)
@@ -461,7 +475,7 @@ class Ways:
     def _megatron_context(self) -> Iterator[Variant]:
         """Yields a variant for every tp, ep and limit of a rank."""
         num_ranks, per_node = self.pool.num_ranks, self.pool.ranks_per_node
-        made: list[Callable[[], Works]] = []
+        made: list[tuple[Callable[[], Works], float]] = []
         plain = (row.scheme for row in self.profile.schemes if row.scheme.pp == 1)
         for tp, ep in sorted({(scheme.tp, scheme.ep) for scheme in plain}):
             width, rest = divmod(num_ranks, tp)
@@ -471,13 +485,25 @@ class Ways:
             strategy = Strategy.parse(str(whole), num_ranks, ranks_per_node=per_node)
             limits = ((each, self.costs.max_tokens(each)) for each in whole.group_schemes)
             most_tokens = min(limit // each.cp for each, limit in limits)
+            least_ms = self._least_in_groups_ms(whole)
             for halvings in range(_NUM_RANK_LIMITS):
                 rank_tokens = most_tokens >> halvings
                 if rank_tokens * width < self.limit or not rank_tokens:
                     break
-                made.append(partial(self._in_waves, strategy, rank_tokens, most_tokens))
-        for works in self._tracked(MEGATRON_CP, made, len(made)):
-            yield Variant(self.simulated, works)
+                works = partial(self._in_waves, strategy, rank_tokens, most_tokens)
+                made.append((works, least_ms))
+        for in_waves, least_ms in self._tracked(MEGATRON_CP, made, len(made)):
+            yield Variant(self.simulated, in_waves, least_ms)
+
+    def _least_in_groups_ms(self, whole: Scheme) -> float:
+        """Lower bound of the time of all batches: each sequence in the group that needs the least
+        rank time for it."""
+        lengths = np.concatenate([np.asarray(batch, np.float64) for batch in self.batches])
+        least_ms = np.full(len(lengths), np.inf)
+        for group in whole.group_schemes:
+            times = self.costs.coefficients(group).sequence_time_ms(lengths)
+            least_ms = np.minimum(least_ms, group.cp * times)
+        return float(least_ms.sum()) / whole.cp
 
     def _in_waves(self, strategy: Strategy, rank_tokens: int, most_tokens: int) -> Works:
         (whole,) = strategy.schemes
