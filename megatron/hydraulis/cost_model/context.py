@@ -19,10 +19,21 @@ part of the tokens with all heads into all tokens with a part of the heads, and 
 ``p2p``: keys and values go round a ring while the rank attends to those that it has."""
 
 CP_COMM_TYPES = ("auto", "p2p", "all_gather", "a2a")
-"""Values of --cp-comm-type: ``auto`` is the way that moves less of those that the heads allow.
-``p2p`` moves as much as ``all_gather`` does, in steps that overlap with attention; only Transformer
-Engine has it, elsewhere it runs as ``all_gather``."""
+"""Values of --cp-comm-type: ``auto`` is a ring that hides behind attention, else the way that moves
+less of those that the heads allow. ``p2p`` moves as much as ``all_gather`` does, in steps that
+overlap with attention; only Transformer Engine has it, elsewhere it runs as ``all_gather``."""
 
+# Sequences for which a group of c ranks is made have so many tokens a rank, or more.
+_TOKENS_PER_RANK = 4096
+# FLOPs of attention in the time of a byte on the link: B200's 2,250 TFLOP/s, of which attention
+# reaches 0.6, over 0.73 of 900 GB/s inside a node and 0.8 of 50 GB/s across nodes. Older devices
+# have fewer (H100 1,700 inside, A100 900), so a ring that hides there hides everywhere.
+_FLOPS_PER_BYTE, _FLOPS_PER_NETWORK_BYTE = 2_055.0, 33_750.0
+# GPUs of the smallest usual domain of NVLink.
+_RANKS_OF_A_NODE = 8
+_ELEMENT_BYTES = 2
+# Scores and their product with the values, causal; 2.5 times in the backward (arXiv 2307.08691).
+_FLOPS_OF_ATTENTION = 3.5 * 2
 # Keys and values in the forward; they and their gradients in the backward.
 _NUM_RING_ROUNDS = 3
 # Tokens for heads, and back.
@@ -107,8 +118,35 @@ def te_all_to_all_refusal(num_heads: int, num_groups: int, context_size: int) ->
     )
 
 
+def ring_is_faster(num_heads: int, num_groups: int, context_size: int, num_ranks: int) -> bool:
+    """Returns whether what a ring exposes takes less time than an all-to-all, on any known device.
+
+    Of one sequence of 4,096 tokens a rank, forward and backward. Bytes and FLOPs per local token
+    are both proportional to the head size. A ring hides behind all but the last of c steps.
+
+    Args:
+        num_heads: query heads on this rank.
+        num_groups: key and value heads on this rank.
+        context_size: ranks of the group, c.
+        num_ranks: tp · c, neighbouring ranks.
+    """
+    is_inside = num_ranks <= _RANKS_OF_A_NODE
+    flops_per_element = (_FLOPS_PER_BYTE if is_inside else _FLOPS_PER_NETWORK_BYTE) * _ELEMENT_BYTES
+    row_tokens = context_size * _TOKENS_PER_RANK
+    overlapping = (1.0 - 1.0 / context_size) * _FLOPS_OF_ATTENTION * num_heads * row_tokens
+    exposed = gather_elements(num_groups, context_size) * flops_per_element - overlapping
+    return exposed < all_to_all_elements(num_heads, num_groups, context_size) * flops_per_element
+
+
 def choose_way(
-    cp_comm_type: str, num_heads: int, num_groups: int, context_size: int, *, has_te: bool
+    cp_comm_type: str,
+    num_heads: int,
+    num_groups: int,
+    context_size: int,
+    *,
+    has_te: bool,
+    tp: int = 1,
+    has_windows: bool = False,
 ) -> Way:
     """The way of a group; equal on all its ranks. Runtime, memory and cost model ask this.
 
@@ -118,6 +156,8 @@ def choose_way(
         num_groups: key and value heads on this rank.
         context_size: ranks of the group, c.
         has_te: whether core attention is Transformer Engine's.
+        tp: tensor-parallel ranks of each rank of the group.
+        has_windows: whether some layer has a window, which a ring of Transformer Engine lacks.
 
     Raises:
         ConfigurationError: ``a2a`` although the heads do not allow it.
@@ -130,6 +170,8 @@ def choose_way(
         )
     exchange = all_to_all_elements(num_heads, num_groups, context_size)
     moves_less = exchange < gather_elements(num_groups, context_size)
+    if has_te and cp_comm_type == "auto" and not has_windows:
+        moves_less &= not ring_is_faster(num_heads, num_groups, context_size, tp * context_size)
     if cp_comm_type == "a2a" or (cp_comm_type == "auto" and refusal is None and moves_less):
         return "a2a"
     return "p2p" if has_te and cp_comm_type != "all_gather" else "all_gather"
@@ -170,7 +212,15 @@ def exchange_of(
     num_heads = shape.num_attention_heads // scheme.tp
     num_groups = shape.num_query_groups // scheme.tp
     bytes_per_head = shape.padded_channels * parameter_bytes
-    way = choose_way(cp_comm_type, num_heads, num_groups, cp, has_te=has_te)
+    way = choose_way(
+        cp_comm_type,
+        num_heads,
+        num_groups,
+        cp,
+        has_te=has_te,
+        tp=scheme.tp,
+        has_windows=shape.window is not None,
+    )
     if way == "a2a":
         moved = all_to_all_elements(num_heads, num_groups, cp) * bytes_per_head / cp
         return Exchange(

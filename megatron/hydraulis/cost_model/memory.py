@@ -445,6 +445,8 @@ class LayerMemory:
             num_groups // tp,
             cp,
             has_te=model.has_te_attention,
+            tp=tp,
+            has_windows=model.shape.window is not None,
         )
 
 

@@ -69,7 +69,7 @@ _CHANGES_NO_UPDATE = {
     "log_throughput": "TFLOP/s in the log line",
     "transformer_impl": "layers of megatron-core, without Transformer Engine",
     "max_position_embeddings": "as long as the longest sequence",
-    "cp_comm_type": "the exchange that moves the fewest bytes",
+    "cp_comm_type": "a ring that hides behind attention, else the fewest bytes",
     "gradient_accumulation_fusion": "apex, which fuses it, is not installed",
     "tensorboard_dir": "events are part of the run folder",
     "wandb_save_dir": "part of the run folder",

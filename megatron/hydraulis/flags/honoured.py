@@ -164,7 +164,7 @@ _DIFFERENT = {
     "--no-load-optim": "continue at the checkpoint's iteration and place in the data with a new "
     "optimizer and learning-rate schedule",
     "--cp-comm-type": "one of auto, p2p, all_gather, a2a for all layers; auto, the default, takes "
-    "the one that moves the fewest bytes; p2p is run as all_gather",
+    "a ring that hides, else the fewest bytes; without te p2p is all_gather",
     "--window-size": "in windowed layers a token attends to this many tokens before it, and to "
     "itself, as in 128,0",
     "--window-attn-skip-freq": "every so many layers one attends to whole sequences; or a list "

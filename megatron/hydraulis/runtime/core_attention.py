@@ -194,7 +194,15 @@ class TEAttention(PackedAttention):
                 group,
                 dist.get_process_group_ranks(group),
                 _context_stream(query.device),
-                choose_way(self.cp_comm_type, query.size(1), key.size(1), size, has_te=True),
+                choose_way(
+                    self.cp_comm_type,
+                    query.size(1),
+                    key.size(1),
+                    size,
+                    has_te=True,
+                    tp=self.config.tensor_model_parallel_size,
+                    has_windows=self.config.window_size is not None,
+                ),
             )
         arguments = packed_arguments(packed_seq_params)
         if self.window is not None:
@@ -247,6 +255,10 @@ class RowKind:
     """Number of tokens before its own that a token attends to; None for all of its sequence."""
     value_head_size: int | None = None
     """Size of a value's head; None if it is that of queries and keys."""
+    tp: int = 1
+    """Tensor-parallel ranks of each of those."""
+    has_windows: bool = False
+    """Whether some layer of the model has a window."""
 
 
 def te_obstacle(
@@ -264,7 +276,15 @@ def te_obstacle(
         way = (
             None
             if size == 1
-            else choose_way(cp_comm_type, row.num_heads, row.num_groups, size, has_te=True)
+            else choose_way(
+                cp_comm_type,
+                row.num_heads,
+                row.num_groups,
+                size,
+                has_te=True,
+                tp=row.tp,
+                has_windows=row.has_windows,
+            )
         )
     except ConfigurationError as error:
         return str(error)
@@ -479,6 +499,8 @@ def row_kinds(pool: Pool, shape: ModelShape, longest: int) -> tuple[RowKind, ...
             longest,
             window,
             shape.v_head_dim or None,
+            tp,
+            bool(shape.num_windowed_layers),
         )
         for tp, cp in sorted(groups)
         for window in windows

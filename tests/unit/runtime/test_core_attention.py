@@ -119,15 +119,18 @@ def test_kinds_of_rows_of_a_pool() -> None:
     pool = Pool.of(Strategy.parse("tp2cp4~", 8), Strategy.parse("8*tp1", 8))
     assert row_kinds(pool, shape, 4096) == (
         RowKind(8, 4, 1, 4096),
-        RowKind(4, 2, 1, 4096),
-        RowKind(4, 2, 2, 4096),
-        RowKind(4, 2, 4, 4096),
+        RowKind(4, 2, 1, 4096, tp=2),
+        RowKind(4, 2, 2, 4096, tp=2),
+        RowKind(4, 2, 4, 4096, tp=2),
     )
     alone = Pool.of(Strategy.parse("tp1", 1))
     some = dataclasses.replace(shape, num_windowed_layers=1, window_tokens=9)
-    assert row_kinds(alone, some, 64) == (RowKind(8, 4, 1, 64), RowKind(8, 4, 1, 64, 8))
+    assert row_kinds(alone, some, 64) == (
+        RowKind(8, 4, 1, 64, has_windows=True),
+        RowKind(8, 4, 1, 64, 8, has_windows=True),
+    )
     every = dataclasses.replace(some, num_windowed_layers=4)
-    assert row_kinds(alone, every, 64) == (RowKind(8, 4, 1, 64, 8),)
+    assert row_kinds(alone, every, 64) == (RowKind(8, 4, 1, 64, 8, has_windows=True),)
 
 
 def test_only_the_reference_adds_an_offset_to_the_softmax() -> None:

@@ -236,9 +236,10 @@ def test_the_group_of_a_micro_batch_does_not_affect_the_next(group: Any) -> None
 @pytest.mark.parametrize(
     ("wish", "heads", "groups", "size", "way"),
     [
-        ("auto", 32, 32, 4, "a2a"),  # 192 head vectors against 576
-        ("auto", 32, 8, 2, "p2p"),  # 80 against 48
-        ("auto", 32, 8, 8, "a2a"),  # 140 against 336
+        ("auto", 32, 8, 2, "p2p"),  # 80 head vectors against 48
+        ("auto", 32, 8, 8, "p2p"),  # 140 against 336, which hide
+        ("auto", 32, 32, 8, "p2p"),  # 224 against 1,344: 1,344 · 4,110 < 7/8 · 7 · 32 · 32,768
+        ("auto", 32, 16, 16, "a2a"),  # not behind 16 ranks, which use the network
         ("auto", 32, 2, 8, "p2p"),  # groups are not repeated
         ("p2p", 32, 32, 4, "p2p"),
         ("all_gather", 32, 32, 4, "all_gather"),
