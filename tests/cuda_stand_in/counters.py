@@ -11,7 +11,6 @@ import re
 import types
 from collections import Counter
 from collections.abc import Callable, Iterable
-from contextlib import ExitStack
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
@@ -102,6 +101,8 @@ class Case:
     products of experts and sorts their tokens."""
     has_experts: bool = False
     """Whether layers have experts, balanced by sequence, that an all-to-all serves."""
+    num_experts: int = 4
+    """How many, if they have them."""
     has_biases: bool = False
     """Whether routers of these also have biases and a z-loss."""
     has_latents: bool = False
@@ -181,20 +182,22 @@ def _kind_of(kernel: str) -> str:
 
 def train(case: Case) -> None:
     """Run the iterations on a lone rank, the last one between marks."""
-    with ExitStack() as stack:
-        if case.fused_gradients:
-            stack.enter_context(patch.object(parallel_layers, "_grad_accum_fusion_available", True))
-            stack.enter_context(
-                patch.object(
-                    parallel_layers, "fused_weight_gradient_mlp_cuda", _OneKernel(), create=True
-                )
-            )
-        step = (_ours if case.side == "ours" else _plain)(case)
-        for iteration in range(NUM_ITERATIONS):
-            if iteration == NUM_ITERATIONS - 1:
-                mark(_BEGIN)
-            step()
-        mark(_END)
+    step = step_of(case)
+    for iteration in range(NUM_ITERATIONS):
+        if iteration == NUM_ITERATIONS - 1:
+            mark(_BEGIN)
+        step(case.micro_batches)
+    mark(_END)
+
+
+def step_of(case: Case) -> Callable[[int], object]:
+    """A training step with a number of micro-batches, at most that of the case, on a lone rank."""
+    if case.fused_gradients:
+        patch.object(parallel_layers, "_grad_accum_fusion_available", True).start()
+        patch.object(
+            parallel_layers, "fused_weight_gradient_mlp_cuda", _OneKernel(), create=True
+        ).start()
+    return (_ours if case.side == "ours" else _plain)(case)
 
 
 class _OneKernel(types.ModuleType):
@@ -212,7 +215,7 @@ def _config(case: Case, tp: int) -> TransformerConfig:
     variant: dict[str, Any] = {}
     if case.has_experts:
         variant = {
-            "num_moe_experts": 4,
+            "num_moe_experts": case.num_experts,
             "moe_ffn_hidden_size": 256,
             "moe_router_load_balancing_type": "seq_aux_loss",
             "moe_aux_loss_coeff": 1e-2,
@@ -268,7 +271,7 @@ def _layer_spec(config: TransformerConfig) -> Any:
     )
 
 
-def _ours(case: Case) -> Callable[[], object]:
+def _ours(case: Case) -> Callable[[int], object]:
     scheme = "".join(f"{axis}{size}" for axis, size in (("tp", case.tp), ("cp", case.cp)))
     strategy = Strategy.parse(f"{NUM_RANKS // (case.tp * case.cp)}*{scheme}", NUM_RANKS)
     transformer = _config(case, 1)
@@ -290,10 +293,12 @@ def _ours(case: Case) -> Callable[[], object]:
         pack(sequences, case.tp, context_size=case.cp).pinned().to(engine.device, non_blocking=True)
         for _ in range(case.micro_batches)
     ]
-    return lambda: engine.train_step(strategy.name, batches, step, next_strategy=strategy.name)
+    return lambda num: engine.train_step(
+        strategy.name, batches[:num], step, next_strategy=strategy.name
+    )
 
 
-def _plain(case: Case) -> Callable[[], object]:
+def _plain(case: Case) -> Callable[[int], object]:
     parallel_state.initialize_model_parallel(
         tensor_model_parallel_size=case.tp, create_gloo_process_groups=False
     )
@@ -351,14 +356,14 @@ def _plain(case: Case) -> Callable[[], object]:
         loss, num_tokens, report = executor.loss_func(mask, output)
         return loss, num_tokens.int(), report  # upstream counts in whole numbers
 
-    def step() -> None:
+    def step(num_micro_batches: int) -> None:
         model.zero_grad_buffer()
         optimizer.zero_grad()
         reports = forward_backward_no_pipelining(
             forward_step_func=run_model,
             data_iterator=iter(()),
             model=model,
-            num_microbatches=case.micro_batches,
+            num_microbatches=num_micro_batches,
             seq_length=num_tokens,
             micro_batch_size=1,
         )
