@@ -1,15 +1,16 @@
 """Measures how long the host takes to issue a layer's forward and backward.
 
-    python -m tests.cuda_stand_in.host_time [--rounds N] [--te]
+    python -m tests.cuda_stand_in.host_time [--te] [--kinds KIND …] [--rounds N]
 
 A layer's time for a micro-batch is a second difference of the processor time of training steps:
 between two numbers of micro-batches, and two of layers. So loss, optimizer and regrouping cancel.
 The machine may have other work, so processor time is taken, not elapsed time, and cases take turns.
+Other work can only add to it, through shared caches and cores: the least of several runs counts.
 The forward runs in the main thread, the backward in a thread of autograd.
 
 Times are also stated in forwards of one ``torch.nn.Linear``, measured between the steps: its host
 time on a GPU server is known, and so the factor between that server's core and this one
-(`cost_model/device.py`). What the stand-in takes is subtracted from both: the price of a call that
+(`cost_model/host.py`). What the stand-in takes is subtracted from both: the price of a call that
 launches nothing, times the launches that were counted. A driver takes more.
 """
 
@@ -19,12 +20,12 @@ import argparse
 import ctypes
 import os
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import median
 from tempfile import TemporaryDirectory
-from typing import Any
+from typing import Any, get_args
 
 import torch
 from torch.utils._python_dispatch import _disable_current_modes
@@ -141,20 +142,19 @@ def launches_of_layer(case: Case) -> float:
 
 
 def _run(function: Callable[..., Any], *arguments: Any) -> Any:
-    settings = {"num_ranks": NUM_RANKS, "ranks": (0,), "timeout_s": 300.0}
-    return run_alone(function, *arguments, **settings, STAND_IN_COPY_LIMIT_BYTES=_COPY_LIMIT_BYTES)[
-        0
-    ]
+    (result,) = run_alone(
+        function,
+        *arguments,
+        num_ranks=NUM_RANKS,
+        ranks=(0,),
+        timeout_s=300.0,
+        STAND_IN_COPY_LIMIT_BYTES=_COPY_LIMIT_BYTES,
+    )
+    return result
 
 
-def _spread(values: Iterable[float], digits: int) -> str:
-    values = sorted(values)
-    return f"{median(values):.{digits}f} ({values[0]:.{digits}f} to {values[-1]:.{digits}f})"
-
-
-def print_table(num_rounds: int, *, with_te: bool) -> None:
-    """Median and range over rounds, for docs/results."""
-    sides: tuple[Side, ...] = ("ours", "plain")
+def print_table(kinds: Sequence[str], num_rounds: int, *, with_te: bool) -> None:
+    """Least and median of the rounds, for README.md."""
     cases = {
         (kind, "Transformer Engine's" if has_te else "local", side): Case(
             side,
@@ -162,45 +162,50 @@ def print_table(num_rounds: int, *, with_te: bool) -> None:
             has_te=has_te,
             fused_gradients=has_te,
             same_attention=not has_te,
-            **options,
+            **KINDS[kind],
         )
-        for kind, options in KINDS.items()
+        for kind in kinds
         for has_te in ((False, True) if with_te else (False,))
-        for side in sides
+        for side in get_args(Side)
     }
     rounds = [{name: of_layer(case) for name, case in cases.items()} for _ in range(num_rounds)]
     stand_in_s = _run(null_launch_s)
-    linears_us = [_US_PER_S * (each.linear_s - stand_in_s) for of in rounds for each in of.values()]
-    print(f"A launch takes the stand-in {_US_PER_S * stand_in_s:.2f} µs, a linear layer's forward")
-    print(f"the host {_spread(linears_us, 1)} µs without it.\n")
+    linear_s = min(each.linear_s for of_round in rounds for each in of_round.values()) - stand_in_s
+    print(f"A launch takes the stand-in {_US_PER_S * stand_in_s:.2f} µs, and the forward of a")
+    print(f"linear layer the host {_US_PER_S * linear_s:.1f} µs without it.\n")
     print("| layer | layers | side | forward, ms | backward, ms | both, in linears | launches |")
     print("|---|---|---|---|---|---|---|")
     for name, case in cases.items():
-        times = [each[name] for each in rounds]
         num_launches = launches_of_layer(case)
-        of_stand_in_s = num_launches * stand_in_s
-        in_linears = (
-            (each.forward_s + each.backward_s - of_stand_in_s) / (each.linear_s - stand_in_s)
-            for each in times
-        )
         # A third of the launches are the forward's.
-        forward = (_MS_PER_S * (each.forward_s - of_stand_in_s / 3) for each in times)
-        backward = (_MS_PER_S * (each.backward_s - of_stand_in_s * 2 / 3) for each in times)
-        columns = (*name, _spread(forward, 2), _spread(backward, 2), _spread(in_linears, 0))
-        print(f"| {' | '.join(columns)} | {num_launches:.0f} |", flush=True)
+        forward_s, backward_s = (
+            sorted(
+                getattr(of_round[name], half) - share * num_launches * stand_in_s
+                for of_round in rounds
+            )
+            for half, share in (("forward_s", 1 / 3), ("backward_s", 2 / 3))
+        )
+        halves = (
+            f"{_MS_PER_S * times_s[0]:.2f} ({_MS_PER_S * median(times_s):.2f})"
+            for times_s in (forward_s, backward_s)
+        )
+        in_linears = (forward_s[0] + backward_s[0]) / linear_s
+        columns = (*name, *halves, f"{in_linears:.0f}", f"{num_launches:.0f}")
+        print(f"| {' | '.join(columns)} |", flush=True)
 
 
 def main() -> None:
     """Print the table."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--rounds", type=int, default=5, help="of all cases, one after the other")
+    parser.add_argument("--kinds", nargs="+", choices=KINDS, default=list(KINDS), metavar="KIND")
+    parser.add_argument("--rounds", type=int, default=4, help="of all cases, one after the other")
     parser.add_argument("--te", action="store_true", help="layers of Transformer Engine, too")
     arguments = parser.parse_args()
     if arguments.te:
         from tests.cuda_stand_in.te.launch import settings
 
         os.environ.update(settings() | {"STAND_IN_MAJOR": "9"})
-    print_table(arguments.rounds, with_te=arguments.te)
+    print_table(arguments.kinds, arguments.rounds, with_te=arguments.te)
 
 
 if __name__ == "__main__":

@@ -18,11 +18,11 @@ query heads, f width of the MLP, P entries of a layer's matrices; lower-case con
     ep           an all-to-all of tokens to whole experts and back; the matrices of
                  experts count by the busiest rank
     cp           a ring or an all-gather of keys and values, or an all-to-all of heads (context.py)
-    launch       a constant, and one for each expert that the rank holds
+    launch       num_launches · kernel_s: no kernel is shorter (host.py)
 
 The backward takes twice the forward, as matrix products have two gradients (arXiv 2104.04473,
 appendix); attention 2.5 times, since it recomputes scores (arXiv 2307.08691);
-copies and messages of tp once more and those of cp as context.py has it; launches 1.5 times. It
+copies and messages of tp once more and those of cp as context.py has it; twice the launches. It
 moves the weights weight_passes times to accumulate their gradients. Recomputation runs a forward
 and its messages once more: of a layer, its core attention (with the exchange of cp) or its MLP
 (with two of the collectives).
@@ -41,12 +41,13 @@ exchanges come before attention and add up.
 """
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, fields, replace
 from functools import partial
 
 from megatron.hydraulis.cluster import Cluster
 from megatron.hydraulis.cost_model.context import Exchange, exchange_of
+from megatron.hydraulis.cost_model.host import LOCAL_LAYERS, TE_LAYERS, HostTime
 from megatron.hydraulis.cost_model.interface import Coefficients, usual_times_ms
 from megatron.hydraulis.cost_model.memory import MemoryModel
 from megatron.hydraulis.cost_model.pipeline import split_layers
@@ -60,7 +61,6 @@ _SHARED = tuple(each.name for each in fields(TrainedModel))
 _FLOPS_PER_ENTRY = 2
 _BACKWARD_FORWARDS = 2.0
 _BACKWARD_FORWARDS_OF_ATTENTION = 2.5
-_BACKWARD_LAUNCHES = 1.5
 # Around attention and around the MLP; the backward has as many.
 _NUM_TP_COLLECTIVES_FORWARD = 4
 # Of queries' latents, those of keys and values, and rotated channels, one after the other.
@@ -102,14 +102,6 @@ class KernelConstants:
     in FlashAttention-2 (arXiv 2307.08691, figure 4), not fitted."""
     collective_latencies: float = 2.16
     """Constant time of a collective of tensor parallelism, in latencies of its link."""
-    expert_launch_share: float = 19 / 67
-    """Constant cost of each expert of the rank, as experts run one after the other, over that of a
-    layer: operations of one in forward and backward, over the launches of a layer
-    (tests/cuda_stand_in/README.md); counted, not fitted."""
-    grouped_expert_launch_share: float = 6 / 67
-    """The same in grouped products of Transformer Engine, which launches one for each expert: two
-    in the forward and four in the backward. At 27 µs each; its own benchmark of 8 products has 33
-    (TransformerEngine pull request 3134)."""
     tp_link_share: float = 0.849
     """Share of what links in a node reach that collectives of tensor parallelism reach. Target of
     the fit: 41.5 % MFU for a 22B model on 8 A100 (arXiv 2205.05198, table 5)."""
@@ -227,7 +219,7 @@ class AnalyticCostModel(TrainedModel):
             for of_form in hidden
             if (totals := [s + -1.0 * less for s, less in zip(stages, of_form, strict=True)])
         )
-        return replace(first, others=tuple(others))
+        return replace(first, others=tuple(others), host_ms=self._host_ms(scheme))
 
     def _hidden_by_stage(self, scheme: Scheme) -> list[list[CostTerm]]:
         """What each form hides of `stage_terms` on each stage: shape (num_forms, pp)."""
@@ -305,7 +297,7 @@ class AnalyticCostModel(TrainedModel):
             "attention": _BACKWARD_FORWARDS_OF_ATTENTION * forward["attention"],
             "elementwise": _BACKWARD_FORWARDS * forward["elementwise"]
             + CostTerm(constant_s=weights_s / self.device.memory_bytes_per_s),
-            "launch": _BACKWARD_LAUNCHES * forward["launch"],
+            "launch": _BACKWARD_FORWARDS * forward["launch"],
             "tensor_parallel": forward["tensor_parallel"],
             "expert_copies": forward["expert_copies"],
             "expert_parallel": forward["expert_parallel"],
@@ -339,23 +331,47 @@ class AnalyticCostModel(TrainedModel):
             ),
             "attention": self.attention(scheme),
             "elementwise": self._moved(row) + self._activation(scheme),
-            "launch": CostTerm(
-                constant_s=(1.0 + self._expert_launch_share(scheme))
-                * self.device.layer_overhead_s
-                / (1 + _BACKWARD_LAUNCHES)
-            ),
+            "launch": CostTerm(constant_s=self._launches_s(scheme) / (1.0 + _BACKWARD_FORWARDS)),
             "tensor_parallel": self._tp_messages(scheme),
             "expert_copies": self._expert_copies(scheme),
             "expert_parallel": self._expert_exchange(scheme),
             "context_parallel": self._context_terms(scheme)[0],
         }
 
-    def _expert_launch_share(self, scheme: Scheme) -> float:
-        """Constant cost of a rank's experts, mean over the layers, over the device's of a layer."""
-        num_experts = self.shape.num_experts / scheme.ep * self._share_with_experts
-        if self.groups_experts:
-            return self.kernels.grouped_expert_launch_share * num_experts
-        return self.kernels.expert_launch_share * num_experts
+    def _launches_s(self, scheme: Scheme) -> float:
+        """What the kernels of a layer take at least, forward and backward."""
+        num_launches = sum(num * part.num_launches for num, part in self._host_times(scheme))
+        return num_launches * self.device.kernel_s
+
+    def _host_ms(self, scheme: Scheme) -> float:
+        """Time of the host for a micro-batch on the stage of most layers; 0 if the device is the
+        host."""
+        core_factor = self.device.core_factor
+        if core_factor is None:
+            return 0.0
+        num_layers = max(scheme.layers_per_stage(self.shape.num_layers))
+        num_forwards = 1.0 + self.recompute.num_layers_again(num_layers) / num_layers
+        return (
+            _MS_PER_S
+            * num_layers
+            * sum(
+                num * part.seconds(core_factor, num_forwards)
+                for num, part in self._host_times(scheme)
+            )
+        )
+
+    def _host_times(self, scheme: Scheme) -> Iterator[tuple[float, HostTime]]:
+        """What the host does for a layer, mean over the layers, and how often."""
+        layer = TE_LAYERS if self.has_te_layers else LOCAL_LAYERS
+        yield 1.0, layer.dense
+        if scheme.tp > 1:
+            yield 1.0, layer.tensor_parallel
+        if self.shape.kv_lora_rank:
+            yield 1.0, layer.latents
+        if self.shape.num_experts:
+            yield self._share_with_experts, layer.experts
+            expert = (TE_LAYERS if self.groups_experts else LOCAL_LAYERS).expert
+            yield self._share_with_experts * self.shape.num_experts / scheme.ep, expert
 
     def _matrix_bytes(self, scheme: Scheme) -> float:
         """Bytes of a layer's matrices on a rank, mean over the layers, with all experts."""

@@ -10,6 +10,7 @@ from enum import StrEnum
 from typing import Self
 
 from megatron.hydraulis.cluster import Cluster, Link
+from megatron.hydraulis.cost_model.host import GRACE_CORE_FACTOR, SERVER_CORE_FACTOR
 from megatron.hydraulis.cost_model.kernels import (
     A100_KERNELS,
     B200_KERNELS,
@@ -64,8 +65,10 @@ class DeviceConstants:
     attention_fraction: float
     """Share of the peak that causal attention of long sequences reaches, counted as in
     analytic.py."""
-    layer_overhead_s: float
-    """Constant cost of a layer in every micro-batch, forward and backward."""
+    kernel_s: float
+    """Time of the shortest kernel."""
+    core_factor: float | None = SERVER_CORE_FACTOR
+    """Time of the host over that on the core of `host.py`; None if the device is the host."""
     link_fraction: float
     """Share of a link's bandwidth that collectives reach."""
     network_fraction: float
@@ -99,7 +102,8 @@ class DeviceConstants:
             self.network_fraction,
         )
         costs = (
-            self.layer_overhead_s,
+            self.kernel_s,
+            self.core_factor or 0.0,
             self.reserve_bytes,
             self.communicator_bytes,
             self.ranks_per_domain,
@@ -111,9 +115,8 @@ class DeviceConstants:
         ):
             raise ConfigurationError(
                 f"device {self.name!r}: peak, memory and its bandwidth must be positive, "
-                f"fractions in (0, 1], overhead and reserve not negative, but they are {rates}, "
-                f"{fractions}, {costs}; "
-                f"correct them"
+                f"fractions in (0, 1], times, host and reserve not negative, but they are {rates}, "
+                f"{fractions}, {costs}; correct them"
             )
 
     def peak(self, precision: Precision) -> float:
@@ -193,10 +196,11 @@ _GLOO_NETWORK = Link(
     source="assumption: 10 Gbit/s Ethernet (2026)",
 )
 
-# Fractions and overhead of the Ampere devices are fitted, see `KernelConstants`.
+# Fractions of the Ampere devices are fitted, see `KernelConstants`.
 _AMPERE_MATMUL_FRACTION = 0.812
 _AMPERE_ATTENTION_FRACTION = 0.622
-_LAYER_OVERHEAD_S = 1.81e-3
+# The shortest matrix products of the tables named in kernels.py.
+_AMPERE_KERNEL_S, _HOPPER_KERNEL_S, _BLACKWELL_KERNEL_S = 2.9e-6, 2.5e-6, 1.8e-6
 # nccl-tests, all-reduce inside an A100 node: about 0.8 of the data sheet's bandwidth (assumption).
 _LINK_FRACTION = 0.8
 # At tp16 of the 32B profile on A800.
@@ -231,9 +235,7 @@ _HOPPER_MATMUL_FRACTION = 0.71
 # FlashAttention-3 (arXiv 2407.08608, 2024), causal, forward and backward together, head size 128.
 _HOPPER_ATTENTION_FRACTION = 0.525
 _HOPPER_SOURCE = "NVIDIA data sheet (2023); fractions as named in device.py (2024)"
-_BLACKWELL_SOURCE = (
-    "NVIDIA HGX B200 and GB200 NVL72 data sheets (2024); fractions and overhead as on the H100"
-)
+_BLACKWELL_SOURCE = "NVIDIA HGX B200 and GB200 NVL72 data sheets (2024); fractions as on the H100"
 
 _A100_80 = DeviceConstants(
     name="a100-80g",
@@ -241,7 +243,7 @@ _A100_80 = DeviceConstants(
     fp32_flops_per_s=19.5e12,
     matmul_fraction=_AMPERE_MATMUL_FRACTION,
     attention_fraction=_AMPERE_ATTENTION_FRACTION,
-    layer_overhead_s=_LAYER_OVERHEAD_S,
+    kernel_s=_AMPERE_KERNEL_S,
     link_fraction=_LINK_FRACTION,
     network_fraction=_NETWORK_FRACTION,
     memory_bytes=80e9,
@@ -261,6 +263,7 @@ _H100 = replace(
     fp32_flops_per_s=67e12,
     matmul_fraction=_HOPPER_MATMUL_FRACTION,
     attention_fraction=_HOPPER_ATTENTION_FRACTION,
+    kernel_s=_HOPPER_KERNEL_S,
     memory_bytes_per_s=3.35e12,
     intra_node=_NVLINK_4,
     inter_node=_INFINIBAND_NDR,
@@ -274,6 +277,7 @@ _B200 = replace(
     fp32_flops_per_s=75e12,
     memory_bytes=180e9,
     memory_bytes_per_s=8e12,
+    kernel_s=_BLACKWELL_KERNEL_S,
     intra_node=_NVLINK_5,
     kernels=B200_KERNELS,
     source=_BLACKWELL_SOURCE,
@@ -293,6 +297,7 @@ DEVICES: tuple[DeviceConstants, ...] = (
         peak_flops_per_s=2500e12,
         fp32_flops_per_s=80e12,
         memory_bytes=186e9,
+        core_factor=GRACE_CORE_FACTOR,
         ranks_per_domain=72,
     ),
     # One core of a server: 2 fused multiply-adds of 8 fp32 numbers a cycle (AVX2) at 3 GHz make
@@ -302,7 +307,8 @@ DEVICES: tuple[DeviceConstants, ...] = (
         peak_flops_per_s=96e9,
         matmul_fraction=0.4,
         attention_fraction=0.2,
-        layer_overhead_s=_LAYER_OVERHEAD_S,
+        kernel_s=28e-6,
+        core_factor=None,
         link_fraction=1.0,
         network_fraction=1.0,
         memory_bytes=4e9,

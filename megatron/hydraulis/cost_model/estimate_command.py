@@ -286,8 +286,8 @@ def _sources(model: AnalyticCostModel) -> list[str]:
         f"peak {model.peak_flops_per_s / 1e12:g} TFLOP/s in {precision}, memory "
         f"{device.memory_bytes / 1e9:g} GB of which {device.reserve_bytes / 1e9:g} GB stay free; "
         f"matrix products reach {device.matmul_fraction:g} of the peak, causal attention "
-        f"{device.attention_fraction:g}; a layer costs {device.layer_overhead_s * 1e3:g} ms a "
-        f"micro-batch: {device.source}",
+        f"{device.attention_fraction:g}; no kernel takes less than {device.kernel_s * 1e6:g} µs: "
+        f"{device.source}",
         f"inside a node {device.intra_node.bytes_per_s / 1e9:g} GB/s, of which collectives reach "
         f"{device.link_fraction:g}: {device.intra_node.source}",
         f"across nodes {device.inter_node.bytes_per_s / 1e9:g} GB/s a rank: "

@@ -235,6 +235,8 @@ def _step_time(
         job.shape, model.device, model.cluster, layout.tp, model.parameter_bytes
     )
     exposed_ms = regroup.exposed_ms(layout.strategy(job), lambda _: first_stage_ms)
+    host_s = num_micro_batches * max(each.host_ms for each in coefficients) / _MS_PER_S
+    causes["launch_s"] += max(0.0, host_s - busy_s)
     causes["imbalance_s"] = max(0.0, slowest_s - average_s)
     causes["bubble_s"] = busy_s - max(average_s, slowest_s)
     causes["data_parallel_s"] = exposed_ms / _MS_PER_S

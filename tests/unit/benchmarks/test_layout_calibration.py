@@ -18,6 +18,7 @@ from benchmarks.layout_calibration import (
     Constants,
     Errors,
     Measured,
+    as_measured,
     errors_of,
     fit_times,
     fits,
@@ -33,7 +34,7 @@ from tests.support.fixed_length import A100, job, layout
 
 MEASURED = Path(__file__).parents[4] / "shared" / "data" / "layouts_measured_a100.csv"
 NORM_KERNEL = OTHER_SOFTWARE[-1]
-CONSTANTS = Constants(A100)
+CONSTANTS = Constants(as_measured(A100))
 PROFILE = ProfileCostModel.read(COST_PROFILE)
 needs_measured = pytest.mark.skipif(
     not MEASURED.exists(),

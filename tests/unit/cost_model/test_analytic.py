@@ -5,6 +5,7 @@ from dataclasses import replace
 
 import pytest
 
+from benchmarks.layout_calibration import as_measured
 from megatron.hydraulis.cost_model import (
     AnalyticCostModel,
     Coefficients,
@@ -14,12 +15,17 @@ from megatron.hydraulis.cost_model import (
 )
 from megatron.hydraulis.cost_model.analytic import KERNELS
 from megatron.hydraulis.cost_model.device import DEVICE_NAMES, DEVICES, Precision
+from megatron.hydraulis.cost_model.host import LAUNCH_S, LOCAL_LAYERS, TE_LAYERS
 from megatron.hydraulis.cost_model.trained_model import EVERY_LAYER
 from megatron.hydraulis.errors import ConfigurationError, StrategyError
 from megatron.hydraulis.strategy import Scheme
 from tests.support.planning import LLAMA_7B, LLAMA_32B
+from tests.unit.test_model_shape import QWEN3_30B_A3B
 
 A800 = device_constants("a800-80")
+AS_MEASURED = as_measured(A800)
+"""With the constant cost of a layer of the software that the measurements are of."""
+NUM_LAUNCHES = LOCAL_LAYERS.dense.num_launches
 
 
 # Time of a micro-batch on one stage, in ms a token (b) and ms (c), measured on A800-80G with 8
@@ -58,7 +64,7 @@ def test_near_published_measurements(
     degrees: tuple[int, int], measured: tuple[float, float]
 ) -> None:
     tp, pp = degrees
-    predicted = model().coefficients(Scheme(tp=tp, pp=pp))
+    predicted = replace(model(), device=AS_MEASURED).coefficients(Scheme(tp=tp, pp=pp))
     b_ms_per_token, c_ms = measured
     assert predicted.b_ms_per_token == pytest.approx(b_ms_per_token, rel=0.2)
     assert predicted.c_ms == pytest.approx(c_ms, rel=0.35)
@@ -72,7 +78,8 @@ def test_long_sequences_near_published_measurements(
     tp, pp = degrees
     b_ms_per_token, c_ms = MEASURED_32B[degrees]
     per_token_ms = MEASURED_32B_ATTENTION[degrees] * num_tokens + b_ms_per_token
-    predicted_ms = model().coefficients(Scheme(tp=tp, pp=pp)).time_ms([num_tokens])
+    predicted = replace(model(), device=AS_MEASURED).coefficients(Scheme(tp=tp, pp=pp))
+    predicted_ms = predicted.time_ms([num_tokens])
     assert predicted_ms == pytest.approx(per_token_ms * num_tokens + c_ms, rel=0.03)
 
 
@@ -93,7 +100,7 @@ def test_one_rank_by_hand() -> None:
     short_ms = a_ms * KERNELS.half_rate_tokens
     assert coefficients.b_ms_per_token == pytest.approx(products_ms + moved_ms + short_ms)
     weights = KERNELS.weight_passes * 2 * LLAMA_7B.num_matrix_parameters_per_layer
-    layer_s = A800.layer_overhead_s + weights / A800.memory_bytes_per_s
+    layer_s = NUM_LAUNCHES * A800.kernel_s + weights / A800.memory_bytes_per_s
     assert coefficients.c_ms == pytest.approx(1e3 * 32 * layer_s)
 
 
@@ -162,7 +169,7 @@ def test_recomputing_by_hand_on_one_stage() -> None:
 def test_messages_of_recomputed_operations_are_sent_again() -> None:
     scheme = Scheme(tp=4, cp=2)
     link_s = KERNELS.collective_latencies * model(LLAMA_7B).cluster.collective(4).latency_s
-    launch_s = A800.layer_overhead_s / 2.5
+    launch_s = NUM_LAUNCHES * A800.kernel_s / 3
     ring_s = model(LLAMA_7B).cluster.point_to_point(8).latency_s
     plain = model(LLAMA_7B).coefficients(scheme).c_ms
     for modules, more_s in ((("mlp",), 2 * link_s), (("core_attn",), ring_s)):
@@ -171,6 +178,39 @@ def test_messages_of_recomputed_operations_are_sent_again() -> None:
         assert again - plain == pytest.approx(32e3 * more_s, rel=1e-6)
     full = replace(model(LLAMA_7B), recompute=EVERY_LAYER).coefficients(scheme).c_ms
     assert full - plain == pytest.approx(32e3 * (4 * link_s + ring_s + launch_s), rel=1e-6)
+
+
+def test_the_host_binds_a_replica_and_not_the_device() -> None:
+    scheme, dense = Scheme(pp=2), LOCAL_LAYERS.dense
+    plain = model(LLAMA_7B)
+    launch_ms = 1e3 * LAUNCH_S * dense.num_launches
+    of_layer_ms = 1e3 * (dense.forward_s + dense.backward_s) + launch_ms
+    assert plain.coefficients(scheme).host_ms == pytest.approx(16 * of_layer_ms)
+    again_ms = 1e3 * dense.forward_s + launch_ms / 3
+    again = replace(plain, recompute=EVERY_LAYER).coefficients(scheme)
+    assert again.host_ms == pytest.approx(16 * (of_layer_ms + again_ms))
+    half = replace(
+        plain, recompute=Recompute(granularity="full", method="block", num_layers=8)
+    ).coefficients(scheme)
+    assert half.host_ms == pytest.approx(16 * of_layer_ms + 8 * again_ms)
+    faster = replace(plain, device=replace(A800, core_factor=0.5)).coefficients(scheme)
+    assert faster.host_ms == pytest.approx(16 * (of_layer_ms + launch_ms) / 2)
+    assert faster.c_ms == plain.coefficients(scheme).c_ms
+    assert model(LLAMA_7B, device="cpu").coefficients(scheme).host_ms == 0.0
+
+
+def test_the_host_issues_the_kernels_of_a_ranks_own_experts() -> None:
+    scheme, experts = Scheme(tp=2, cp=8, ep=16), QWEN3_30B_A3B
+    local = model(experts).coefficients(scheme).host_ms
+    grouped = replace(model(experts), has_te_layers=True, groups_experts=True)
+    num_more = 128 // 8 - 128 // 16
+    for cost_model, layers in ((model(experts), LOCAL_LAYERS), (grouped, TE_LAYERS)):
+        few, many = (
+            cost_model.coefficients(replace(scheme, ep=ep)).host_ms / experts.num_layers
+            for ep in (16, 8)
+        )
+        assert many - few == pytest.approx(1e3 * num_more * layers.expert.seconds(1.0))
+    assert grouped.coefficients(scheme).host_ms < local
 
 
 def test_the_share_of_the_forward() -> None:

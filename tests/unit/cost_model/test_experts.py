@@ -8,9 +8,10 @@ import pytest
 
 from megatron.hydraulis.__main__ import main
 from megatron.hydraulis.cost_model import ProfileCostModel
-from megatron.hydraulis.cost_model.analytic import KERNELS, AnalyticCostModel
+from megatron.hydraulis.cost_model.analytic import AnalyticCostModel
 from megatron.hydraulis.cost_model.device import device_constants
 from megatron.hydraulis.cost_model.estimate_command import estimated_profile, possible_schemes
+from megatron.hydraulis.cost_model.host import LOCAL_LAYERS
 from megatron.hydraulis.cost_model.job_costs import JobCosts
 from megatron.hydraulis.cost_model.trained_model import SAFE_EXPERT_LOAD
 from megatron.hydraulis.proposal.candidates import Candidates
@@ -72,10 +73,11 @@ def test_ranks_wait_for_the_one_whose_experts_have_most_tokens() -> None:
 
 
 def test_a_rank_launches_the_kernels_of_its_experts_alone() -> None:
-    share = KERNELS.expert_launch_share
+    of_tp, own = LOCAL_LAYERS.dense.num_launches, LOCAL_LAYERS.expert.num_launches
+    others = of_tp + LOCAL_LAYERS.tensor_parallel.num_launches + LOCAL_LAYERS.experts.num_launches
     of_some, of_all = _terms("cp8ep8"), _terms("tp8")
     ratio = of_some["launch, constant"] / of_all["launch, constant"]
-    assert ratio == pytest.approx((1 + 16 * share) / (1 + 128 * share))
+    assert ratio == pytest.approx((others + 16 * own) / (others + 128 * own))
 
 
 def test_whole_experts_leave_room_for_more_tokens() -> None:
