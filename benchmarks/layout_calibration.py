@@ -221,11 +221,6 @@ class Measured:
         return group.items() <= (dataclasses.asdict(self.layout) | {"kernel": self.kernel}).items()
 
 
-def as_measured(device: DeviceConstants) -> DeviceConstants:
-    """The device with the constant cost of a layer in these measurements."""
-    return replace(device, kernel_s=KERNEL_S)
-
-
 def read_measured(path: str) -> list[Measured]:
     """The rows of a file of measured layouts."""
     with open(path, newline="", encoding="utf-8") as file:
@@ -541,7 +536,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--no-cross-validation", action="store_true")
     parser.add_argument("--json", action="store_true", help="one JSON object, nothing else")
     namespace = parser.parse_args(argv)
-    before = Constants(as_measured(device_constants(namespace.device)))
+    before = Constants(replace(device_constants(namespace.device), kernel_s=KERNEL_S))
     measured = read_measured(namespace.layouts)
     profile = ProfileCostModel.read(COST_PROFILE)
     constants = fit_times(measured, profile, before)

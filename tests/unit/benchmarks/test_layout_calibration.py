@@ -13,12 +13,12 @@ import pytest
 
 from benchmarks.inputs import COST_PROFILE
 from benchmarks.layout_calibration import (
+    KERNEL_S,
     OTHER_SOFTWARE,
     PARAMETERS,
     Constants,
     Errors,
     Measured,
-    as_measured,
     errors_of,
     fit_times,
     fits,
@@ -34,7 +34,7 @@ from tests.support.fixed_length import A100, job, layout
 
 MEASURED = Path(__file__).parents[4] / "shared" / "data" / "layouts_measured_a100.csv"
 NORM_KERNEL = OTHER_SOFTWARE[-1]
-CONSTANTS = Constants(as_measured(A100))
+CONSTANTS = Constants(dataclasses.replace(A100, kernel_s=KERNEL_S))
 PROFILE = ProfileCostModel.read(COST_PROFILE)
 needs_measured = pytest.mark.skipif(
     not MEASURED.exists(),

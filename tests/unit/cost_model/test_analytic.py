@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import pytest
 
-from benchmarks.layout_calibration import as_measured
+from benchmarks.layout_calibration import KERNEL_S
 from megatron.hydraulis.cost_model import (
     AnalyticCostModel,
     Coefficients,
@@ -23,7 +23,7 @@ from tests.support.planning import LLAMA_7B, LLAMA_32B
 from tests.unit.test_model_shape import QWEN3_30B_A3B
 
 A800 = device_constants("a800-80")
-AS_MEASURED = as_measured(A800)
+AS_MEASURED = replace(A800, kernel_s=KERNEL_S)
 """With the constant cost of a layer of the software that the measurements are of."""
 NUM_LAUNCHES = LOCAL_LAYERS.dense.num_launches
 
