@@ -120,6 +120,7 @@ def guard_cases(folder: Path) -> list[Case]:
 def _write_profile(path: Path, profile: dict[str, Any]) -> None:
     """Writes the profile without what older versions do not know and the planner can do without."""
     kept = {key: value for key, value in profile.items() if key not in ("model", "num_ranks")}
+    kept["version"] = 1
     kept["schemes"] = [
         {key: value for key, value in row.items() if key != "forward_share"}
         for row in profile["schemes"]

@@ -16,7 +16,7 @@ import megatron.hydraulis.planner as planner_package
 from megatron.hydraulis.cost_model import Coefficients, pipeline_time_ms
 from megatron.hydraulis.planner.ahead import PlannerProcess
 from megatron.hydraulis.planner.costs import Pipeline, ReplicaClass, SchemeCost
-from megatron.hydraulis.planner.greedy import dispatch, longest_first
+from megatron.hydraulis.planner.greedy import dispatch, longest_first, mix
 from megatron.hydraulis.planner.improve import (
     Assignment,
     assign_owed,
@@ -189,7 +189,8 @@ def test_improving_never_makes_a_pipeline_slower(
         return simulated_time_ms(times_ms, cost.num_stages)
 
     works_ms = [
-        np.array([form.sequence_time_ms(length) for length in lengths]) for form in cost.forms
+        np.array([form.sequence_time_ms(length) for length in lengths])
+        for form in cost.coefficients.forms
     ]
     improved = [
         improve_pipeline(
@@ -210,6 +211,27 @@ def test_improving_never_makes_a_pipeline_slower(
     assert time_ms(after) <= time_ms(micro_batches) * (1 + 1e-12)
     if num_steps == 0:
         assert [sorted(share) for share in after] == [sorted(share) for share in micro_batches]
+
+
+def test_forms_are_mixed_at_once_or_by_steps() -> None:
+    """Both long ones in the first micro-batch take 142 ms there, and 8 ms remain."""
+    lengths = [8, 8, *([1] * 16)]
+    forms = (Coefficients(1.0, 0.0, 0.0), Coefficients(0.0, 4.0, 0.0))
+    cost = SchemeCost(replace(forms[0], others=forms[1:]), 30, 1)
+    works_ms = [[form.sequence_time_ms(length) for length in lengths] for form in forms]
+    mixed = mix(range(18), works_ms, lengths, 30, 2)
+    assert mixed is not None
+    dense, uneven = [list(range(16)), [16, 17]], [[0, *range(2, 16)], [1, 16, 17]]
+    arrays_ms = list(map(np.array, works_ms))
+    in_steps = improve_pipeline(
+        uneven, arrays_ms, np.array(lengths), cost, 40, effort=Effort(PLENTY)
+    )
+    packer = ReplicaPacker(cost, lengths, Solver(Deadline(None)))
+    # Steps end where no single one helps; no packing takes less than a form of all sequences.
+    times_ms = [packer.packed(each).time_ms for each in (dense, mixed, uneven, in_steps)]
+    assert times_ms == [150.0, 144.0, 154.0, 150.0]
+    assert packer.pack(range(18), Effort(PLENTY)).time_ms == 144.0
+    assert mix(range(18), works_ms[:1], lengths, 30, 2) is None
 
 
 @given(st.integers(1, 6), st.integers(1, 5), st.integers(1, 4), st.randoms(use_true_random=False))

@@ -32,7 +32,7 @@ def replica_costs(draw: st.DrawFn) -> list[SchemeCost]:
     kinds = []
     for num_stages in (draw(st.integers(2, 4)), draw(st.integers(1, 3))):
         first, *others = draw(st.lists(FORMS, min_size=1, max_size=3))
-        host_ms = draw(st.sampled_from([0.0, 0.0, 100.0]))
+        host_ms = draw(st.sampled_from([0.0, 0.0, 500.0]))
         limit = LIMIT + draw(st.integers(0, LIMIT))
         coefficients = replace(first, others=tuple(others), host_ms=host_ms)
         kinds.append(SchemeCost(coefficients, limit, num_stages))

@@ -24,7 +24,7 @@ from megatron.hydraulis.planner.bounds import (
     ranges_of_numbers,
     shapes,
 )
-from megatron.hydraulis.planner.costs import Pipeline, ReplicaClass, SchemeCost
+from megatron.hydraulis.planner.costs import Pipeline, ReplicaClass, SchemeCost, binding_forms
 from megatron.hydraulis.planner.pipeline_packing import Effort, ReplicaPacker
 from megatron.hydraulis.planner.relaxation import Tier, class_modes
 from megatron.hydraulis.planner.solver import (
@@ -285,6 +285,42 @@ def test_every_feasible_packing_is_covered_by_a_mode(cost: SchemeCost, data: st.
         and (mode.packs_all or mode.num_micro_batches >= len(micro_batches))
         for mode in modes
     )
+
+
+@given(COSTS_OF_FORMS, st.data())
+def test_no_micro_batch_is_faster_than_in_a_view(cost: SchemeCost, data: st.DataObject) -> None:
+    for share in data.draw(packings(cost)):
+        for view in cost.views[: len(cost.coefficients.forms)]:
+            work_ms = math.fsum(map(view.sequence_time_ms, share))
+            time_ms = cost.time_ms(share) * (1 + ROUNDING)
+            assert work_ms + view.coefficients.c_ms <= time_ms
+            # What bounds of rounded lengths need.
+            tokens_ms = [view.coefficients.token_time_ms(length) for length in (1, *sorted(share))]
+            assert tokens_ms == pytest.approx(sorted(tokens_ms))
+
+
+@given(COSTS_OF_FORMS, st.data())
+def test_a_form_is_dropped_if_no_micro_batch_needs_it(
+    cost: SchemeCost, data: st.DataObject
+) -> None:
+    kept = binding_forms(cost.coefficients, cost.max_tokens)
+    micro_batches = data.draw(packings(cost))
+    times_ms = [kept.time_ms(share) for share in micro_batches]
+    assert times_ms == [cost.coefficients.time_ms(share) for share in micro_batches]
+    without_host = replace(cost, coefficients=replace(kept, host_ms=0.0))
+    if not kept.host_ms:
+        assert without_host.replica_time_ms(times_ms) == cost.replica_time_ms(times_ms)
+
+
+def test_needless_forms_and_hosts_are_dropped() -> None:
+    first = Coefficients(0.1, 1.0, 5.0)
+    needed, needless = Coefficients(0.0, 3.0, 5.0), Coefficients(0.0, 1.9, 5.0)
+    kept = binding_forms(replace(first, others=(needless, needed, first), host_ms=5.0), 60)
+    assert kept.forms == (first, needed)
+    assert kept.host_ms == 0.0
+    assert binding_forms(replace(needless, others=(needed,), host_ms=6.0), 60).host_ms == 6.0
+    # With longer micro-batches attention takes longest from 20 tokens a sequence on.
+    assert binding_forms(replace(needed, others=(first,)), 15).forms == (needed,)
 
 
 def test_no_micro_batch_takes_more_than_the_largest() -> None:

@@ -61,6 +61,12 @@ ROWS = [
 ]
 
 
+FORMS = [
+    {"a_ms_per_token2": a, "b_ms_per_token": b, "c_ms": c}
+    for a, b, c in ((0.02, 0.1, 4.0), (0.0, 0.4, 3.0))
+]
+
+
 @settings(max_examples=60, deadline=None)
 @given(
     st.lists(st.integers(1, 45), min_size=1, max_size=14),
@@ -68,11 +74,18 @@ ROWS = [
     st.sampled_from([1, 2, 7, 16, 64, 1000]),
     st.booleans(),
     st.sampled_from([{}, {"num_windowed_layers": 3, "window_tokens": 10}]),
+    st.sampled_from([{}, {"forms": FORMS}, {"forms": FORMS[:1], "host_ms": 9.0}]),
 )
 def test_plans_are_valid_with_every_row_quantum(
-    lengths: list[int], text: str, quantum: int, is_greedy: bool, window: dict[str, int]
+    lengths: list[int],
+    text: str,
+    quantum: int,
+    is_greedy: bool,
+    window: dict[str, int],
+    more: dict[str, Any],
 ) -> None:
-    profile = PROFILE | {"model": MODEL | window, "schemes": ROWS, "strategies": []}
+    rows = [row | more for row in ROWS]
+    profile = PROFILE | {"version": 2, "model": MODEL | window, "schemes": rows, "strategies": []}
     strategies = [{"name": "only", "replicas": text}]
     pool = Pool.from_json({"num_ranks": 4, "ranks_per_node": 4, "strategies": strategies})
     limits = Limits(ProfileCostModel.from_json(profile, what="profile"), row_quantum=quantum)

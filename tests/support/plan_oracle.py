@@ -125,7 +125,7 @@ def _figures(row: Content, profile: Content) -> ReplicaFigures:
     num_windowed = model.get("num_windowed_layers", 0)
     first, *others = (
         (form["a_ms_per_token2"], form["b_ms_per_token"], form["c_ms"])
-        for form in (row, *row.get("others", ()))
+        for form in (row, *row.get("forms", ()))
     )
     return ReplicaFigures(
         *first,

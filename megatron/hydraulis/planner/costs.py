@@ -8,9 +8,11 @@ coordinate.
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
+
+import numpy as np
 
 from megatron.hydraulis.cost_model.interface import FORWARD_SHARE, Coefficients, CostModel
 from megatron.hydraulis.cost_model.limits import Limits, RowRounding
@@ -32,6 +34,55 @@ class Pipeline(NamedTuple):
 
 
 _ONE_STAGE = Pipeline(1)
+
+
+@dataclass(frozen=True, slots=True)
+class ViewCoefficients(Coefficients):
+    """One form y of several, in which long sequences count what they take longer in another one.
+
+    Let x be a form with a_x >= a_y, L the limit of tokens, and ``d = max(0, b_y - b_x)``. Then
+    ``y(s) <= x(s) + d·s`` for the work of every sequence, and a sequence may count as
+    ``x(s) + d·s + min(0, c_x - c_y - d·L)`` where that is more than y(s): if none does, the works
+    of a micro-batch and c_y are its time in form y, and if some do, at most that in form x, as its
+    sequences have at most L tokens. x is the form of which a sequence of L tokens counts most.
+    Works per token do not fall with the length, as in one form.
+    """
+
+    of_other: tuple[float, float, float] = (0.0, 0.0, 0.0)
+    """Of form x, the factors of s² and s and the constant in ms."""
+
+    @staticmethod
+    def of(form: Coefficients, forms: Iterable[Coefficients], max_tokens: int) -> Coefficients:
+        """The view of one of the forms of a scheme with this limit."""
+
+        def counted(other: Coefficients) -> tuple[float, float, float]:
+            joined = max(0.0, form.b_ms_per_token - other.b_ms_per_token)
+            constant_ms = min(0.0, other.c_ms - form.c_ms - joined * max_tokens)
+            return other.a_ms_per_token2, other.b_ms_per_token + joined, constant_ms
+
+        def most_ms(of_other: tuple[float, float, float]) -> float:
+            by_square, by_token, constant_ms = of_other
+            return float(by_square * form.squared(max_tokens) + by_token * max_tokens) + constant_ms
+
+        able = (each for each in forms if each.a_ms_per_token2 >= form.a_ms_per_token2)
+        return ViewCoefficients(
+            form.a_ms_per_token2,
+            form.b_ms_per_token,
+            form.c_ms,
+            form.window,
+            form.forward_share,
+            of_other=max(map(counted, able), key=most_ms),
+        )
+
+    def sequence_time_ms(self, length: Any) -> Any:
+        squared = self.squared(length)
+        time_ms = self.a_ms_per_token2 * squared + self.b_ms_per_token * length
+        by_square, by_token, constant_ms = self.of_other
+        other_ms = by_square * squared + by_token * length + constant_ms
+        return (np.maximum if isinstance(length, np.ndarray) else max)(time_ms, other_ms)
+
+    def token_time_ms(self, length: Any) -> Any:
+        return self.sequence_time_ms(length) / length
 
 
 @dataclass(frozen=True)
@@ -68,17 +119,15 @@ class SchemeCost:
         forms = self.coefficients.forms
         if len(forms) == 1 and not self.coefficients.host_ms:
             return (self,)
-        views = [replace(self, coefficients=form) for form in forms]
+        views = [
+            replace(self, coefficients=ViewCoefficients.of(form, forms, self.max_tokens))
+            for form in forms
+        ]
         if self.coefficients.host_ms:
             host = replace(forms[0], a_ms_per_token2=0.0, b_ms_per_token=0.0)
             host = replace(host, c_ms=self.coefficients.host_ms)
             views.append(replace(self, coefficients=host, num_stages=1))
         return tuple(views)
-
-    @property
-    def forms(self) -> tuple[SchemeCost, ...]:
-        """The views without the host's: what the time of a micro-batch is the largest of."""
-        return self.views[: 1 + len(self.coefficients.others)]
 
     @property
     def only_number_counts(self) -> bool:
@@ -236,13 +285,43 @@ def scheme_cost(
             waves=waves,
         )
     limit = limits.max_tokens(strategy, scheme)
+    max_tokens = limit if scheme.cp == 1 else scheme.rounded_down(limit)
     return SchemeCost(
-        coefficients=cost_model.coefficients(scheme),
-        max_tokens=limit if scheme.cp == 1 else scheme.rounded_down(limit),
+        coefficients=binding_forms(cost_model.coefficients(scheme), max_tokens),
+        max_tokens=max_tokens,
         num_stages=scheme.pp,
         multiple=1 if scheme.cp == 1 else 2 * scheme.cp,
         rows=limits.row_rounding(strategy, scheme),
     )
+
+
+def undominated[T](items: Iterable[T], dominates: Callable[[T, T], bool]) -> list[T]:
+    """The items that no other one dominates, the first of those that dominate one another."""
+    kept: list[T] = []
+    for item in items:
+        if not any(dominates(other, item) for other in kept):
+            kept = [other for other in kept if not dominates(item, other)]
+            kept.append(item)
+    return kept
+
+
+def binding_forms(coefficients: Coefficients, max_tokens: int) -> Coefficients:
+    """The coefficients without forms and host that are not the longest for any micro-batch.
+
+    Times of a micro-batch are affine in Σ s² and Σ s, so a form is never longer than another one if
+    it is not for no tokens, and for all tokens with Σ s² at its least and at its most.
+    """
+    all_tokens, squares = float(max_tokens), float(coefficients.squared(max_tokens))
+    corners = ((0.0, 0.0), (0.0, all_tokens), (squares, all_tokens))
+
+    def is_never_shorter(form: Coefficients, other: Coefficients) -> bool:
+        return all(form.time_of_sums_ms(*at) >= other.time_of_sums_ms(*at) for at in corners)
+
+    forms = undominated(coefficients.forms, is_never_shorter)
+    host_ms = coefficients.host_ms
+    if host_ms <= max(form.c_ms for form in forms):
+        host_ms = 0.0  # Each micro-batch takes at least its constant.
+    return replace(forms[0], others=tuple(forms[1:]), host_ms=host_ms)
 
 
 def _wave_costs(

@@ -207,7 +207,10 @@ def pack(sequences: Sequence[int], lengths: Sequence[int], cost: SchemeCost) -> 
     best = _finish(densest, sequences, lengths, cost)
     if cost.only_number_counts:
         return best
-    forms_ms = [[form.sequence_time_ms(length) for length in own_lengths] for form in cost.forms]
+    forms_ms = [
+        [form.sequence_time_ms(length) for length in own_lengths]
+        for form in cost.coefficients.forms
+    ]
     if cost.num_stages == 1:
         mixed = mix(places, forms_ms, tokens, cost.max_tokens, len(densest))
         if mixed is not None:

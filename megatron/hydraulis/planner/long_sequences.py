@@ -160,8 +160,7 @@ class LongSequences:
     def _able(self, cost: SchemeCost, time_ms: float) -> NDArray[np.bool_]:
         """The buckets that fit and pass all stages in time."""
         forms_ms = (
-            form.coefficients.sequence_time_ms(self._low) + form.coefficients.c_ms
-            for form in cost.forms
+            form.sequence_time_ms(self._low) + form.c_ms for form in cost.coefficients.forms
         )
         alone_ms = cost.num_stages * functools.reduce(np.maximum, forms_ms)
         able: NDArray[np.bool_] = (self._low <= cost.max_tokens) & (alone_ms <= time_ms)
@@ -309,7 +308,7 @@ class _Times:
         self._lengths = lengths
         self._cost = cost
         self._alone_ms = [
-            max(form.sequence_time_ms(length) + form.coefficients.c_ms for form in cost.forms)
+            max(form.sequence_time_ms(length) + form.c_ms for form in cost.coefficients.forms)
             for length in lengths
         ]
         self._bounds_ms: dict[tuple[int, ...], float] = {}

@@ -180,7 +180,10 @@ class ReplicaPacker:
         """The last entry, index -1, is of no sequence."""
         self.views = [ViewWorks(view, self.lengths_array[:-1]) for view in cost.views]
         self.work_arrays_ms = [view.works_array_ms for view in self.views]
-        self._forms = self.views[: len(cost.forms)]
+        forms = cost.coefficients.forms
+        self._forms = self.views[: len(forms)]
+        lengths_ms = self.lengths_array[:-1].astype(np.float64)
+        self._works_of_forms_ms = [form.sequence_time_ms(lengths_ms) for form in forms]
         self._solver = solver
         self._best_packings: dict[tuple[int, ...], Packing] = {}
         self._tokens_array = np.array(self.tokens, dtype=np.int64)
@@ -243,7 +246,7 @@ class ReplicaPacker:
     def _mixed(self, sequences: Sequence[int]) -> Packing:
         """The better of the densest packing for one stage and one as dense that mixes forms."""
         densest = best_fit(sequences, self.tokens, self.cost.max_tokens)
-        works_ms = [form.works_ms for form in self._forms]
+        works_ms = [of_form.tolist() for of_form in self._works_of_forms_ms]
         mixed = mix(sequences, works_ms, self.tokens, self.cost.max_tokens, len(densest))
         found = [self.packed(each) for each in (mixed, densest) if each is not None]
         return min(found, key=lambda packed: packed.time_ms)
@@ -331,7 +334,7 @@ class ReplicaPacker:
             return packed
         better = improve_pipeline(
             packed.micro_batches,
-            [form.works_array_ms for form in self._forms],
+            self._works_of_forms_ms,
             self._tokens_array,
             self.cost,
             num_steps,
@@ -424,6 +427,8 @@ def pipeline_times_ms(times_ms: FloatArray, pipeline: Pipeline) -> FloatArray:
     (num_replicas,)."""
     num_stages, forward_share = pipeline
     num_micro_batches = times_ms.shape[1]
+    if num_stages == 1:
+        return np.asarray(times_ms.sum(axis=1))
     # Micro-batches first: a row is then contiguous.
     forward_ms = np.ascontiguousarray((times_ms * forward_share).T)
     backward_ms = np.ascontiguousarray(times_ms.T) - forward_ms
@@ -514,32 +519,49 @@ class _Trial:
             & (gain != 0)
         )
         self._x, self._y = longest[x], longest[y]
-        padding_tokens = None
+        padding = None
         if cost.rows is not None:
-            num_tokens = self._all(cost.max_tokens - rooms, tokens)
-            padding_tokens = cost.rows.rounded(num_tokens) - num_tokens
+            num_tokens = self._changed(cost.max_tokens - rooms, tokens)
+            padding = [cost.rows.rounded(each) - each for each in num_tokens]
         of_forms = []
         for form, work in zip(cost.coefficients.forms, works, strict=True):
             loads = np.bincount(place, weights=work, minlength=num) + form.c_ms
-            of_forms.append(self._all(loads, work))
-            if padding_tokens is not None:
-                of_forms[-1] += form.b_ms_per_token * padding_tokens
-        self.loads = functools.reduce(np.maximum, of_forms)
+            changed = self._changed(loads, work)
+            if padding is not None:
+                each_ms = form.b_ms_per_token
+                changed = [
+                    load + each_ms * more for load, more in zip(changed, padding, strict=True)
+                ]
+            of_forms.append(changed)
+        before, *after = (
+            functools.reduce(np.maximum, each) for each in zip(*of_forms, strict=True)
+        )
+        self.loads = self._all(before, after)
 
-    def _all[Number: (np.float64, np.int64)](
+    def _changed[Number: (np.float64, np.int64)](
         self, loads: NDArray[Number], work: NDArray[Number]
-    ) -> NDArray[Number]:
-        """Loads after every step; work: what each sequence adds to the load that it is in."""
+    ) -> list[NDArray[Number]]:
+        """Loads before any step, and those that steps change: where a sequence is moved from and
+        to, and of both micro-batches of a swap; work: what each sequence adds to its load."""
+        i, x, y, place = self._i, self._x, self._y, self._place
+        return [
+            loads,
+            loads[place[i]] - work[i],
+            loads[self._k] + work[i],
+            loads[place[x]] + (work[y] - work[x]),
+            loads[place[y]] + (work[x] - work[y]),
+        ]
+
+    def _all(self, loads: FloatArray, changed: Sequence[FloatArray]) -> FloatArray:
+        """Loads after every step, from what _changed lists."""
         i, k, x, y = self._i, self._k, self._x, self._y
         place = self._place
-        trial = np.empty((len(i) + len(x) + 1, len(loads)), dtype=loads.dtype)
+        trial = np.empty((len(i) + len(x) + 1, len(loads)))
         trial[:] = loads
         rows = np.arange(len(i))
-        trial[rows, place[i]] -= work[i]
-        trial[rows, k] += work[i]
+        trial[rows, place[i]], trial[rows, k] = changed[:2]
         rows = len(i) + np.arange(len(x))
-        trial[rows, place[x]] += work[y] - work[x]
-        trial[rows, place[y]] += work[x] - work[y]
+        trial[rows, place[x]], trial[rows, place[y]] = changed[2:]
         return trial
 
     def place_after(self, row: int) -> IntArray:

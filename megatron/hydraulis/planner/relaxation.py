@@ -39,7 +39,7 @@ from megatron.hydraulis.planner.bounds import (
     most_work_ms,
     ranges_of_numbers,
 )
-from megatron.hydraulis.planner.costs import ReplicaClass, SchemeCost
+from megatron.hydraulis.planner.costs import ReplicaClass, SchemeCost, undominated
 from megatron.hydraulis.planner.solver import (
     LinearModel,
     Outcome,
@@ -95,6 +95,10 @@ class Relaxation:
         self._num_tokens = sum(lengths)
         self._low = np.array([bucket.low for bucket in self.buckets], dtype=np.float64)
         self._high = np.array([bucket.high for bucket in self.buckets], dtype=np.float64)
+        self._works_ms = [
+            [view.coefficients.sequence_time_ms(self._low) for view in each.cost.views]
+            for each in classes
+        ]
 
     def is_impossible(self, time_ms: float) -> bool:
         """True if it is proved that every plan takes longer than time_ms."""
@@ -262,9 +266,13 @@ class Relaxation:
         """Resources of a mode: what a token of each bucket uses, and how much a replica has."""
         cost = self.classes[mode.replica_class].cost
         work_shares = [
-            view.coefficients.sequence_time_ms(self._low) / max(most_ms, _LEAST_WORK_MS)
-            for view, most_ms in zip(cost.views, mode.works_ms, strict=True)
+            work_ms / max(most_ms, _LEAST_WORK_MS)
+            for work_ms, most_ms in zip(
+                self._works_ms[mode.replica_class], mode.works_ms, strict=True
+            )
         ]
+        # A row that asks for no more of any bucket than another one is not needed.
+        work_shares = undominated(work_shares, lambda share, other: bool((share >= other).all()))
         token_share = self._low / cost.max_tokens
         # A sequence has at least and at most so many tokens.
         shortest, longest = self._low, self._high
@@ -383,12 +391,7 @@ def class_modes(
                 roomiest_ms = works_ms
             if cost.num_stages == 1 or num > MAX_SHAPED:
                 break
-    kept: list[Mode] = []
-    for mode in found:
-        if not any(_does_all_of(other, mode) for other in kept):
-            kept = [other for other in kept if not _does_all_of(mode, other)]
-            kept.append(mode)
-    return kept
+    return undominated(found, _does_all_of)
 
 
 class _Capacity:
