@@ -5,6 +5,7 @@ import itertools
 import math
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -24,11 +25,18 @@ from tests.support.planning import TableCostModel
 
 COLUMN_TOKENS = 64
 ROUNDING = 1e-9
+FACTORS = st.sampled_from((0.0, 0.4, 1.0, 2.5))
+SHARES = st.sampled_from((0.2, 1 / 3, 0.6))
+# Of another form in the first one: of a, b and c, and its share of the forward.
+FURTHER_FORMS = st.lists(st.tuples(FACTORS, FACTORS, FACTORS, SHARES), max_size=2)
 
 
 @st.composite
-def wave_costs(draw: st.DrawFn, most_width: int = 8, *, num_stages: int = 1) -> WaveCosts:
-    """Costs in which any term may be 0; wide groups have a cost, or even a gain."""
+def wave_costs(draw: st.DrawFn, most_width: int = 8, *, most_stages: int = 1) -> WaveCosts:
+    """Costs in which any term may be 0; wide groups have a cost, or even a gain.
+
+    Groups of several columns may have further forms.
+    """
     width = draw(st.sampled_from([w for w in (2, 4, 8) if w <= most_width]))
     a = draw(st.sampled_from((0.0, 1e-3, 0.05)))
     b = draw(st.sampled_from((0.0, 0.1, 1.0)))
@@ -36,18 +44,25 @@ def wave_costs(draw: st.DrawFn, most_width: int = 8, *, num_stages: int = 1) -> 
     exchange, latency = draw(st.sampled_from((0.0, 0.02))), draw(st.sampled_from((0.0, 0.5)))
     tp = draw(st.sampled_from((1, 2)))
     window = draw(st.sampled_from((None, AttentionWindow(9, 0.5))))
+    factors, host_ms = draw(FURTHER_FORMS), draw(st.sampled_from((0.0, 0.0, 2.0, 40.0)))
     groups = []
     size = 1
     while size <= width:
         wide = math.log2(size)
         times = Coefficients(a / size, b / size + exchange * wide, c + latency * wide, window)
+        if size > 1:
+            others = (
+                replace(times.scaled(a=of_a / size, b=of_b, c=of_c), forward_share=share)
+                for of_a, of_b, of_c, share in factors
+            )
+            times = replace(times, others=tuple(others), host_ms=host_ms)
         limit = COLUMN_TOKENS * size
         # The profile may have only some sizes.
         if size < width and draw(st.integers(0, 5)) == 0:
             limit = 0
         groups.append(GroupCost(size, times, limit, tp=tp))
         size *= 2
-    return WaveCosts(tuple(groups), Pipeline(num_stages))
+    return WaveCosts(tuple(groups), Pipeline(draw(st.integers(1, most_stages))))
 
 
 def scheme_cost(costs: WaveCosts) -> SchemeCost:
@@ -79,12 +94,17 @@ def check_waves(costs: WaveCosts, lengths: Sequence[int], packing: Packing) -> l
                 assert held <= group.max_tokens
             assert share.lengths == tuple(lengths[sequence] for sequence in share.sequences)
             seen += share.sequences
-            a, b = group.coefficients.a_ms_per_token2, group.coefficients.b_ms_per_token
-            of_wave.append(
-                a * sum(map(group.coefficients.squared, share.lengths))
-                + b * sum(share.lengths)
-                + group.coefficients.c_ms
-            )
+            halves_ms = []
+            for form in (group.coefficients, *group.coefficients.others):
+                time_ms = (
+                    form.a_ms_per_token2 * sum(map(form.squared, share.lengths))
+                    + form.b_ms_per_token * sum(share.lengths)
+                    + form.c_ms
+                )
+                halves_ms.append(
+                    (form.forward_share * time_ms, (1.0 - form.forward_share) * time_ms)
+                )
+            of_wave.append(sum(map(max, zip(*halves_ms, strict=True))))
         assert end == costs.width
         times_ms.append(max(of_wave))
     assert sorted(seen) == list(range(len(lengths)))
@@ -106,13 +126,38 @@ def test_waves_hold_every_sequence_once_and_are_not_below_their_bound(
     costs, lengths = case
     packing = packed(costs, lengths)
     times_ms = check_waves(costs, lengths, packing)
-    assert math.isclose(packing.time_ms, math.fsum(times_ms), rel_tol=ROUNDING)
+    replica_ms = max(math.fsum(times_ms), len(times_ms) * costs.groups[-1].coefficients.host_ms)
+    assert math.isclose(packing.time_ms, replica_ms, rel_tol=ROUNDING)
     assert packed(costs, lengths) == packing
     simple_ms = simple_bound_ms(costs, lengths)
     bound_ms = wave_bound_ms(costs, lengths, packing.time_ms, Solver(Deadline(None)))
     most_ms = packing.time_ms * (1.0 + ROUNDING)
     assert simple_ms <= most_ms
     assert min(simple_ms, packing.time_ms) * (1.0 - ROUNDING) <= bound_ms <= most_ms
+
+
+@settings(max_examples=100, deadline=None)
+@given(cases(), st.floats(0.0, 1.0))
+def test_a_wave_is_filled_up_to_its_time_in_every_form(
+    case: tuple[WaveCosts, list[int]], share: float
+) -> None:
+    costs, lengths = case
+    table = LengthTable(costs, lengths)
+    counts = table.counts(lengths)
+    least_ms, most_ms = table.least_ms[0], costs.mean_coefficients.time_ms(lengths)
+    wave = fill_wave(table, counts, least_ms + share * max(0.0, most_ms - least_ms))
+    assert wave is not None
+    groups = [
+        (
+            1 << group.size_index,
+            [table.lengths[i] for i, n in group.counts.items() for _ in range(n)],
+        )
+        for group in wave.groups
+    ]
+    assert sum(size for size, _ in groups) == costs.width
+    time_ms = costs.wave_time_ms(groups)
+    assert time_ms <= (least_ms + share * max(0.0, most_ms - least_ms)) * (1.0 + ROUNDING)
+    assert wave.time_ms == pytest.approx(time_ms, rel=ROUNDING)
 
 
 class CountedReads(list[list[float]]):
@@ -177,18 +222,18 @@ def best_wave_ms(costs: WaveCosts, lengths: Sequence[int], members: tuple[int, .
                     for group, of_set in zip(choice, sets, strict=True)
                 ]
                 # Idle columns are in the cheapest groups.
-                idle_ms = smallest.coefficients.c_ms if num_idle else 0.0
+                idle_ms = smallest.time_ms(()) if num_idle else 0.0
                 best_ms = min(best_ms, max(*times_ms, idle_ms))
     return best_ms
 
 
 @settings(max_examples=40, deadline=None)
-@given(wave_costs(4) | wave_costs(4, num_stages=3), st.data())
+@given(wave_costs(4, most_stages=3), st.data())
 def test_waves_of_tiny_batches_are_nearly_optimal(costs: WaveCosts, data: st.DataObject) -> None:
     lengths = data.draw(st.lists(st.integers(1, costs.longest), min_size=1, max_size=4))
     wave_ms = functools.cache(functools.partial(best_wave_ms, costs, lengths))
     best_ms = min(
-        costs.pipeline.time_ms(times_ms)
+        costs.replica_time_ms(times_ms)
         for waves in partitions(tuple(range(len(lengths))))
         for times_ms in itertools.permutations(map(wave_ms, waves))
         if math.inf not in times_ms
@@ -200,6 +245,48 @@ def test_waves_of_tiny_batches_are_nearly_optimal(costs: WaveCosts, data: st.Dat
     assert best_ms <= found_ms * (1.0 + ROUNDING)
     # Filling has no guarantee, but with few sequences it misses little.
     assert found_ms <= best_ms * 1.2 + ROUNDING
+
+
+def one_column(times: Coefficients, *others: Coefficients) -> WaveCosts:
+    return WaveCosts((GroupCost(1, replace(times, others=others), 10),))
+
+
+# Two sequences on a column each take 10 ms, one on both columns takes 4 ms.
+WIDE_IS_FASTER = (
+    GroupCost(1, Coefficients(0.0, 1.0, 0.0), 10),
+    GroupCost(2, Coefficients(0.0, 0.4, 0.0), 12),
+)
+WITH_HOST = replace(WIDE_IS_FASTER[1], coefficients=Coefficients(0.0, 0.4, 0.0, host_ms=9.0))
+
+
+@pytest.mark.parametrize(
+    ("costs", "lengths", "best_ms"),
+    [
+        # The first wave takes 100 ms in the first form, the second one 80 ms in the other: each
+        # form takes less for both.
+        (one_column(Coefficients(1.0, 0.0, 0.0), Coefficients(0.0, 8.0, 0.0)), [10, *[2] * 5], 180),
+        # The forward takes 60 ms in the first form, the backward 80 ms in the other.
+        (
+            one_column(
+                Coefficients(0.0, 10.0, 0.0, forward_share=0.6),
+                Coefficients(0.0, 10.0, 0.0, forward_share=0.2),
+            ),
+            [1] * 10,
+            140,
+        ),
+        # A constant of one form leaves the other as much room.
+        (one_column(Coefficients(0.0, 0.0, 50.0), Coefficients(0.0, 10.0, 0.0)), [4, 4], 80),
+        (WaveCosts(WIDE_IS_FASTER), [10, 10], 8),
+        (WaveCosts((WIDE_IS_FASTER[0], WITH_HOST)), [10, 10], 10),
+    ],
+)
+def test_waves_are_chosen_and_bounded_by_all_forms_and_the_host(
+    costs: WaveCosts, lengths: list[int], best_ms: float
+) -> None:
+    found_ms = packed(costs, lengths).time_ms
+    assert found_ms == pytest.approx(best_ms)
+    bound_ms = wave_bound_ms(costs, lengths, 1.2 * found_ms, Solver(Deadline(None)))
+    assert bound_ms == pytest.approx(best_ms)
 
 
 @pytest.mark.parametrize("seed", [0, 1, 2])
@@ -217,7 +304,7 @@ def test_waves_of_a_pipeline_are_as_short_as_filling_it_asks(seed: int) -> None:
 
 
 @settings(max_examples=25, deadline=None)
-@given(wave_costs(4, num_stages=3), st.data())
+@given(wave_costs(4, most_stages=3), st.data())
 def test_the_bound_of_a_pipeline_of_waves_holds(costs: WaveCosts, data: st.DataObject) -> None:
     lengths = data.draw(st.lists(st.integers(1, costs.longest), min_size=1, max_size=12))
     packing = packed(costs, lengths)

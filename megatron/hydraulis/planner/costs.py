@@ -391,6 +391,22 @@ class GroupCost:
         quantum = Scheme(self.tp, self.size).token_quantum
         return self.max_tokens - self.max_tokens % quantum if self.size > 1 else self.max_tokens
 
+    @property
+    def forms(self) -> tuple[Coefficients, ...]:
+        """Forms of the whole time, forward and backward together: the largest is the time.
+
+        Those of the coefficients, and sums of the forward of one and the backward of another. Of
+        two forms with shares f ≤ g of the forward, ``f·t + (1-g)·u <= max(t, u)``: only the other
+        sum, g·u + (1-f)·t, can be larger than both.
+        """
+        forms = self.coefficients.forms
+        return forms + tuple(
+            _sum_of_halves(forward, backward)
+            for forward in forms
+            for backward in forms
+            if forward.forward_share > backward.forward_share
+        )
+
     def padded(self, length: int) -> int:
         """Length of a sequence with padding."""
         return -(-length // self.multiple) * self.multiple
@@ -398,6 +414,17 @@ class GroupCost:
     def time_ms(self, lengths: Sequence[int]) -> float:
         """Time of sequences of these lengths on one stage, in a row that is rounded up."""
         return _time_ms(self.coefficients, self.rows, lengths)
+
+
+def _sum_of_halves(forward: Coefficients, backward: Coefficients) -> Coefficients:
+    """The forward of one form and the backward of another."""
+    share, rest = forward.forward_share, 1.0 - backward.forward_share
+    return replace(
+        forward,
+        a_ms_per_token2=share * forward.a_ms_per_token2 + rest * backward.a_ms_per_token2,
+        b_ms_per_token=share * forward.b_ms_per_token + rest * backward.b_ms_per_token,
+        c_ms=share * forward.c_ms + rest * backward.c_ms,
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -436,29 +463,36 @@ class WaveCosts:
         return max(self.width // group.size * group.room_tokens for group in self.groups)
 
     @property
+    def host_ms(self) -> float:
+        """Time of the host to issue a wave: that of the full width."""
+        return self.groups[-1].coefficients.host_ms
+
+    @property
+    def forms(self) -> tuple[tuple[Coefficients, ...], ...]:
+        """Forms of every size, shape (num_forms, num_sizes): a size with fewer repeats its last."""
+        forms = [group.forms for group in self.groups]
+        longest = range(max(map(len, forms)))
+        return tuple(tuple(of_size[min(k, len(of_size) - 1)] for of_size in forms) for k in longest)
+
+    @property
     def mean_coefficients(self) -> Coefficients:
         """Coefficients of a micro-batch that is no slower than any wave with the same sequences.
 
         The time of a wave is at least the mean over its columns, and a sequence takes at least
-        ``min_c (a_c·c·s² + b_c·c·s) / W`` of it; a group without sequences takes its c_c. Of
-        several forms of a group any will do: the k-th, or its last if it has fewer.
+        ``min_c (a_c·c·s² + b_c·c·s) / W`` of it; a group without sequences takes its c_c. Any form
+        of each group will do, so there is a mean of the first ones, one of the second ones, ….
         """
-        usable = self.usable or self.groups
-        forms = [group.coefficients.forms for group in usable]
-        first, *others = (
-            self._mean(
-                [
-                    (g.size, of_g[min(k, len(of_g) - 1)])
-                    for g, of_g in zip(usable, forms, strict=True)
-                ]
-            )
-            for k in range(max(map(len, forms)))
-        )
-        host_ms = self.groups[-1].coefficients.host_ms
-        return replace(first, others=tuple(others), host_ms=host_ms)
+        first, *others = map(self._mean, self.forms)
+        return replace(first, others=tuple(others), host_ms=self.host_ms)
 
-    def _mean(self, groups: Sequence[tuple[int, Coefficients]]) -> Coefficients:
-        """groups: size and form of each."""
+    def _mean(self, forms: Sequence[Coefficients]) -> Coefficients:
+        """forms: one of each size."""
+        usable = self.usable or self.groups
+        groups = [
+            (group.size, form)
+            for group, form in zip(self.groups, forms, strict=True)
+            if group in usable
+        ]
         return Coefficients(
             a_ms_per_token2=min(size * form.a_ms_per_token2 for size, form in groups) / self.width,
             b_ms_per_token=min(size * form.b_ms_per_token for size, form in groups) / self.width,
@@ -469,8 +503,7 @@ class WaveCosts:
 
     def replica_time_ms(self, times_ms: Sequence[float]) -> float:
         """Time of a replica whose waves, in their order, take these times."""
-        host_ms = len(times_ms) * self.groups[-1].coefficients.host_ms
-        return max(self.pipeline.time_ms(times_ms), host_ms)
+        return max(self.pipeline.time_ms(times_ms), len(times_ms) * self.host_ms)
 
     def wave_time_ms(self, groups: Iterable[tuple[int, Sequence[int]]]) -> float:
         """Time of a wave on one stage; groups: (size, lengths) of each."""

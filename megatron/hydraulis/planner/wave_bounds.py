@@ -7,7 +7,7 @@ counted and not named, so none can be exchanged for another. For waves of class 
 
     Σ_c c·y_ck = W·z_k       Σ_c c·D_ck = W·D_k       τ_{k-1}·z_k ≤ D_k ≤ τ_k·z_k   (also y, D_ck)
 
-    Σ_b (a_c·low_b + b_c)·x_bck + c_c·y_ck ≤ D_ck     work within the time
+    Σ_b (a_c·low_b + b_c)·x_bck + c_c·y_ck ≤ D_ck     work within the time, in every form
     Σ_b x_bck ≤ room_c·y_ck                           memory
     Σ_ck x_bck = tokens of bucket b                   every sequence once
 
@@ -15,7 +15,7 @@ z_k waves and y_ck groups of c columns, D their total time, x_bck tokens. A buck
 as long as its shortest, ``low``; it cannot be in groups that cannot hold that within τ_k. Sequences
 of more than half a group's room or time are alone in their group (dual feasible functions). The
 least ``Σ D_k`` is a bound on the sum over waves and hence, with the fill of a pipeline, on the time
-of the replica.
+of the replica. If the host takes h ms for a wave, the replica takes ``h·Σ z_k`` at least.
 
 Fractions of waves would make the longest sequences too easy: a third of a wave with three times
 the sequence. So the waves of a class hold no more of a bucket than there is, and are as long as
@@ -62,7 +62,8 @@ _ROUNDING = 1e-9
 
 
 def simple_bound_ms(costs: WaveCosts, lengths: Sequence[int]) -> float:
-    """Bound by the columns' work, with as few waves as memory allows, and the longest sequence.
+    """Bound by the work of columns or host for as few waves as memory allows, and by the longest
+    sequence.
 
     Valid in every order: ``Σ t + (pp-1)·min t``, and pp passes of the longest.
     """
@@ -70,10 +71,13 @@ def simple_bound_ms(costs: WaveCosts, lengths: Sequence[int]) -> float:
         return 0.0
     mean = costs.mean_coefficients
     num_waves = -(-sum(lengths) // costs.most_tokens)
-    work_ms = math.fsum(map(mean.sequence_time_ms, lengths))
+    sum_ms = max(
+        math.fsum(map(form.sequence_time_ms, lengths)) + num_waves * form.c_ms
+        for form in mean.forms
+    )
     fill_ms = (costs.pipeline.num_stages - 1) * mean.time_ms((min(lengths),))
     longest_ms = costs.pipeline.num_stages * _longest_ms(costs, lengths)
-    return max(work_ms + num_waves * mean.c_ms + fill_ms, longest_ms)
+    return max(sum_ms + fill_ms, longest_ms, num_waves * costs.host_ms)
 
 
 def wave_bound_ms(
@@ -91,17 +95,17 @@ def wave_bound_ms(
     bound_ms = simple_bound_ms(costs, lengths)
     if not lengths or bound_ms >= found_ms * (1.0 - _ROUNDING):
         return min(bound_ms, found_ms)
-    # Fill of a pipeline, in addition to the sum over waves.
-    fill_ms = (costs.pipeline.num_stages - 1) * costs.mean_coefficients.time_ms((min(lengths),))
-    for sum_ms in _bounds_of_sum_ms(_Program(costs, lengths, found_ms), solver):
-        bound_ms = max(bound_ms, (sum_ms + fill_ms) * (1.0 - _ROUNDING))
+    program = _Program(costs, lengths, found_ms)
+    for sum_ms in _bounds_of_sum_ms(program, solver):
+        bound_ms = max(bound_ms, (sum_ms + program.fill_ms) * (1.0 - _ROUNDING))
         if not is_thorough or bound_ms >= found_ms * (1.0 - _WIDE_GAP):
             break
     return min(bound_ms, found_ms)
 
 
 def _bounds_of_sum_ms(program: "_Program", solver: Solver) -> Iterator[float]:
-    """Bounds on the sum over waves; the later ones are tighter as a rule."""
+    """Bounds on the sum over waves, and what the device waits for the host; the later ones are
+    tighter as a rule."""
     borders_ms = program.even_borders_ms()
     answer = solver.solve(program.model(borders_ms))
     yield answer.bound
@@ -152,6 +156,9 @@ class _Program:
         self._costs = costs
         self._found_ms = found_ms
         self._num_tokens = sum(lengths)
+        num_further = costs.pipeline.num_stages - 1
+        self.fill_ms = num_further * costs.mean_coefficients.time_ms((min(lengths),))
+        """Fill of a pipeline, in addition to the sum over waves."""
         rooms = [group.room_tokens for group in costs.groups if group.room_tokens > 0]
         borders = {room // 2 for room in rooms} | set(rooms)
         self._buckets = make_buckets(
@@ -175,7 +182,7 @@ class _Program:
             _Cell(group, k, borders_ms[k + 1], program.column(), program.column())
             for k in classes
             for group in self._costs.usable
-            if group.coefficients.c_ms <= borders_ms[k + 1]
+            if _constant_ms(group) <= borders_ms[k + 1]
         ]
         for cell in cells:
             for b, bucket in enumerate(self._buckets):
@@ -194,6 +201,11 @@ class _Program:
                 _add_between(program, cell.total, cell.num, low, high)
         fewest = max(fewest, -(-self._num_tokens // self._costs.most_tokens))
         program.row(dict.fromkeys(nums, 1.0), float(fewest), most)
+        if self._costs.host_ms:
+            idle = program.column(cost=self._found_ms)
+            of_wave = -self._costs.host_ms / self._found_ms
+            entries = {idle: 1.0} | dict.fromkeys(totals, 1.0) | dict.fromkeys(nums, of_wave)
+            program.row(entries, -self.fill_ms / self._found_ms, math.inf)
         for cell in cells:
             self._add_limits(program, cell)
         for b, bucket in enumerate(self._buckets):
@@ -219,23 +231,23 @@ class _Program:
         """Limits of the groups of a cell: work, memory, and both for whole sequences."""
         if not cell.tokens:
             return
-        coefficients, room_tokens = cell.group.coefficients, cell.group.room_tokens
+        room_tokens = cell.group.room_tokens
         buckets = list(cell.tokens)
         low, high = self._low[buckets], self._high[buckets]
-        per_token_ms = coefficients.token_time_ms(low)
         tokens = float(self._num_tokens)
 
         def add(counted: FloatArray, of_cell: dict[int, float]) -> None:
             entries = zip(cell.tokens.values(), map(float, counted), strict=True)
             program.row({**dict(entries), **of_cell}, -math.inf, 0.0)
 
-        constant = coefficients.c_ms / self._found_ms
-        add(per_token_ms * tokens / self._found_ms, {cell.num: constant, cell.total: -1.0})
-        add(np.full(len(buckets), tokens / room_tokens), {cell.num: -1.0})
         shares = [low / room_tokens]
-        work_room_ms = cell.most_ms - coefficients.c_ms
-        if work_room_ms > 0.0:
-            shares.append(per_token_ms * low / work_room_ms)
+        for form in cell.group.forms:
+            per_token_ms, constant = form.token_time_ms(low), form.c_ms / self._found_ms
+            add(per_token_ms * tokens / self._found_ms, {cell.num: constant, cell.total: -1.0})
+            work_room_ms = cell.most_ms - form.c_ms
+            if work_room_ms > 0.0:
+                shares.append(per_token_ms * low / work_room_ms)
+        add(np.full(len(buckets), tokens / room_tokens), {cell.num: -1.0})
         for m in _DUAL_FEASIBLE_FUNCTIONS:
             for share in shares:
                 counted = dual_feasible(np.minimum(share, 1.0), m) * tokens / high
@@ -258,13 +270,18 @@ class _Program:
     def even_borders_ms(self) -> list[float]:
         """Borders from 0 to just above found_ms with equal ratios."""
         highest = self._found_ms * (1.0 + _ROUNDING)
-        constant_ms = min(group.coefficients.c_ms for group in self._costs.groups)
+        constant_ms = min(map(_constant_ms, self._costs.groups))
         lowest = max(highest / _WIDEST, min(constant_ms, highest / _NARROWEST))
         return [0.0, *np.geomspace(lowest, highest, _NUM_CLASSES + 1).tolist()]
 
     def _holds(self, cell: _Cell, length: int) -> bool:
         limit_ms = cell.most_ms * (1.0 + _ROUNDING)
         return length <= cell.group.room_tokens and cell.group.time_ms((length,)) <= limit_ms
+
+
+def _constant_ms(group: GroupCost) -> float:
+    """Time of a group without sequences."""
+    return group.coefficients.time_ms(())
 
 
 def _add_between(program: ProgramBuilder, total: int, num: int, low: float, high: float) -> None:

@@ -3,7 +3,8 @@
 One wave is filled for a given time, the longest sequences first, each on as few columns as
 possible. Sequences of equal length are interchangeable, so lengths are counted. A length goes to
 the open group whose room it fills best, otherwise to a new group of the least size that runs it
-within the time.
+within the time. Where costs have several forms, a sequence fits if it does in each, and the room of
+a group is that of its slowest form.
 
 A replica's sequences are divided into waves by beam search: one wave after the other from the
 longest sequence on, filled for several times and then made as short as its own sequences allow; the
@@ -59,8 +60,13 @@ class OpenGroup:
 
     size_index: int
     """Its size is 2**size_index columns."""
+    times_ms: list[float]
+    """In each form of the size's costs."""
     time_ms: float
-    num_tokens: int
+    """The largest of them."""
+    slowest: int
+    """Place of that form in LengthTable.works_ms."""
+    num_tokens: int = 0
     """Padded."""
     counts: dict[int, int] = field(default_factory=dict)
     """Number of sequences by index of their length in the table."""
@@ -87,15 +93,16 @@ class Totals(NamedTuple):
     """Sums over sequences. They are whole numbers, so that subtracting a wave is exact."""
 
     num_tokens: int
-    column_units: int
-    """The least column time that the sequences take, in the unit of the table."""
     key: int
     """A sum of random numbers, one for each length: other sequences have another one, except with
     a probability of about 2^-64."""
+    column_units: tuple[int, ...]
+    """The least column time that the sequences take in each form, in the unit of the table."""
 
     def without(self, other: Totals) -> Totals:
         """The sums over what is left."""
-        return Totals(*map(operator.sub, self, other))
+        units = map(operator.sub, self.column_units, other.column_units)
+        return Totals(self.num_tokens - other.num_tokens, self.key - other.key, tuple(units))
 
 
 class Counts(NamedTuple):
@@ -126,60 +133,67 @@ class LengthTable:
         self.place = {length: place for place, length in enumerate(self.lengths)}
         array = np.array(self.lengths, dtype=np.float64)
         whole = np.array(self.lengths, dtype=np.int64)
+        groups = costs.groups
+        self.num_sizes = len(groups)
+        self.rooms = [g.room_tokens for g in groups]
         # Shape (num_sizes, num_lengths), transposed below.
-        works_ms = [g.coefficients.sequence_time_ms(array) for g in costs.groups]
-        tokens = [-(-whole // g.multiple) * g.multiple for g in costs.groups]
-        for of_size, padded, group in zip(works_ms, tokens, costs.groups, strict=True):
-            of_size[padded > group.room_tokens] = np.inf
-        self.works_ms: list[list[float]] = np.array(works_ms).T.tolist()
-        self.tokens: list[list[int]] = np.array(tokens).T.tolist()
-        self.rooms = [g.room_tokens for g in costs.groups]
-        self.constants_ms = [g.coefficients.c_ms for g in costs.groups]
-        self.num_sizes = len(costs.groups)
+        tokens = np.array([-(-whole // g.multiple) * g.multiple for g in groups])
+        # Shape (num_forms, num_sizes, num_lengths).
+        works_ms = np.array([[form.sequence_time_ms(array) for form in of] for of in costs.forms])
+        works_ms[:, tokens > np.array(self.rooms)[:, None]] = np.inf
+        # Shape (num_forms, num_sizes).
+        constants_ms = np.array([[form.c_ms for form in of_sizes] for of_sizes in costs.forms])
+        alone_ms = (works_ms + constants_ms[:, :, None]).max(axis=0)
+        # Of each length, the least column time that a sequence takes; 0 if no size holds it.
+        column_ms = (works_ms * np.exp2(np.arange(self.num_sizes))[:, None]).min(axis=1)
+        column_ms[np.isinf(column_ms)] = 0.0
+        works_ms = works_ms.reshape(-1, array.size)
+        self.works_ms: list[list[float]] = works_ms.T.tolist()
+        """By length, on every size in the first form, then in the second, and so on."""
+        self.tokens: list[list[int]] = tokens.T.tolist()
+        self.constants_ms: list[float] = constants_ms.max(axis=0).tolist()
+        """Time of a group of each size without sequences."""
         self.most_tokens = costs.most_tokens
-        self.usable = [i for i, group in enumerate(costs.groups) if group in costs.usable]
+        self.usable = [i for i, group in enumerate(groups) if group in costs.usable]
         """Indices of the sizes that can hold a sequence, rising."""
+        self.least_constants_ms: list[float] = constants_ms[:, self.usable].min(axis=1).tolist()
+        """By form."""
         self.least_constant_ms = min(self.constants_ms[i] for i in self.usable)
         self.least_size = [
             next((i for i, room in enumerate(self.rooms) if of_length[i] <= room), self.num_sizes)
             for of_length in self.tokens
         ]
         """Index of the least size that holds each length; num_sizes if none does."""
-        self.least_ms = [
-            min(
-                (
-                    self.works_ms[place][index] + self.constants_ms[index]
-                    for index in range(least, self.num_sizes)
-                ),
-                default=float("inf"),
-            )
-            for place, least in enumerate(self.least_size)
-        ]
+        self.alone_ms: list[list[float]] = alone_ms.T.tolist()
+        """Time of a group of each size with each length."""
+        self.least_ms: list[float] = alone_ms.min(axis=0).tolist()
         """Least time of a wave with each length."""
-        # Of each length, the least column time that a sequence takes; 0 if no size holds it.
-        column_ms = [
-            min(
-                (works[index] * (1 << index) for index in range(least, self.num_sizes)),
-                default=0.0,
-            )
-            for works, least in zip(self.works_ms, self.least_size, strict=True)
-        ]
-        ratios = [each_ms.as_integer_ratio() for each_ms in column_ms]
-        self.units_per_ms = max(denominator for _, denominator in ratios)
-        column_units = [num * (self.units_per_ms // each) for num, each in ratios]
+        ratios = [[each.as_integer_ratio() for each in of_form] for of_form in column_ms.tolist()]
+        self.units_per_ms: int = max(each for of_form in ratios for _, each in of_form)
+        column_units = (
+            [num * (self.units_per_ms // each) for num, each in of_form] for of_form in ratios
+        )
         generator = random.Random(0)
         keys = [generator.getrandbits(64) for _ in self.lengths]
-        self._totals = (self.lengths, column_units, keys)
-        # By size, rising, for bisection.
-        self._negative_works_ms: list[list[float]] = [(-of_size).tolist() for of_size in works_ms]
-        self._negative_tokens: list[list[int]] = [(-of_size).tolist() for of_size in tokens]
+        self._totals = (self.lengths, keys, *column_units)
+        # Negative ones rise, for bisection.
+        negative_works_ms: list[list[float]] = (-works_ms).tolist()
+        self.forms: list[list[tuple[int, int, list[float]]]] = []
+        """By size, of each of its forms: its number, its place in works_ms, and negative works."""
+        self._empty: list[tuple[list[float], float, int]] = []
+        for size, group in enumerate(groups):
+            places = range(size, len(group.forms) * self.num_sizes, self.num_sizes)
+            self.forms.append([(k, i, negative_works_ms[i]) for k, i in enumerate(places)])
+            slowest = places[constants_ms[:, size].argmax()]
+            times_ms = constants_ms[: len(places), size].tolist()
+            self._empty.append((times_ms, max(times_ms), slowest))
+        self.negative_tokens: list[list[int]] = (-tokens).tolist()
+        self.negative_alone_ms: list[list[float]] = (-alone_ms).tolist()
 
-    def first_within(self, size_index: int, work_ms: float, num_tokens: int) -> int:
-        """The place of the longest length that takes at most this on a size."""
-        return max(
-            bisect_left(self._negative_works_ms[size_index], -work_ms),
-            bisect_left(self._negative_tokens[size_index], -num_tokens),
-        )
+    def opened(self, size_index: int) -> OpenGroup:
+        """A group without sequences."""
+        times_ms, time_ms, slowest = self._empty[size_index]
+        return OpenGroup(size_index, times_ms.copy(), time_ms, slowest)
 
     def counts(self, lengths: Sequence[int]) -> Counts:
         """Number of sequences of each length."""
@@ -192,11 +206,11 @@ class LengthTable:
     def _counted(self, num_by_place: Mapping[int, int]) -> Counts:
         places = sorted(num_by_place)
         nums = [num_by_place[place] for place in places]
-        totals = (
+        num_tokens, key, *column_units = (
             sum(num * each[place] for num, place in zip(nums, places, strict=True))
             for each in self._totals
         )
-        return Counts(places, nums, Totals(*totals))
+        return Counts(places, nums, Totals(num_tokens, key, tuple(column_units)))
 
 
 def fill_wave(
@@ -207,15 +221,12 @@ def fill_wave(
     None if no sequence fits; with takes_all, as soon as one does not fit.
     """
     most_ms = time_ms * (1.0 + _ROUNDING)
-    rooms = table.rooms
+    rooms, forms = table.rooms, table.forms
     groups: list[OpenGroup] = []
     # The first place of the table that each group has room for: it has for all after it.
     firsts: list[int] = []
     # Likewise for a new group of each size, and for one that free columns of each bit length allow.
-    firsts_of_new = [
-        table.first_within(index, most_ms - c_ms, room)
-        for index, (c_ms, room) in enumerate(zip(table.constants_ms, rooms, strict=True))
-    ]
+    firsts_of_new = [bisect_left(of_size, -most_ms) for of_size in table.negative_alone_ms]
     firsts_on_free = list(itertools.accumulate([len(table.lengths), *firsts_of_new], min))
     free = table.costs.width
     first = firsts_on_free[free.bit_length()]
@@ -239,31 +250,39 @@ def fill_wave(
             best_room_ms = most_ms
             for member, group in enumerate(groups):
                 if firsts[member] <= place:
-                    room_ms = most_ms - group.time_ms - works[group.size_index]
+                    room_ms = most_ms - group.time_ms - works[group.slowest]
                     if room_ms < best_room_ms:
                         best, best_room_ms = member, room_ms
             if best < 0:
                 if size_of_new >= table.num_sizes or free < 1 << size_of_new:
                     break
-                size = size_of_new
-                free -= 1 << size
+                free -= 1 << size_of_new
                 best = len(groups)
-                groups.append(OpenGroup(size, table.constants_ms[size], 0))
+                groups.append(table.opened(size_of_new))
                 firsts.append(place)
             group = groups[best]
-            size = group.size_index
+            size, times_ms = group.size_index, group.times_ms
             fitting = 1
             if num > 1:
                 fitting = min(num, (rooms[size] - group.num_tokens) // tokens[size])
-                if works[size] > 0.0:
-                    fitting = max(1, min(fitting, int((most_ms - group.time_ms) / works[size])))
-            group.time_ms += fitting * works[size]
+                for k, form, _ in forms[size]:
+                    if works[form] > 0.0:
+                        fitting = max(1, min(fitting, int((most_ms - times_ms[k]) / works[form])))
+            num -= fitting
             group.num_tokens += fitting * tokens[size]
             group.counts[place] = group.counts.get(place, 0) + fitting
-            num -= fitting
-            firsts[best] = table.first_within(
-                size, most_ms - group.time_ms, rooms[size] - group.num_tokens
+            first_of_group = bisect_left(
+                table.negative_tokens[size], group.num_tokens - rooms[size]
             )
+            for k, form, negative_works_ms in forms[size]:
+                times_ms[k] = time_ms = times_ms[k] + fitting * works[form]
+                if time_ms > group.time_ms:
+                    group.time_ms, group.slowest = time_ms, form
+                # Comparisons instead of max(): most of the search is spent here.
+                first_of_form = bisect_left(negative_works_ms, time_ms - most_ms)
+                if first_of_form > first_of_group:
+                    first_of_group = first_of_form
+            firsts[best] = first_of_group
         if num and takes_all:
             return None
         if num or not free:
@@ -279,7 +298,7 @@ def fill_wave(
         quick = [index for index in able if table.constants_ms[index] <= busy_ms]
         index = quick[-1] if quick else min(able, key=table.constants_ms.__getitem__)
         free -= 1 << index
-        groups.append(OpenGroup(index, table.constants_ms[index], 0))
+        groups.append(table.opened(index))
     return Wave(groups, max(group.time_ms for group in groups))
 
 
@@ -331,6 +350,7 @@ class WaveSearch:
         self.table = table
         self._pipeline = table.costs.pipeline
         self._width = table.costs.width
+        self._host_ms = table.costs.host_ms
 
     def best(
         self, counts: Counts, effort: Effort, beams: Sequence[Beam], *, target_ms: float = 0.0
@@ -352,6 +372,7 @@ class WaveSearch:
     def _undivided(self, counts: Counts) -> list[Wave]:
         """Waves of a single group each, by best fit; none if a sequence does not fit."""
         table, index = self.table, self.table.num_sizes - 1
+        coefficients = table.costs.groups[-1].coefficients
         places = [
             place for place, num in zip(counts.places, counts.nums, strict=True) for _ in range(num)
         ]
@@ -360,12 +381,9 @@ class WaveSearch:
         tokens = [of_length[index] for of_length in table.tokens]
         waves = []
         for members in best_fit(places, tokens, table.rooms[index]):
-            group = OpenGroup(index, table.constants_ms[index], 0)
-            for place in members:
-                group.time_ms += table.works_ms[place][index]
-                group.num_tokens += tokens[place]
-                group.counts[place] = group.counts.get(place, 0) + 1
-            waves.append(Wave([group], group.time_ms))
+            group = table.opened(index)
+            group.counts = Counter(members)
+            waves.append(Wave([group], coefficients.time_ms(table.lengths[i] for i in members)))
         return waves
 
     def _with_beam(self, beam: Beam, counts: Counts, effort: Effort) -> list[Wave]:
@@ -408,11 +426,9 @@ class WaveSearch:
         """
         table = self.table
         longest = counts.places[0]
-        least_ms, constant_ms = table.least_ms[longest], table.least_constant_ms
-        of_sizes = zip(table.works_ms[longest], table.constants_ms, strict=True)
-        times_ms = {max(least_ms, work_ms + c_ms) for work_ms, c_ms in of_sizes} - {math.inf}
-        most_ms = _MOST_OVER_MEAN * self._column_ms(counts.totals) / self._width + constant_ms
-        time_ms = max(least_ms, constant_ms)
+        times_ms = {*table.alone_ms[longest]} - {math.inf}
+        most_ms = self._mean_ms(counts.totals, 1, _MOST_OVER_MEAN)
+        time_ms = max(table.least_ms[longest], table.least_constant_ms)
         while time_ms < most_ms * growth:
             times_ms.add(time_ms)
             time_ms *= growth
@@ -420,13 +436,14 @@ class WaveSearch:
 
     def _estimate_ms(self, continuation: _Continuation) -> float:
         """Time of all waves: those that are known, about what the rest takes, and in a pipeline the
-        longest once more for each further stage, as it fills and drains."""
-        left, table = continuation.left, self.table
-        num_waves = -(-left.num_tokens // table.most_tokens)
-        column_ms = _BUSY_OVER_LEAST * self._column_ms(left) / self._width
+        longest once more for each further stage, as it fills and drains; or the host's."""
+        left = continuation.left
+        num_left = -(-left.num_tokens // self.table.most_tokens)
+        left_ms = self._mean_ms(left, num_left, _BUSY_OVER_LEAST)
         known = (*continuation.beginning.waves, continuation.wave)
         filling_ms = max(wave.time_ms for wave in known) * (self._pipeline.num_stages - 1)
-        return continuation.taken_ms + column_ms + num_waves * table.least_constant_ms + filling_ms
+        host_ms = (len(known) + num_left) * self._host_ms
+        return max(continuation.taken_ms + left_ms + filling_ms, host_ms)
 
     def _with_shortest(self, continuation: _Continuation, effort: Effort) -> _Beginning:
         """The waves with the last one as short as its sequences allow."""
@@ -439,12 +456,14 @@ class WaveSearch:
     def time_ms(self, waves: Sequence[Wave]) -> float:
         """Time of the replica, in the best of the simple orders."""
         times_ms = [wave.time_ms for wave in waves]
+        host_ms = len(waves) * self._host_ms
         if self._pipeline.num_stages == 1:
-            return math.fsum(times_ms)
-        return min(
+            return max(math.fsum(times_ms), host_ms)
+        in_orders_ms = (
             self._pipeline.time_ms([times_ms[i] for i in order])
             for order in _simple_orders(times_ms)
         )
+        return max(min(in_orders_ms), host_ms)
 
     def shortest(self, counts: Counts, effort: Effort, within: Wave | None = None) -> Wave | None:
         """One wave of exactly these sequences, as short as bisection finds; None if it finds none.
@@ -470,14 +489,21 @@ class WaveSearch:
                 low_ms = middle_ms
         return best
 
-    def _column_ms(self, totals: Totals) -> float:
-        return totals.column_units / self.table.units_per_ms
+    def _mean_ms(self, totals: Totals, num_waves: int, factor: float = 1.0) -> float:
+        """Time of so many waves of these sequences if all columns are busy, in the slowest form.
+
+        factor: of the column time that the sequences take at least.
+        """
+        units_per_ms = self.table.units_per_ms
+        of_forms = zip(totals.column_units, self.table.least_constants_ms, strict=True)
+        return max(
+            factor * (units / units_per_ms) / self._width + num_waves * constant_ms
+            for units, constant_ms in of_forms
+        )
 
     def _least_ms(self, counts: Counts) -> float:
         """Lower limit for one wave of sequences, of which there are some."""
-        table = self.table
-        mean_ms = self._column_ms(counts.totals) / self._width
-        return max(table.least_ms[counts.places[0]], mean_ms + table.least_constant_ms)
+        return max(self.table.least_ms[counts.places[0]], self._mean_ms(counts.totals, 1))
 
     def _filled(
         self, counts: Counts, time_ms: float, effort: Effort, *, takes_all: bool = False
