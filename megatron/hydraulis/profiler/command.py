@@ -340,6 +340,7 @@ class _Job:
             f"torch {versions['torch']}, megatron-core {versions['megatron-core']}",
             date=date.today().isoformat(),
             num_ranks=dist.get_world_size(),
+            has_host=torch.cuda.is_available(),
             setup=setup,
         )
         return replace(profile, gradient_bytes=gradient_bytes(args))

@@ -12,6 +12,7 @@ from __future__ import annotations
 import copy
 import itertools
 import json
+import math
 import os
 import random
 import statistics
@@ -38,12 +39,17 @@ SINGLE_LONG = "single long"
 MANY_SHORT = "many short"
 MIXTURE = "mixture"
 """Half of the tokens long, half short."""
+MANY_MEDIUM = "many medium"
+"""Equal sequences between long and short: what hides behind attention depends on their length."""
+FEW_TOKENS = "few tokens"
+"""One short sequence: on a GPU its time is the host's."""
 SAMPLED = "sampled"
 """Kind of a micro-batch that is drawn from given lengths."""
 MAX_ATTEMPTS = 2
 """An interrupted measurement is repeated once; a second end without a result means that the point
 ends the process."""
 _WIDTH = 100
+_HELD_OUT = "held out: mean of |predicted/measured - 1|, each point predicted by a fit without it\n"
 
 
 def measurements_path(profile: Path) -> Path:
@@ -80,6 +86,9 @@ class MeasuredPoint:
     """Forward and backward on each stage, of the median replica; empty where it was not run."""
     forward_ms: float = 0.0
     """Forward alone, on the slowest stage."""
+    period_ms: float = 0.0
+    """From the end of one micro-batch to that of the next one, on the slowest rank; 0 in older
+    files."""
     peak_bytes: int = 0
     """Most memory that a rank held meanwhile, see `runtime.memory.MemoryMeter`."""
     why_not: str = ""
@@ -107,6 +116,7 @@ class MeasuredPoint:
             "why_not": self.why_not,
             "stage_ms": list(self.stage_ms),
             "forward_ms": self.forward_ms,
+            "period_ms": self.period_ms,
             "peak_bytes": self.peak_bytes,
         }
 
@@ -118,6 +128,7 @@ class MeasuredPoint:
             point=GridPoint(line["packing"], lengths),
             stage_ms=tuple(line["stage_ms"]),
             forward_ms=line["forward_ms"],
+            period_ms=line.get("period_ms", 0.0),
             peak_bytes=line["peak_bytes"],
             why_not=line["why_not"],
         )
@@ -362,7 +373,8 @@ def grid(
     """The points of a scheme, by rising size, and within a size by rising Σs².
 
     Sizes are max_tokens and its halves, num_sizes of them or as many as hold a short sequence.
-    Packings of one size separate the quadratic term of the time model, sizes the other two.
+    One more point is a single short sequence. Packings of one size separate the quadratic term of
+    the time model, sizes the other two; together they separate its forms.
 
     Args:
         max_tokens: of the largest micro-batch.
@@ -382,11 +394,13 @@ def grid(
         )
     sizes = [max_tokens >> halvings for halvings in range(num_sizes)]
     draw = random.Random(seed)
-    points: dict[tuple[int, ...], GridPoint] = {}
+    medium = math.isqrt(short * min(max_tokens, longest))
+    points: dict[tuple[int, ...], GridPoint] = {(short,): GridPoint(FEW_TOKENS, (short,))}
     for size in sorted(size for size in sizes if size >= short):
         half = size // 2
         packings = [
             (MANY_SHORT, _pieces(size, short)),
+            (MANY_MEDIUM, _pieces(size, medium)),
             (MIXTURE, _pieces(half, longest) + _pieces(size - half, short)),
             (SINGLE_LONG, _pieces(size, longest)),
         ]
@@ -445,6 +459,7 @@ def profile_of(
     source: str,
     date: str,
     num_ranks: int,
+    has_host: bool,
     setup: Mapping[str, Any],
 ) -> ProfileCostModel:
     """The cost profile of measured points.
@@ -452,7 +467,9 @@ def profile_of(
     ``max_tokens`` of a scheme is the largest size that ran in every packing, and 0 where there is
     none. A scheme is skipped if no point of it fits, since there is nothing to fit to.
 
-    setup: versions and settings, recorded in the profile.
+    Args:
+        has_host: whether the host issues work to a device, so that few tokens take the host's time.
+        setup: versions and settings, recorded in the profile.
 
     Raises ConfigurationError when no scheme is left.
     """
@@ -464,15 +481,22 @@ def profile_of(
         if not fitting:
             notes[str(scheme)] = {"fits": False, "why_not": points[0].why_not if points else ""}
             continue
-        samples = [Sample.of(p.point.lengths, p.time_ms, window=window) for p in fitting]
-        fit = fit_coefficients(samples)
         forward_share = statistics.median(p.forward_ms / p.time_ms for p in fitting)
+        few = [p for p in fitting if has_host and p.point.packing == FEW_TOKENS and p.period_ms]
+        fit = fit_coefficients(
+            [Sample.of(p.point.lengths, p.time_ms, window=window) for p in fitting],
+            host_ms=max((point.time_ms for point in few), default=0.0),
+            window=window,
+            forward_share=forward_share,
+        )
+        # The host also works between two micro-batches.
+        host_ms = max((point.period_ms for point in few), default=0.0)
         sizes = {point.point.num_tokens for point in fitting}
         refused = {point.point.num_tokens for point in points if not point.fits}
         rows.append(
             ProfiledScheme(
                 scheme=scheme,
-                coefficients=replace(fit.coefficients, window=window, forward_share=forward_share),
+                coefficients=replace(fit.coefficients, host_ms=host_ms),
                 max_tokens=scheme.rounded_down(max(sizes - refused, default=0)),
             )
         )
@@ -511,28 +535,29 @@ def profile_of(
 
 
 def profile_tables(profile: ProfileCostModel) -> str:
-    """A row for each scheme with its fit, and one for each strategy with its overhead, as text."""
+    """A row for each form of each scheme with its fit, and one for each strategy with its overhead,
+    as text."""
     schemes = figures_table(
-        "Time of a micro-batch, a·Σs² + b·Σs + c",
+        "Time of a micro-batch, the largest a·Σs² + b·Σs + c",
         ("scheme",),
-        ("a, ns/token²", "b, µs/token", "c, ms", "R²", "residual", "max tokens", "peak, GB"),
+        ("a, ns/token²", "b, µs/token", "c, ms", "points", "R²", "held out", "max tokens", "GB"),
     )
     notes = profile.measurement.get("schemes", {})
     for row in profile.schemes:
-        note, times = notes[str(row.scheme)], row.coefficients
-        schemes.add_row(
-            str(row.scheme),
-            f"{times.a_ms_per_token2 * 1e6:.4g}",
-            f"{times.b_ms_per_token * 1e3:.4g}",
-            f"{times.c_ms:.4g}",
-            f"{note['r_squared']:.4f}",
-            f"{note['median_residual']:.1%} ({note['worst_residual']:.1%})",
-            f"{row.max_tokens:,}",
-            f"{note['peak_bytes'] / 1e9:.2f}",
-        )
+        note, times, name = notes[str(row.scheme)], row.coefficients, str(row.scheme)
+        limits = (f"{row.max_tokens:,}", f"{note['peak_bytes'] / 1e9:.2f}")
+        forms = [
+            (f"{f.a_ms_per_token2 * 1e6:.4g}", f"{f.b_ms_per_token * 1e3:.4g}", f"{f.c_ms:.4g}")
+            for f in times.forms
+        ]
+        host = [("–", "–", f"host {times.host_ms:.4g}")] if times.host_ms else []
+        for form, fit in zip([*forms, *host], note["forms"], strict=True):
+            quality = (_shown(fit["r_squared"], ".4f"), _shown(fit["held_out_error"], ".1%"))
+            schemes.add_row(name, *form, str(fit["num_points"]), *quality, *limits)
+            name, limits = "", ("", "")
     for scheme, note in notes.items():
         if not note.get("fits", True):
-            schemes.add_row(scheme, "–", "–", "–", "–", "–", "0", note["why_not"])
+            schemes.add_row(scheme, *"––––––", "0", note["why_not"])
     strategies = figures_table(
         "Overhead of an iteration",
         ("strategy",),
@@ -548,8 +573,12 @@ def profile_tables(profile: ProfileCostModel) -> str:
             _gb_per_s(speed["gather_bytes_per_s"]),
             _gb_per_s(speed["scatter_bytes_per_s"]),
         )
-    text = table_text(schemes, _WIDTH) + "residual: median (worst) of |predicted/measured - 1|\n"
+    text = table_text(schemes, _WIDTH) + _HELD_OUT
     return text + table_text(strategies, _WIDTH) if profile.strategies else text
+
+
+def _shown(value: float | None, style: str) -> str:
+    return "–" if value is None else format(value, style)
 
 
 def _gb_per_s(bytes_per_s: float | None) -> str:

@@ -6,6 +6,7 @@ Models, schedules, messages and regrouping are those of training, on random toke
 
 from __future__ import annotations
 
+import itertools
 import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -57,6 +58,8 @@ class _RankTimes:
     forward_ms: float
     total_ms: float
     """Forward and backward."""
+    period_ms: float
+    """From the end of one micro-batch to that of the next one."""
     peak_bytes: int
 
 
@@ -235,7 +238,7 @@ class EngineRig:
         spans = self._recorder.take()
         peak_bytes = self._meter.peak_bytes()
         if mine is None:
-            return _RankTimes(None, 0, 0.0, 0.0, peak_bytes)
+            return _RankTimes(None, 0, 0.0, 0.0, 0.0, peak_bytes)
         position = mine.position_of(self._rank)
         assert position is not None
         counted = range(self._num_warmup, self._num_warmup + self._num_measured)
@@ -245,6 +248,7 @@ class EngineRig:
             position.stage,
             forward_ms,
             forward_ms + _median_ms(spans, "backward", counted),
+            period_ms(spans, counted),
             peak_bytes,
         )
 
@@ -321,6 +325,13 @@ def makespan_ms(
     )
 
 
+def period_ms(spans: Sequence[RecordedSpan], counted: range) -> float:
+    """Median time between the ends of successive backwards; 0 if there is only one."""
+    ends_ns = [s.end_ns for s in _named(spans, "backward") if s.detail["micro_batch"] in counted]
+    periods = [end - before for before, end in itertools.pairwise(sorted(ends_ns))]
+    return statistics.median(periods) / _NS_PER_MS if periods else 0.0
+
+
 def _measured(scheme: str, point: GridPoint, everyone: Sequence[_RankTimes]) -> MeasuredPoint:
     stages: dict[tuple[int, int], list[_RankTimes]] = {}
     for times in everyone:
@@ -344,6 +355,7 @@ def _measured(scheme: str, point: GridPoint, everyone: Sequence[_RankTimes]) -> 
         point=point,
         stage_ms=tuple(total_ms),
         forward_ms=forward_ms[slowest],
+        period_ms=max(times.period_ms for times in everyone),
         peak_bytes=max(times.peak_bytes for times in everyone),
     )
 

@@ -37,7 +37,7 @@ def test_exact_times_give_the_coefficients_back(truth: Coefficients) -> None:
     for point in POINTS:
         wanted = truth.time_ms(point.lengths)
         assert fit.coefficients.time_ms(point.lengths) == pytest.approx(wanted, rel=1e-6)
-    assert fit.r_squared == pytest.approx(1.0, abs=1e-6)
+    assert fit.total.r_squared == pytest.approx(1.0, abs=1e-6)
     assert fit.worst_residual < 1e-6
     found = fit.coefficients
     # A term that is a billionth of every time cannot be found.
@@ -51,10 +51,11 @@ def test_times_of_a_model_with_windows_give_the_coefficients_back(truth: Coeffic
     window = AttentionWindow(512, 0.75)
     windowed = replace(truth, window=window)
     fit = fit_coefficients(
-        [Sample.of(p.lengths, windowed.time_ms(p.lengths), window=window) for p in POINTS]
+        [Sample.of(p.lengths, windowed.time_ms(p.lengths), window=window) for p in POINTS],
+        window=window,
     )
     assert fit.worst_residual < 1e-6
-    found = replace(fit.coefficients, window=window)
+    found = fit.coefficients
     for point in POINTS:
         wanted = windowed.time_ms(point.lengths)
         assert found.time_ms(point.lengths) == pytest.approx(wanted, rel=1e-6)
@@ -86,6 +87,57 @@ def test_neither_the_order_of_samples_nor_the_unit_of_time_matters(
         for point in POINTS:
             wanted = unit * fit.coefficients.time_ms(point.lengths)
             assert other.coefficients.time_ms(point.lengths) == pytest.approx(wanted, rel=1e-6)
+
+
+DEVICE = Coefficients(a_ms_per_token2=4.4e-7, b_ms_per_token=0.0167, c_ms=5.0)
+LINK = Coefficients(a_ms_per_token2=1.1e-7, b_ms_per_token=0.0198, c_ms=6.4)
+FLAT = Coefficients(a_ms_per_token2=0.0, b_ms_per_token=0.0, c_ms=60.0)
+LONG_POINTS = grid(131_072, longest=131_072, short=64, num_sizes=8)
+
+
+@pytest.mark.parametrize(
+    ("forms", "host_ms"),
+    [
+        ((DEVICE,), 0.0),
+        ((LINK,), 0.0),
+        ((FLAT, DEVICE), 0.0),
+        ((LINK, DEVICE), 0.0),
+        ((DEVICE,), 60.0),
+        ((LINK, DEVICE), 60.0),
+        ((FLAT, replace(LINK, b_ms_per_token=0.03), replace(DEVICE, a_ms_per_token2=1e-6)), 0.0),
+    ],
+)
+@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("noise", [0.0, 0.01])
+def test_as_many_forms_are_found_as_there_are(
+    forms: tuple[Coefficients, ...], host_ms: float, noise: float, seed: int
+) -> None:
+    draw = random.Random(seed)
+    truth = replace(forms[0], others=forms[1:])
+    times_ms = [max(host_ms, truth.time_ms(point.lengths)) for point in LONG_POINTS]
+    fit = fit_coefficients(
+        [
+            Sample.of(point.lengths, time_ms * draw.uniform(1 - noise, 1 + noise))
+            for point, time_ms in zip(LONG_POINTS, times_ms, strict=True)
+        ],
+        host_ms=host_ms,
+    )
+    found = fit.coefficients
+    assert len(found.forms) == len(forms)
+    assert len(fit.forms) == len(forms) + (host_ms > 0.0)
+    assert sum(form.num_points for form in fit.forms) == len(LONG_POINTS)
+    assert fit.total.held_out_error is not None
+    assert fit.total.held_out_error < 0.02
+    for point, wanted in zip(LONG_POINTS, times_ms, strict=True):
+        predicted = max(host_ms, found.time_ms(point.lengths))
+        assert predicted == pytest.approx(wanted, rel=1e-3 + 3 * noise)
+
+
+@settings(max_examples=40)
+@given(truth=coefficients, seed=st.integers(0, 1000), noise=st.sampled_from([0.01, 0.03, 0.1]))
+def test_noise_does_not_split_a_form(truth: Coefficients, seed: int, noise: float) -> None:
+    fit = fit_coefficients(measured(truth, noise, seed))
+    assert fit.coefficients.others == ()
 
 
 @given(

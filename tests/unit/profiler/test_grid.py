@@ -3,15 +3,28 @@
 import pytest
 
 from megatron.hydraulis.errors import ConfigurationError
-from megatron.hydraulis.profiler.measurements import MANY_SHORT, MIXTURE, SAMPLED, SINGLE_LONG, grid
+from megatron.hydraulis.profiler.measurements import (
+    FEW_TOKENS,
+    MANY_MEDIUM,
+    MANY_SHORT,
+    MIXTURE,
+    SAMPLED,
+    SINGLE_LONG,
+    GridPoint,
+    grid,
+)
 
 
 def test_sizes_are_halves_and_packings_differ_only_in_squares() -> None:
     points = grid(1024, longest=1024, short=64, num_sizes=3)
-    assert [point.num_tokens for point in points] == [256] * 3 + [512] * 3 + [1024] * 3
+    assert points[0] == GridPoint(FEW_TOKENS, (64,))
+    sizes = [point.num_tokens for point in points]
+    # Medium sequences of 256 tokens are not shorter than the smallest size.
+    assert sizes == [64] + [256] * 3 + [512] * 4 + [1024] * 4
     largest = {point.packing: point for point in points if point.num_tokens == 1024}
     assert largest[SINGLE_LONG].lengths == (1024,)
     assert largest[MANY_SHORT].lengths == (64,) * 16
+    assert largest[MANY_MEDIUM].lengths == (256,) * 4
     assert largest[MIXTURE].lengths == (512, *(64,) * 8)
     squares = [point.sum_of_squares for point in points if point.num_tokens == 1024]
     assert squares == sorted(set(squares))
@@ -20,7 +33,7 @@ def test_sizes_are_halves_and_packings_differ_only_in_squares() -> None:
 def test_no_sequence_is_longer_than_the_longest() -> None:
     points = grid(1000, longest=300, short=50, num_sizes=4)
     assert max(max(point.lengths) for point in points) == 300
-    assert {point.num_tokens for point in points} == {1000, 500, 250, 125}
+    assert {point.num_tokens for point in points} == {1000, 500, 250, 125, 50}
 
 
 def test_equal_packings_are_measured_once_and_sizes_end_at_a_short_sequence() -> None:

@@ -3,7 +3,12 @@
 import pytest
 
 from megatron.hydraulis.profiler.measurements import GridPoint, MeasuredPoint
-from megatron.hydraulis.profiler.rig import RankIteration, makespan_ms, numbers_of_micro_batches
+from megatron.hydraulis.profiler.rig import (
+    RankIteration,
+    makespan_ms,
+    numbers_of_micro_batches,
+    period_ms,
+)
 from megatron.hydraulis.runtime.spans import RecordedSpan
 from megatron.hydraulis.strategy import Scheme, Strategy
 
@@ -43,6 +48,16 @@ def test_only_inner_micro_batches_count() -> None:
     found = RankIteration.of(spans, 200.0, num_micro_batches=4)
     assert (found.micro_batch_ms, found.optimizer_ms, found.wall_ms) == (6.0, 5.0, 200.0)
     assert RankIteration.of([], 200.0, num_micro_batches=0).micro_batch_ms == 0.0
+
+
+def test_the_period_contains_the_pauses_between_micro_batches() -> None:
+    starts_ms = (0, 90, 100, 110, 125, 300)  # each takes 4 ms
+    spans = [
+        RecordedSpan("backward", int(1e6 * ms), int(1e6 * (ms + 4)), {"micro_batch": number})
+        for number, ms in enumerate(starts_ms)
+    ]
+    assert period_ms(spans, range(1, 5)) == 10.0
+    assert period_ms(spans, range(1, 2)) == 0.0
 
 
 def test_the_makespan_is_that_of_the_slowest_replica() -> None:

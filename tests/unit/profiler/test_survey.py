@@ -21,6 +21,7 @@ from megatron.hydraulis.profiler.measurements import (
     expected_peak_bytes,
     grid,
     profile_of,
+    profile_tables,
     survey,
 )
 from megatron.hydraulis.strategy import Scheme
@@ -69,7 +70,9 @@ def surveyed(path: Path, rig: SimulatedRig, limit_bytes: int | None = None) -> l
 
 def profile(points: list[MeasuredPoint]) -> ProfileCostModel:
     names = {"device": "pretended", "source": "test", "date": "2026-01-02"}
-    return profile_of({Scheme(): points}, [], model=MODEL, num_ranks=1, setup=SETUP, **names)
+    return profile_of(
+        {Scheme(): points}, [], model=MODEL, num_ranks=1, setup=SETUP, has_host=False, **names
+    )
 
 
 def test_all_points_are_measured_and_the_slowest_stage_counts(tmp_path: Path) -> None:
@@ -84,6 +87,35 @@ def test_all_points_are_measured_and_the_slowest_stage_counts(tmp_path: Path) ->
     assert times.forward_share == note["forward_share"] == pytest.approx(0.25)
     assert note["peak_bytes"] == STATE_BYTES + BYTES_PER_TOKEN * 1024
     assert ProfileCostModel.from_json(json.loads(json.dumps(found.to_json())), what="p") == found
+
+
+def test_few_tokens_take_the_time_of_the_host_if_it_has_a_device() -> None:
+    host_ms, gap_ms = 8.0, 0.5
+    points = [
+        MeasuredPoint(
+            scheme="tp1",
+            point=point,
+            stage_ms=(max(host_ms, TRUTH.time_ms(point.lengths)),),
+            forward_ms=1.0,
+            period_ms=gap_ms + max(host_ms, TRUTH.time_ms(point.lengths)),
+        )
+        for point in POINTS
+    ]
+    names = {"device": "d", "source": "s", "date": "x", "num_ranks": 1, "setup": {}}
+    schemes = {Scheme(): points}
+    found = profile_of(schemes, [], model=MODEL, has_host=True, **names)  # type: ignore[arg-type]
+    times = found.coefficients(Scheme())
+    assert times.host_ms == host_ms + gap_ms
+    assert times.others == ()
+    assert times.time_ms([1024]) == pytest.approx(TRUTH.time_ms([1024]))
+    assert times.c_ms == pytest.approx(TRUTH.c_ms)
+    num_bound = sum(TRUTH.time_ms(point.lengths) < host_ms for point in POINTS)
+    note = found.measurement["schemes"]["tp1"]
+    assert [form["num_points"] for form in note["forms"]] == [len(POINTS) - num_bound, num_bound]
+    text = profile_tables(found)
+    assert "host 8.5" in text
+    on_cpu = profile_of(schemes, [], model=MODEL, has_host=False, **names)  # type: ignore[arg-type]
+    assert on_cpu.coefficients(Scheme()).host_ms == 0.0
 
 
 def test_a_rerun_continues_where_the_first_run_was_killed(tmp_path: Path) -> None:
@@ -168,6 +200,7 @@ def test_a_scheme_of_which_nothing_fits_is_skipped(tmp_path: Path) -> None:
         source="s",
         date="x",
         num_ranks=4,
+        has_host=False,
         setup={},
     )
     assert both.num_ranks == 4
