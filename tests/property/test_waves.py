@@ -26,9 +26,8 @@ from tests.support.planning import TableCostModel
 COLUMN_TOKENS = 64
 ROUNDING = 1e-9
 FACTORS = st.sampled_from((0.0, 0.4, 1.0, 2.5))
-SHARES = st.sampled_from((0.2, 1 / 3, 0.6))
-# Of another form in the first one: of a, b and c, and its share of the forward.
-FURTHER_FORMS = st.lists(st.tuples(FACTORS, FACTORS, FACTORS, SHARES), max_size=2)
+# Ratios of a, b and c in another form to the first one's.
+FURTHER_FORMS = st.lists(st.tuples(FACTORS, FACTORS, FACTORS), max_size=2)
 
 
 @st.composite
@@ -51,10 +50,7 @@ def wave_costs(draw: st.DrawFn, most_width: int = 8, *, most_stages: int = 1) ->
         wide = math.log2(size)
         times = Coefficients(a / size, b / size + exchange * wide, c + latency * wide, window)
         if size > 1:
-            others = (
-                replace(times.scaled(a=of_a / size, b=of_b, c=of_c), forward_share=share)
-                for of_a, of_b, of_c, share in factors
-            )
+            others = (times.scaled(a=of_a / size, b=of_b, c=of_c) for of_a, of_b, of_c in factors)
             times = replace(times, others=tuple(others), host_ms=host_ms)
         limit = COLUMN_TOKENS * size
         # The profile may have only some sizes.
@@ -82,7 +78,7 @@ def check_waves(costs: WaveCosts, lengths: Sequence[int], packing: Packing) -> l
     times_ms = []
     for micro_batch in packing.with_lengths(lengths):
         end = 0
-        of_wave = []
+        of_wave: list[float] = []
         for share in micro_batch.shares(costs.width):
             group = by_size[share.group.size]
             assert share.group.offset == end
@@ -94,17 +90,12 @@ def check_waves(costs: WaveCosts, lengths: Sequence[int], packing: Packing) -> l
                 assert held <= group.max_tokens
             assert share.lengths == tuple(lengths[sequence] for sequence in share.sequences)
             seen += share.sequences
-            halves_ms = []
-            for form in (group.coefficients, *group.coefficients.others):
-                time_ms = (
-                    form.a_ms_per_token2 * sum(map(form.squared, share.lengths))
-                    + form.b_ms_per_token * sum(share.lengths)
-                    + form.c_ms
-                )
-                halves_ms.append(
-                    (form.forward_share * time_ms, (1.0 - form.forward_share) * time_ms)
-                )
-            of_wave.append(sum(map(max, zip(*halves_ms, strict=True))))
+            of_wave += (
+                form.a_ms_per_token2 * sum(map(form.squared, share.lengths))
+                + form.b_ms_per_token * sum(share.lengths)
+                + form.c_ms
+                for form in (group.coefficients, *group.coefficients.others)
+            )
         assert end == costs.width
         times_ms.append(max(of_wave))
     assert sorted(seen) == list(range(len(lengths)))
@@ -265,15 +256,6 @@ WITH_HOST = replace(WIDE_IS_FASTER[1], coefficients=Coefficients(0.0, 0.4, 0.0, 
         # The first wave takes 100 ms in the first form, the second one 80 ms in the other: each
         # form takes less for both.
         (one_column(Coefficients(1.0, 0.0, 0.0), Coefficients(0.0, 8.0, 0.0)), [10, *[2] * 5], 180),
-        # The forward takes 60 ms in the first form, the backward 80 ms in the other.
-        (
-            one_column(
-                Coefficients(0.0, 10.0, 0.0, forward_share=0.6),
-                Coefficients(0.0, 10.0, 0.0, forward_share=0.2),
-            ),
-            [1] * 10,
-            140,
-        ),
         # A constant of one form leaves the other as much room.
         (one_column(Coefficients(0.0, 0.0, 50.0), Coefficients(0.0, 10.0, 0.0)), [4, 4], 80),
         (WaveCosts(WIDE_IS_FASTER), [10, 10], 8),

@@ -391,22 +391,6 @@ class GroupCost:
         quantum = Scheme(self.tp, self.size).token_quantum
         return self.max_tokens - self.max_tokens % quantum if self.size > 1 else self.max_tokens
 
-    @property
-    def forms(self) -> tuple[Coefficients, ...]:
-        """Forms of the whole time, forward and backward together: the largest is the time.
-
-        Those of the coefficients, and sums of the forward of one and the backward of another. Of
-        two forms with shares f ≤ g of the forward, ``f·t + (1-g)·u <= max(t, u)``: only the other
-        sum, g·u + (1-f)·t, can be larger than both.
-        """
-        forms = self.coefficients.forms
-        return forms + tuple(
-            _sum_of_halves(forward, backward)
-            for forward in forms
-            for backward in forms
-            if forward.forward_share > backward.forward_share
-        )
-
     def padded(self, length: int) -> int:
         """Length of a sequence with padding."""
         return -(-length // self.multiple) * self.multiple
@@ -414,17 +398,6 @@ class GroupCost:
     def time_ms(self, lengths: Sequence[int]) -> float:
         """Time of sequences of these lengths on one stage, in a row that is rounded up."""
         return _time_ms(self.coefficients, self.rows, lengths)
-
-
-def _sum_of_halves(forward: Coefficients, backward: Coefficients) -> Coefficients:
-    """The forward of one form and the backward of another."""
-    share, rest = forward.forward_share, 1.0 - backward.forward_share
-    return replace(
-        forward,
-        a_ms_per_token2=share * forward.a_ms_per_token2 + rest * backward.a_ms_per_token2,
-        b_ms_per_token=share * forward.b_ms_per_token + rest * backward.b_ms_per_token,
-        c_ms=share * forward.c_ms + rest * backward.c_ms,
-    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -470,7 +443,7 @@ class WaveCosts:
     @property
     def forms(self) -> tuple[tuple[Coefficients, ...], ...]:
         """Forms of every size, shape (num_forms, num_sizes): a size with fewer repeats its last."""
-        forms = [group.forms for group in self.groups]
+        forms = [group.coefficients.forms for group in self.groups]
         longest = range(max(map(len, forms)))
         return tuple(tuple(of_size[min(k, len(of_size) - 1)] for of_size in forms) for k in longest)
 

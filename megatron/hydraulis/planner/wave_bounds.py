@@ -241,7 +241,7 @@ class _Program:
             program.row({**dict(entries), **of_cell}, -math.inf, 0.0)
 
         shares = [low / room_tokens]
-        for form in cell.group.forms:
+        for form in cell.group.coefficients.forms:
             per_token_ms, constant = form.token_time_ms(low), form.c_ms / self._found_ms
             add(per_token_ms * tokens / self._found_ms, {cell.num: constant, cell.total: -1.0})
             work_room_ms = cell.most_ms - form.c_ms

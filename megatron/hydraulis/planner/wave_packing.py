@@ -182,10 +182,11 @@ class LengthTable:
         """By size, of each of its forms: its number, its place in works_ms, and negative works."""
         self._empty: list[tuple[list[float], float, int]] = []
         for size, group in enumerate(groups):
-            places = range(size, len(group.forms) * self.num_sizes, self.num_sizes)
+            num_forms = len(group.coefficients.forms)
+            places = range(size, num_forms * self.num_sizes, self.num_sizes)
             self.forms.append([(k, i, negative_works_ms[i]) for k, i in enumerate(places)])
             slowest = places[constants_ms[:, size].argmax()]
-            times_ms = constants_ms[: len(places), size].tolist()
+            times_ms = constants_ms[:num_forms, size].tolist()
             self._empty.append((times_ms, max(times_ms), slowest))
         self.negative_tokens: list[list[int]] = (-tokens).tolist()
         self.negative_alone_ms: list[list[float]] = (-alone_ms).tolist()
