@@ -22,13 +22,17 @@ if ! [[ ${1:-} =~ ^[1-9][0-9]*$ ]]; then
 fi
 num_ranks="$1"
 shift
+# shellcheck source=scripts/flags.sh
+source scripts/flags.sh
 case "${HYDRAULIS_DEVICE:-cpu}" in
     cpu)
         export CUDA_VISIBLE_DEVICES=
         # With more threads than cores the ranks only wait for each other.
         export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}"
         ;;
-    cuda) ;;
+    cuda)
+        set_hardware_queues "$@"
+        ;;
     *)
         echo "error: HYDRAULIS_DEVICE must be cpu or cuda but is '$HYDRAULIS_DEVICE'; set one" >&2
         exit 2
@@ -36,13 +40,8 @@ case "${HYDRAULIS_DEVICE:-cpu}" in
 esac
 source scripts/environment.sh
 
-run_dir="${RUN_DIR:-runs/local/$(date +%Y%m%d-%H%M%S)}"
-previous=
-for argument in "$@"; do
-    [[ $argument != --run-dir=* ]] || run_dir="${argument#*=}"
-    [[ $previous != --run-dir ]] || run_dir="$argument"
-    previous="$argument"
-done
+run_dir="$(flag_value --run-dir "$@")"
+run_dir="${run_dir:-${RUN_DIR:-runs/local/$(date +%Y%m%d-%H%M%S)}}"
 
 # environment.sh sets `python`. This shell becomes node.sh, which forwards signals.
 PYTHON="$python" HYDRAULIS_LOG_DIR="$run_dir/logs" exec bash scripts/node.sh \

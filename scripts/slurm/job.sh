@@ -5,18 +5,8 @@
 
 # shellcheck source=where_to_start.sh
 source "$(dirname "${BASH_SOURCE[0]}")/../where_to_start.sh"
-
-# The last value of an option among flags, as argparse reads them: `--name value` or `--name=value`.
-flag_value() {
-    local name="$1" value='' previous='' argument
-    shift
-    for argument in "$@"; do
-        [[ $previous != "$name" ]] || value="$argument"
-        [[ $argument != "$name="* ]] || value="${argument#*=}"
-        previous="$argument"
-    done
-    printf '%s' "$value"
-}
+# shellcheck source=flags.sh
+source "$(dirname "${BASH_SOURCE[0]}")/../flags.sh"
 
 has_flag() {
     local name="$1" argument
@@ -139,8 +129,7 @@ resolve_settings() {
 
     # With a GPU the ranks' CPU threads have little to do.
     export OMP_NUM_THREADS="${OMP_NUM_THREADS:-4}"
-    # Upstream's overlap of communication and compute relies on one launch queue.
-    export CUDA_DEVICE_MAX_CONNECTIONS="${CUDA_DEVICE_MAX_CONNECTIONS:-1}"
+    set_hardware_queues "$@"
     # torchrun and Python read these; values from the submitting shell would be wrong.
     for variable in RANK WORLD_SIZE LOCAL_RANK LOCAL_WORLD_SIZE; do
         unset "$variable"

@@ -44,7 +44,7 @@ def pipeline_time_ms(
     _check(times_ms, num_stages, forward_share)
     if num_stages == 1:
         return math.fsum(times_ms)
-    return _last_backward_end_ms([_halves_ms(times_ms, forward_share)] * num_stages)
+    return last_backward_end_ms([_halves_ms(times_ms, forward_share)] * num_stages)
 
 
 def equal_micro_batches_time_ms(
@@ -57,7 +57,7 @@ def equal_micro_batches_time_ms(
     num_simulated = min(num_micro_batches, _NUM_UNTIL_STEADY * len(stages_ms))
     halves_ms = [_halves_ms([stage_ms] * num_simulated, forward_share) for stage_ms in stages_ms]
     rest_ms = (num_micro_batches - num_simulated) * max(stages_ms)
-    return _last_backward_end_ms(halves_ms) + rest_ms
+    return last_backward_end_ms(halves_ms) + rest_ms
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,7 +81,7 @@ def pipeline_schedule(
     """
     _check(times_ms, num_stages, forward_share)
     operations: list[Operation] = []
-    _last_backward_end_ms([_halves_ms(times_ms, forward_share)] * num_stages, operations)
+    last_backward_end_ms([_halves_ms(times_ms, forward_share)] * num_stages, operations)
     return operations
 
 
@@ -103,11 +103,15 @@ def _halves_ms(times_ms: Sequence[float], forward_share: float) -> tuple[list[fl
     ]
 
 
-def _last_backward_end_ms(
+def last_backward_end_ms(
     halves_ms: Sequence[tuple[list[float], list[float]]],
     operations: list[Operation] | None = None,
 ) -> float:
-    """The recurrence; halves_ms: of each stage. Appends to ``operations`` if given."""
+    """The recurrence of `pipeline_time_ms`.
+
+    halves_ms: forwards and backwards of the micro-batches on each stage. Appends to ``operations``
+    if given.
+    """
     num_stages, num_micro_batches = len(halves_ms), len(halves_ms[0][0])
     free_ms = [0.0] * num_stages
     # End of the latest backward of each stage, and 0 behind the last one: its backward follows its

@@ -54,9 +54,25 @@ class Hiding(Enum):
     """A CUDA device: work of one hardware queue starts in the order in which it was issued. Gathers
     are issued before the first forward, so only the update hides them; scatters after the last
     message between stages, so only a first stage's last backward hides them."""
+    MANY_QUEUES = auto()
+    """A CUDA device with a hardware queue for each stream, as is assumed of 32: the first forward
+    also hides gathers."""
     THREADS = auto()
     """A thread for collectives (gloo): the first forward also hides gathers, and the last backward
     of every stage hides scatters."""
+
+    @property
+    def hides_gathers(self) -> bool:
+        """Whether the first forward hides gathers."""
+        return self in (Hiding.MANY_QUEUES, Hiding.THREADS)
+
+    @classmethod
+    def of_device(cls, device: DeviceConstants, *, num_atoms: int) -> Hiding:
+        """What hides regrouping with the queues that scripts/flags.sh sets for a pool: one if some
+        strategy has tp."""
+        if device.name == "cpu":
+            return cls.THREADS
+        return cls.ONE_QUEUE if num_atoms > 1 else cls.MANY_QUEUES
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,7 +170,7 @@ class RegroupCosts:
         overlaps: bool = True,
     ) -> RegroupCosts:
         """Costs on devices of one kind; overlaps is false for --no-regroup-overlap."""
-        hiding = Hiding.THREADS if device.name == "cpu" else Hiding.ONE_QUEUE
+        hiding = Hiding.of_device(device, num_atoms=num_atoms)
         return cls(
             shape,
             cluster,
@@ -216,13 +232,37 @@ class RegroupCosts:
         times_ms: of a scheme's usual micro-batch on one stage. The first and the last one hide
         regrouping; of several schemes the one counts that hides the least.
         """
-        times = self.times(strategy)
-        if self.hiding is Hiding.NOTHING:
-            return times.total_ms
-        return max(self._exposed_ms(times, s, *times_ms(s)) for s in strategy.schemes)
+        return self._exposed_ms(strategy, times_ms, self.hiding)
 
-    def _exposed_ms(
-        self, times: RegroupTimes, scheme: Scheme, forward_ms: float, backward_ms: float
+    def exposed_range_ms(
+        self, strategy: Strategy, times_ms: MicroBatchTimes
+    ) -> tuple[float, float]:
+        """`exposed_ms` if as much and if as little is hidden as is possible.
+
+        Both are equal but for many queues: what they hide has not been measured, and streams may
+        still share one.
+        """
+        exposed_ms = most_ms = self.exposed_ms(strategy, times_ms)
+        if self.hiding is Hiding.MANY_QUEUES:
+            most_ms = self._exposed_ms(strategy, times_ms, Hiding.ONE_QUEUE)
+        return exposed_ms, most_ms
+
+    def _exposed_ms(self, strategy: Strategy, times_ms: MicroBatchTimes, hiding: Hiding) -> float:
+        times = self.times(strategy)
+        if hiding is Hiding.NOTHING:
+            return times.total_ms
+        return max(
+            self._exposed_by_ms(times, scheme, *times_ms(scheme), hiding)
+            for scheme in strategy.schemes
+        )
+
+    def _exposed_by_ms(
+        self,
+        times: RegroupTimes,
+        scheme: Scheme,
+        forward_ms: float,
+        backward_ms: float,
+        hiding: Hiding,
     ) -> float:
         layers = scheme.layers_per_stage(self.shape.num_layers)
         of_output = output_share(self.shape, scheme)
@@ -236,17 +276,15 @@ class RegroupCosts:
         share_of[Unit.output()] = of_output
         # Of several buckets of a unit, the last one counts in the order of gathers.
         shares = [share_of.pop(bucket.unit, 0.0) for bucket in reversed(times.buckets)][::-1]
-        if self.hiding is Hiding.THREADS:
-            return times.exposed_ms(
-                [forward_ms * share for share in shares], [backward_ms * share for share in shares]
-            )
-        first_stage = {*map(Unit.layer, range(layers[0]))}
-        if scheme.pp == 1:
-            first_stage.add(Unit.output())
+        hides_backward = {bucket.unit for bucket in times.buckets}
+        if hiding is not Hiding.THREADS:
+            hides_backward = {*map(Unit.layer, range(layers[0]))}
+            if scheme.pp == 1:
+                hides_backward.add(Unit.output())
         return times.exposed_ms(
-            [0.0] * len(shares),
+            [forward_ms * share * hiding.hides_gathers for share in shares],
             [
-                backward_ms * share if bucket.unit in first_stage else 0.0
+                backward_ms * share * (bucket.unit in hides_backward)
                 for bucket, share in zip(times.buckets, shares, strict=True)
             ],
         )

@@ -32,6 +32,7 @@ _MAX_STRATEGIES = 4
 _HEADS = {
     "work": "work\n%",
     "fill": "fill\n%",
+    "parameters": "par.\n%",
     "imbalance": "imb.\n%",
     "regroup": "regr.\n%",
     "planning": "plan.\n%",
@@ -40,6 +41,7 @@ _COLORS = {
     "work": CATEGORY_COLORS[0],
     "padding": CATEGORY_COLORS[3],
     "fill": CATEGORY_COLORS[5],
+    "parameters": CATEGORY_COLORS[4],
     "imbalance": "#d0d0d0",
     "regroup": CATEGORY_COLORS[1],
     "planning": CATEGORY_COLORS[2],
@@ -297,10 +299,10 @@ def result_table(results: Sequence[WayResult], reference: WayResult, title: str)
     table.caption = (
         f"Speed-up over {reference.name!r}. ±: standard error of an iteration's mean time, which "
         "other batches would change. Shares of all ranks' time. work: forward and backward, "
-        "also of padding; fill: waiting in the pipeline or for parameters; imb.: waiting for the "
-        "slowest replica; regr.: scatter and update that are not hidden; plan.: waiting for the "
-        "plan. pad.: share of padding in the computed tokens. slow./mean: time of the slowest "
-        "replica over the mean of all."
+        "also of padding; fill: waiting in the pipeline; par.: waiting for parameters; imb.: "
+        "waiting for the slowest replica; regr.: scatter and update that are not hidden; plan.: "
+        "waiting for the plan. pad.: share of padding in the computed tokens. slow./mean: time of "
+        "the slowest replica over the mean of all."
     )
     return table
 

@@ -19,7 +19,7 @@ from megatron.hydraulis.simulator.ways import Variant
 from megatron.hydraulis.simulator.work import CeilingCosts, IterationWork
 
 _MS_PER_S = 1e3
-PARTS = ("work", "fill", "imbalance", "regroup", "planning")
+PARTS = ("work", "fill", "parameters", "imbalance", "regroup", "planning")
 """Parts of the time of a rank; see `IterationAccount`."""
 
 
@@ -197,7 +197,8 @@ class IterationAccount:
     to the end of this one, the time of every rank is
 
     - **work**: forward and backward;
-    - **fill**: waiting in the replica for pipeline neighbours or for parameters;
+    - **fill**: waiting in the replica for pipeline neighbours or the host;
+    - **parameters**: what the replica takes longer because parameters have not arrived;
     - **imbalance**: waiting for the slowest replica, also on ranks without a replica or work;
     - **regroup**: after the end of the slowest replica: scatter and update that are not hidden;
     - **planning**: waiting for the plan.
@@ -219,6 +220,7 @@ class IterationAccount:
     """Makespan over the rank-weighted mean of the replica times: 1.0 is perfect."""
     work_ms: float
     fill_ms: float
+    parameters_ms: float
     imbalance_ms: float
     regroup_ms: float
     planning_ms: float
@@ -241,16 +243,20 @@ def account(
     ends_ms = iteration.replica_ends_ms
     slowest_ms = max(ends_ms)
     makespan_ms = slowest_ms - begin_ms
-    work_ms = fill_ms = waiting_ms = 0.0
+    work_ms = fill_ms = parameters_ms = waiting_ms = 0.0
     rank_times_ms: list[float] = []
     num_in_replicas = 0
     for replica, replica_end_ms in zip(iteration.replicas, ends_ms, strict=True):
         num_per_stage = replica.replica.scheme.tp * replica.replica.scheme.cp
         num_in_replicas += replica.replica.num_ranks
+        late_ms = 0.0
+        if iteration.buckets and replica.ends:
+            late_ms = replica_end_ms - begin_ms - replica.time_without_waits_ms
+        parameters_ms += replica.replica.num_ranks * late_ms
         for operations in replica.by_stage:
             stage_work_ms = math.fsum(operation.work_ms for operation in operations)
             work_ms += num_per_stage * stage_work_ms
-            fill_ms += num_per_stage * (replica_end_ms - begin_ms - stage_work_ms)
+            fill_ms += num_per_stage * (replica_end_ms - begin_ms - late_ms - stage_work_ms)
         waiting_ms += replica.replica.num_ranks * (slowest_ms - replica_end_ms)
         rank_times_ms.append(replica.replica.num_ranks * (replica_end_ms - begin_ms))
     num_idle = strategy.num_ranks - num_in_replicas
@@ -267,6 +273,7 @@ def account(
         imbalance=makespan_ms * num_in_replicas / rank_time_ms if rank_time_ms else 1.0,
         work_ms=work_ms,
         fill_ms=fill_ms,
+        parameters_ms=parameters_ms,
         imbalance_ms=waiting_ms + num_idle * makespan_ms,
         regroup_ms=strategy.num_ranks * (end_ms - slowest_ms),
         planning_ms=strategy.num_ranks * (begin_ms - started_ms),

@@ -12,9 +12,9 @@ What follows depends on what is known:
   the next iteration as soon as it is updated and the next plan is ready. What overlaps is given by
   `Hiding`. ONE_QUEUE: the first forward begins when all parameters have arrived; a first stage
   issues the scatter of a bucket when its last backward has completed the bucket, and other stages
-  after their last backward. THREADS: the first forward enters a layer when the layer's parameters
-  have arrived, and every stage issues scatters during its last backward. NOTHING: regrouping and
-  compute alternate.
+  after their last backward. MANY_QUEUES: the same, but the first forward enters a layer when the
+  layer's parameters have arrived. THREADS: so it does, and every stage issues scatters during its
+  last backward. NOTHING: regrouping and compute alternate.
 - Neither: regrouping and update take no time.
 
 The planner makes one plan after the other. Each is requested when the iteration `plan_ahead` before
@@ -29,7 +29,7 @@ from collections import deque
 from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from megatron.hydraulis.cost_model.pipeline import StageCosts
+from megatron.hydraulis.cost_model.pipeline import StageCosts, last_backward_end_ms
 from megatron.hydraulis.cost_model.regrouping import (
     BucketTimes,
     Hiding,
@@ -167,7 +167,7 @@ class Simulator:
                 gathers.append(loop.add(_REGROUP, bucket.gather_ms, when))
                 gathered[bucket.unit] = gathers[-1]
         started = begin
-        if gathers and self._hiding is not Hiding.THREADS:
+        if gathers and not self._hiding.hides_gathers:
             started, gathered = loop.add(_ITERATION, 0.0, [begin, gathers[-1]]), {}
         replicas = tuple(
             ReplicaTasks(
@@ -357,6 +357,8 @@ class ReplicaTasks:
             self.by_stage.append(operations)
             if operations:
                 loop.wait(operations[0].tasks[0], [begin])
+        host_ms = max(each.host_ms for each in costs.coefficients(scheme)) * len(micro_batches)
+        self._host = loop.add((lane, "host"), host_ms, [begin]) if host_ms else None
         for (is_forward, stage, number), operation in self._found.items():
             loop.wait(operation.tasks[0], [self._input_of(is_forward, stage, number)])
 
@@ -389,8 +391,20 @@ class ReplicaTasks:
 
     @property
     def ends(self) -> list[Task]:
-        """The last task of every stage."""
-        return [operations[-1].tasks[-1] for operations in self.by_stage if operations]
+        """The last task of every stage, and of the host, which issues kernels ahead of them."""
+        ends = [operations[-1].tasks[-1] for operations in self.by_stage if operations]
+        return ends if self._host is None else [*ends, self._host]
+
+    @property
+    def time_without_waits_ms(self) -> float:
+        """Time of the replica if all parameters were there from the beginning."""
+        num = self._num_micro_batches
+        halves_ms = [([0.0] * num, [0.0] * num) for _ in range(self._num_stages)]
+        for operation in self._found.values():
+            half = halves_ms[operation.stage][0 if operation.is_forward else 1]
+            half[operation.micro_batch] = operation.work_ms
+        host_ms = 0.0 if self._host is None else self._host.duration_ms
+        return max(host_ms, last_backward_end_ms(halves_ms))
 
     def before_scatters(self, num_stages: int) -> list[Task]:
         """Tasks that each stage ends before it issues scatters: those before its last backward on

@@ -89,6 +89,22 @@ class TestExposed:
         if micro_batch_ms:
             assert least < by_rule
 
+    @pytest.mark.parametrize("text", [MIXED, SINGLE, PIPELINE])
+    def test_what_many_queues_hide_is_a_range(self, text: str) -> None:
+        def times(_: object) -> tuple[float, float]:
+            return 1.0, 2.0
+
+        ranges = {
+            hiding: regroup_costs(4, hiding=hiding).exposed_range_ms(strategy(text), times)
+            for hiding in Hiding
+        }
+        least, most = ranges[Hiding.MANY_QUEUES]
+        assert most == ranges[Hiding.ONE_QUEUE][0] > least >= ranges[Hiding.THREADS][0]
+        for hiding in (Hiding.NOTHING, Hiding.ONE_QUEUE, Hiding.THREADS):
+            assert ranges[hiding][0] == ranges[hiding][1]
+        costs = regroup_costs(4, hiding=Hiding.MANY_QUEUES)
+        assert least == costs.exposed_ms(strategy(text), times)
+
     def test_a_later_stage_hides_nothing_with_one_queue(self) -> None:
         costs = regroup_costs(4, hiding=Hiding.ONE_QUEUE, inside_bytes_per_s=1e7)
         pipeline = strategy("2*pp2:1,3")

@@ -207,6 +207,23 @@ class TestRegrouping:
             assert first[0].start_ms >= arrived_ms
             assert last[-1].end_ms <= scattered_ms < first[-1].end_ms
 
+    @pytest.mark.parametrize("hiding", Hiding)
+    def test_waiting_for_parameters_is_not_the_filling_of_a_pipeline(self, hiding: Hiding) -> None:
+        work = work_of("pp2+2*tp1", [[10, 10], [20], []], num_ranks=4)
+        alone = simulator(shape=SMALL_SHAPE).run([work] * 2)[1]
+        costs = regroup_costs(4, hiding=hiding, inside_bytes_per_s=1e6)
+        first, second = simulator(regroup=costs, shape=SMALL_SHAPE).run([work] * 2)
+        found = checked_account(second, started_ms=first.end_ms)
+        assert found.parameters_ms > 0.0
+        started_ms = alone.begin_ms
+        assert found.fill_ms == pytest.approx(checked_account(alone, started_ms=started_ms).fill_ms)
+
+    def test_a_host_that_is_slower_than_the_device_binds_a_replica(self) -> None:
+        times = Coefficients(0.0, 1.0, 0.0, host_ms=15.0)
+        work = work_of("2*tp1", [[10, 10], [10]], num_ranks=2)
+        (iteration,) = simulator(times=times).run([work])
+        assert iteration.replica_ends_ms == (30.0, 15.0)
+
     def test_a_bucket_is_scattered_after_its_last_backward(self) -> None:
         costs = regroup_costs(4, inside_bytes_per_s=1e12, across_bytes_per_s=1e12)
         (iteration,) = simulator(regroup=costs, shape=SMALL_SHAPE).run([self.work])
