@@ -28,6 +28,7 @@ from megatron.hydraulis.cost_model.job_costs import (
     job_options,
     job_ranks,
     print_bf16_advice,
+    warn_of_assumed_rows,
 )
 from megatron.hydraulis.cost_model.model_arguments import job_precision, shape_of
 from megatron.hydraulis.cost_model.profile import (
@@ -375,11 +376,10 @@ def run(namespace: argparse.Namespace) -> int:
     console.print(choice_table(advice, peak))
     console.print(gain_table(advice))
     print_bf16_advice(profile, advice.proposal.shares, advice.pool.time_s(advice.kind))
-    assumed = profile.assumed_schemes(pool)
     if namespace.cost_profile is None:
         console.print(f"Times are estimates for {device.name}, not measured.", highlight=False)
-    elif assumed:
-        console.print(f"not measured but assumed: {', '.join(map(str, assumed))}", highlight=False)
+    else:
+        warn_of_assumed_rows(profile, pool)
     _print_commands(namespace, request, advice)
     return 0
 

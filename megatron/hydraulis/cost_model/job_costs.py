@@ -139,8 +139,11 @@ class JobOptions:
         tp_degrees: Iterable[int] | None = None,
         path: str | Path | None = None,
     ) -> JobCosts:
-        """`costs` of a pool's job; raises StrategyError, too, if its strategies cannot cut the
-        model."""
+        """`costs` of a pool's job, with rows for all its schemes, see `JobCosts.with_rows`.
+
+        Raises StrategyError, too, if its strategies cannot cut the model, and for a scheme without
+        a row from which another width of cp follows.
+        """
         found = self.costs(
             profile,
             num_ranks=pool.num_ranks,
@@ -151,7 +154,7 @@ class JobOptions:
         )
         if found.model is not None:
             pool.check_model(found.model.shape)
-        return found
+        return found.with_rows(pool.groups)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -204,10 +207,18 @@ class JobCosts:
         """Whether the overhead of cp is known: measured, or from model and links."""
         return self.model is not None or any(row.scheme.cp > 1 for row in self.profile.schemes)
 
-    def is_measured(self, scheme: Scheme) -> bool:
-        """Whether the profile has the scheme itself."""
-        row = self.profile.find(scheme)
-        return row is not None and not row.is_assumed
+    def with_rows(self, schemes: Iterable[Scheme]) -> JobCosts:
+        """These costs with assumed rows for schemes that the profile lacks.
+
+        So all planning commands treat a width of cp that was not measured; training needs the row
+        in its profile. Without a model it is unchanged: the exchange would be free.
+        """
+        if self.model is None:
+            return self
+        known = {row.scheme for row in self.profile.schemes}
+        assumed = [self._row(scheme) for scheme in dict.fromkeys(schemes) if scheme not in known]
+        profile = replace(self.profile, schemes=(*self.profile.schemes, *assumed))
+        return replace(self, profile=profile)
 
     def with_widths(self) -> JobCosts:
         """These costs with rows for all cp that are powers of two and have room in the job.
@@ -217,22 +228,18 @@ class JobCosts:
         """
         if self.model is None:
             return self
-        known = {row.scheme for row in self.profile.schemes}
         num_ranks = self.model.cluster.num_ranks
-        widths = dict.fromkeys(
+        widths = (
             row.scheme.of_context_group(1 << power)
             for row in self.profile.schemes
             if row.max_tokens and (row.scheme.cp == 1 or row.scheme.ep > 1)
             for power in range((num_ranks // row.scheme.of_context_group(1).num_ranks).bit_length())
         )
-        assumed = tuple(
-            row
+        return self.with_rows(
+            scheme
             for scheme in widths
-            if scheme not in known and scheme.as_replica.num_ranks <= num_ranks
-            if (row := self._row(scheme)).max_tokens
+            if scheme.as_replica.num_ranks <= num_ranks and self.max_tokens(scheme)
         )
-        profile = replace(self.profile, schemes=(*self.profile.schemes, *assumed))
-        return replace(self, profile=profile)
 
     def by(self, model: AnalyticCostModel) -> JobCosts:
         """These costs for another model of the same job, such as one with other recomputation.
@@ -425,6 +432,17 @@ def print_bf16_advice(
         advice = profile.regroup.bf16_advice(shares, times, 1e3 * iteration_s)
         if advice is not None:
             print(advice)
+
+
+def warn_of_assumed_rows(profile: ProfileCostModel, pool: Pool) -> None:
+    """Say on stderr which schemes of a pool were not measured."""
+    if assumed := profile.assumed_schemes(pool):
+        print(
+            f"warning: not measured: {', '.join(map(str, assumed))}; assumed from other widths of "
+            "cp, measure them with hydraulis profile",
+            file=sys.stderr,
+            flush=True,
+        )
 
 
 def warn_of_unknown_overheads(

@@ -172,6 +172,11 @@ class ProfiledModel:
         return profiled
 
 
+def proposed_profile_path(pool: str | Path) -> str:
+    """The profile with assumed rows that ``hydraulis propose`` writes next to a pool file."""
+    return f"{pool}.cost_profile.json"
+
+
 def experts_setting(shape: ModelShape, *, groups_experts: bool) -> str | None:
     """The value of `ProfiledModel.experts`."""
     if not shape.num_experts:
@@ -324,7 +329,7 @@ class ProfileCostModel:
 
     def assumed_schemes(self, pool: Pool) -> tuple[Scheme, ...]:
         """The schemes of a pool, and of its context groups, whose rows were not measured."""
-        used = {group for s in pool.strategies for one in s.schemes for group in one.group_schemes}
+        used = pool.groups
         return tuple(row.scheme for row in self.schemes if row.is_assumed and row.scheme in used)
 
     def only_for(self, pool: Pool) -> "ProfileCostModel":
@@ -454,7 +459,8 @@ class ProfileCostModel:
         known = ", ".join(str(row.scheme) for row in self.schemes)
         raise StrategyError(
             f"scheme {scheme}: not in the cost profile of {self.device}, which has {known}; "
-            f"measure it, or take strategies of these schemes"
+            f"measure it, take strategies of these schemes, or give model and device, or "
+            f"{proposed_profile_path('POOL')} of hydraulis propose, for other widths of cp"
         )
 
     @classmethod

@@ -23,6 +23,7 @@ from megatron.hydraulis.cost_model.profile import (
     ProfileCostModel,
     ProfiledModel,
     experts_setting,
+    proposed_profile_path,
 )
 from megatron.hydraulis.cost_model.staging import PoolFootprint
 from megatron.hydraulis.errors import ConfigurationError, StrategyError
@@ -89,9 +90,12 @@ def read_cost_profile(
     if missing:
         named = "; ".join(f"{scheme} of {', '.join(names)}" for scheme, names in missing.items())
         known = ", ".join(str(row.scheme) for row in profile.schemes)
+        pool_file = resolved.hydraulis.strategy_pool or "POOL"
         raise ConfigurationError(
-            f"--cost-profile {where}: every scheme that a strategy uses is measured but it lacks "
-            f"{named} and has {known}; measure what is missing, or leave these strategies out"
+            f"--cost-profile {where}: training needs a row of every scheme that is used but it "
+            f"lacks {named} and has {known}; measure what is missing, leave these strategies "
+            f"out, or give the rows that hydraulis propose assumed for its pool, "
+            f"{proposed_profile_path(pool_file)}"
         )
     return profile
 

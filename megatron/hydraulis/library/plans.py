@@ -23,7 +23,11 @@ from megatron.hydraulis.cost_model.estimate_command import (
     possible_schemes,
     schemes_of_job,
 )
-from megatron.hydraulis.cost_model.job_costs import JobOptions, warn_of_unknown_overheads
+from megatron.hydraulis.cost_model.job_costs import (
+    JobOptions,
+    warn_of_assumed_rows,
+    warn_of_unknown_overheads,
+)
 from megatron.hydraulis.cost_model.model_arguments import VOCABULARY_MULTIPLE
 from megatron.hydraulis.cost_model.profile import ProfileCostModel
 from megatron.hydraulis.cost_model.staging import PoolFootprint
@@ -152,6 +156,7 @@ def plan(
         known, found, tp_degrees=(found.tp_lcm,)
     )
     warn_of_unknown_overheads(costs.profile, found.strategies)
+    warn_of_assumed_rows(costs.profile, found)
     return plan_batch(
         sizes.tolist(),
         found,
@@ -276,6 +281,7 @@ def simulate(
         row_quantum_tokens=row_quantum,
     )
     warn_of_unknown_overheads(request.costs.profile, found.strategies)
+    warn_of_assumed_rows(request.costs.profile, found)
     with native_prints_to_stderr():
         return compare_ways(request)
 

@@ -12,6 +12,7 @@ from megatron.hydraulis.cost_model.job_costs import (
     add_regroup_arguments,
     job_options,
     print_bf16_advice,
+    warn_of_assumed_rows,
     warn_of_unknown_overheads,
 )
 from megatron.hydraulis.cost_model.profile import ProfileCostModel
@@ -85,9 +86,11 @@ def run(namespace: argparse.Namespace) -> int:
     if namespace.out is not None:
         write_output(namespace.out, plan.to_json())
     if namespace.json:
-        print_json(planned.to_json())
+        assumed = cost_model.assumed_schemes(pool)
+        print_json(planned.to_json() | {"assumed": list(map(str, assumed))})
         return 0
     warn_of_unknown_overheads(cost_model, pool.strategies)
+    warn_of_assumed_rows(cost_model, pool)
     print(summary(plan))
     print_bf16_advice(cost_model, {pool.strategy(plan.strategy): 1.0}, plan.predicted_time_s)
     if namespace.explain:

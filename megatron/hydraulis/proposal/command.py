@@ -13,9 +13,10 @@ from megatron.hydraulis.cost_model.job_costs import (
     job_options,
     job_ranks,
     print_bf16_advice,
+    warn_of_assumed_rows,
     warn_of_unknown_overheads,
 )
-from megatron.hydraulis.cost_model.profile import ProfileCostModel
+from megatron.hydraulis.cost_model.profile import ProfileCostModel, proposed_profile_path
 from megatron.hydraulis.json_object import write_output
 from megatron.hydraulis.lengths.batches import add_batch_arguments
 from megatron.hydraulis.planner.solver import native_prints_to_stderr
@@ -28,8 +29,6 @@ from megatron.hydraulis.terminal import (
     print_next,
     results_console,
 )
-
-_PROFILE_SUFFIX = ".cost_profile.json"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -48,8 +47,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     output.add_argument(
         "--out",
         metavar="FILE",
-        help="write the pool file here, JSON; if it has schemes with a cp that was not measured, "
-        f"a cost profile with assumed rows for them goes next to it, FILE{_PROFILE_SUFFIX}",
+        help="write the pool file here, JSON; if it has schemes with a cp that was not measured, a "
+        f"cost profile with assumed rows goes next to it, {proposed_profile_path('FILE')}",
     )
     output.add_argument("--json", action="store_true", help="print all results as JSON")
 
@@ -82,12 +81,13 @@ def run(namespace: argparse.Namespace) -> int:
     if namespace.out is not None:
         write_output(namespace.out, {"version": 1, **proposal.pool.to_json()})
         if assumed:
-            profile_path = f"{namespace.out}{_PROFILE_SUFFIX}"
+            profile_path = proposed_profile_path(namespace.out)
             write_output(profile_path, proposal.profile.to_json())
     if namespace.json:
         print_json(proposal.to_json() | {"assumed": list(map(str, assumed))})
         return 0
     warn_of_unknown_overheads(cost_model)
+    warn_of_assumed_rows(cost_model, proposal.pool)
     request.print_batch()
     console = results_console()
     for table in proposal.tables():
@@ -99,11 +99,6 @@ def run(namespace: argparse.Namespace) -> int:
     )
     if proposal.verdict is not None:
         console.print(str(proposal.verdict), highlight=False)
-    if assumed:
-        console.print(
-            f"not measured: {', '.join(map(str, assumed))}; assumed from other widths of cp, with "
-            "a ring of keys and values that nothing hides. Measure them with hydraulis profile."
-        )
     print_bf16_advice(cost_model, proposal.shares, proposal.mean_s)
     if namespace.out is not None:
         print(f"pool: {namespace.out}")

@@ -14,13 +14,13 @@ from megatron.hydraulis.command_line import (
     add_profile_argument,
 )
 from megatron.hydraulis.cost_model.job_costs import (
-    JobCosts,
     add_regroup_arguments,
     job_options,
     print_bf16_advice,
+    warn_of_assumed_rows,
     warn_of_unknown_overheads,
 )
-from megatron.hydraulis.cost_model.profile import ProfileCostModel
+from megatron.hydraulis.cost_model.profile import ProfileCostModel, proposed_profile_path
 from megatron.hydraulis.errors import ConfigurationError
 from megatron.hydraulis.json_object import write_json
 from megatron.hydraulis.lengths.batches import add_batch_arguments
@@ -114,13 +114,15 @@ def run(namespace: argparse.Namespace) -> int:
     with phase_progress() as on_progress, native_prints_to_stderr():
         on_progress("batches", 0, 1)
         comparison = compare_ways(request, on_progress)
-    results, content = comparison.results, comparison.to_json()
+    assumed = list(map(str, costs.profile.assumed_schemes(pool)))
+    results, content = comparison.results, comparison.to_json() | {"assumed": assumed}
     if namespace.out is not None:
         _write(namespace.out, comparison, content, window)
     if namespace.json:
         print_json(content)
         return 0
     warn_of_unknown_overheads(costs.profile, pool.strategies)
+    warn_of_assumed_rows(costs.profile, pool)
     request.print_batch()
     console = results_console()
     for table in comparison.tables():
@@ -136,26 +138,32 @@ def run(namespace: argparse.Namespace) -> int:
             print_bf16_advice(costs.profile, shares, result.time_s / num_iterations)
     if namespace.out is not None:
         console.print(f"written to {namespace.out}", markup=False)
+    profile_path = namespace.cost_profile
+    flags = _faster_static(results, pool, profile)
+    if flags is None:
+        flags = ("--strategy-pool", namespace.pool)
+        proposed = Path(proposed_profile_path(namespace.pool))
+        if proposed.exists() and not all(map(profile.find, pool.groups)):
+            profile_path = proposed
     print_next(
         launch_command(pool.num_ranks, pool.ranks_per_node),
-        *(_faster_static(results, pool, costs) or ("--strategy-pool", namespace.pool)),
-        *("--cost-profile", namespace.cost_profile, *namespace.training_words),
+        *(*flags, "--cost-profile", profile_path, *namespace.training_words),
     )
     return 0
 
 
 def _faster_static(
-    results: Iterable[WayResult], pool: Pool, costs: JobCosts
+    results: Iterable[WayResult], pool: Pool, profile: ProfileCostModel
 ) -> tuple[str, str] | None:
     """Flags of the best static strategy if it is faster than the pool and training can use it:
-    training needs measured rows."""
+    training needs rows in its profile."""
     by_name = {each.name: each for each in results}
     static, with_pool = by_name.get(BALANCED), by_name.get(POOL)
     if static is None or with_pool is None or static.time_s >= with_pool.time_s:
         return None
     (notation,) = static.strategies.values()
     strategy = Strategy.parse(notation, pool.num_ranks, ranks_per_node=pool.ranks_per_node)
-    if not all(map(costs.is_measured, strategy.schemes)):
+    if not all(map(profile.find, Pool.of(strategy).groups)):
         return None
     return "--strategy", notation
 

@@ -251,7 +251,7 @@ class Ways:
 
     @property
     def profile(self) -> ProfileCostModel:
-        """Profile of strategies without assumed widths."""
+        """The profile, with rows for all schemes of the pool."""
         return self.costs.profile
 
     @cached_property
@@ -518,8 +518,7 @@ class Ways:
         """Batches as one micro-batch of one replica of all ranks."""
         num_ranks = self.pool.num_ranks
         schemes = {row.scheme for row in self.profile.schemes if row.scheme.num_ranks <= num_ranks}
-        for strategy in self.pool.strategies:
-            schemes.update(group for s in strategy.schemes for group in s.group_schemes)
+        schemes.update(self.pool.groups)
         if self.costs.knows_exchange:
             for scheme in [scheme for scheme in schemes if scheme.pp == 1]:
                 schemes.update(

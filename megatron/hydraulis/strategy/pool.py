@@ -66,6 +66,12 @@ class Pool:
         """The least common multiple of all ep degrees."""
         return math.lcm(*(scheme.ep for strategy in self.strategies for scheme in strategy.schemes))
 
+    @property
+    def groups(self) -> tuple[Scheme, ...]:
+        """The schemes as which micro-batches may run, each once: see `Scheme.group_schemes`."""
+        schemes = (scheme for strategy in self.strategies for scheme in strategy.schemes)
+        return tuple(dict.fromkeys(group for each in schemes for group in each.group_schemes))
+
     def strategy(self, name: str) -> Strategy:
         """The strategy of this name; StrategyError if there is none."""
         for strategy in self.strategies:

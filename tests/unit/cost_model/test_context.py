@@ -98,9 +98,8 @@ def test_a_narrower_group_than_measured_exchanges_less() -> None:
 
 def test_a_splitting_width_is_its_full_width() -> None:
     costs = JobCosts(profile=profile({Scheme(cp=2): (TIMES, 100)}))
-    assert costs.is_measured(Scheme(cp=2, splits_cp=True))
     assert costs.coefficients(Scheme(cp=2, splits_cp=True)) == TIMES
-    assert not costs.is_measured(Scheme(cp=4, splits_cp=True))
+    assert costs.max_tokens(Scheme(cp=4, splits_cp=True)) == 200
 
 
 def test_schemes_with_different_layers_per_stage_are_distinct() -> None:

@@ -150,7 +150,10 @@ def test_a_profile_needs_no_row_of_the_even_split(tmp_path: Path) -> None:
     pool = write_pool(tmp_path, s="4*pp2")
     profile = write_profile(tmp_path, {"layers": [5, 3], "max_tokens": 400})
     typed = (*WIDE_OUTPUT, "--strategy-pool", pool, "--cost-profile", profile)
-    with pytest.raises(ConfigurationError, match=r"it lacks pp2 of 's' and has pp2:5,3"):
+    with pytest.raises(
+        ConfigurationError,
+        match=r"lacks pp2 of 's' and has pp2:5,3;.*pool\.json\.cost_profile\.json",
+    ):
         planning_of(parse(tmp_path, *typed))
     planning = planning_of(parse(tmp_path, *typed, BALANCE))
     assert str(planning.pool.strategies[0]) == "4*pp2:5,3"

@@ -534,10 +534,27 @@ def test_widths_that_were_not_measured_are_offered_and_named(
     sizes = ("--global-batch-size", "80", "--num-batches", "2", "--num-ranks", "64")
     node = ("--ranks-per-node", "8", "--max-strategies", "2", "--schemes", "tp4cp2+tp4cp4")
     assert main(["propose", *flags, *sizes, *node, "--out", str(out)]) == 0
-    printed = " ".join(capsys.readouterr().out.split())
+    printed, warned = capsys.readouterr()
+    printed = " ".join(printed.split())
     pool, profile = Pool.read(out), ProfileCostModel.read(f"{out}.cost_profile.json")
     assumed = profile.assumed_schemes(pool)
     assert assumed
-    assert f"not measured: {', '.join(map(str, assumed))}; assumed" in printed
+    names = list(map(str, assumed))
+    assert f"not measured: {', '.join(names)}; assumed" in warned
     assert f"--cost-profile {out}.cost_profile.json" in printed
     assert all(not row.is_assumed or row.scheme in assumed for row in profile.schemes)
+    # Other commands assume the same rows of a pool, and take those of the new profile.
+    with_pool = ("--lengths", flags[1], "--strategy-pool", str(out))
+    batches = ("--global-batch-size", "80", "--iterations", "1", "--plan-time", "1")
+    for command in (["plan"], ["simulate", *batches, "--ways", "pool"]):
+        times_s = []
+        for path in (str(SHIPPED), f"{out}.cost_profile.json"):
+            given = [*command, *with_pool, "--cost-profile", path]
+            assert main(given) == 0
+            assert f"not measured: {', '.join(names)}; assumed" in capsys.readouterr().err
+            assert main([*given, "--json"]) == 0
+            content = json.loads(capsys.readouterr().out)
+            assert content["assumed"] == names
+            planned = content["plan"] if command == ["plan"] else content["ways"][0]
+            times_s.append(planned.get("predicted_time_s", planned.get("time_s")))
+        assert times_s[0] == times_s[1] is not None
