@@ -291,11 +291,12 @@ def _between(
 
 
 def _work_ms(cost: SchemeCost, squares: FloatArray | float, tokens: FloatArray | float) -> Any:
-    """Time of sequences on one stage without the constant of their micro-batches.
+    """Time of sequences on one stage in full micro-batches.
 
     squares, tokens: sums over the sequences, of `Coefficients.squared` and of their lengths.
     """
-    return cost.coefficients.time_of_sums_ms(squares, tokens) - cost.coefficients.c_ms
+    times, num_full = cost.coefficients, tokens / (_FULL * max(1, cost.max_tokens))
+    return times.time_of_sums_ms(squares, tokens) + (num_full - 1.0) * times.c_ms
 
 
 def _alone_ms(cost: SchemeCost, lengths: FloatArray) -> FloatArray:
@@ -335,12 +336,14 @@ def _work_shares(
         fitting = lengths[lengths <= cost.max_tokens]
         length = float(squared(fitting).sum() / fitting.sum()) if len(fitting) else 0.0
         tokens = _FULL * cost.max_tokens
-        room_ms = num_micro_batches * _work_ms(cost, tokens * length, tokens)
+        full_ms = _work_ms(cost, tokens * length, tokens)
+        room_ms = num_micro_batches * (full_ms - cost.coefficients.c_ms)
         filled = num_micro_batches / (num_micro_batches + cost.num_stages - 1.0)
         work_ms = grid_ms[:, None] * filled - num_micro_batches * cost.coefficients.c_ms
         is_issued = num_micro_batches * cost.coefficients.host_ms <= grid_ms[:, None]
         most_ms = np.where(is_issued, np.minimum(work_ms, room_ms), 0.0).max(axis=1)
-        shares[:, place] = np.clip(most_ms / grid_ms, _LEAST_SHARE, 1.0)
+        with_constants = full_ms / max(room_ms[0], _LEAST_TIME_MS)
+        shares[:, place] = np.clip(with_constants * most_ms / grid_ms, _LEAST_SHARE, 1.0)
     return grid_ms, shares
 
 

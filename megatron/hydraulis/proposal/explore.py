@@ -62,16 +62,17 @@ class Explorer:
         return len(self._rows)
 
     def search_regime(self, regime: Regime) -> None:
-        """Remembers good mixes for the batches of a regime."""
+        """Remembers good mixes for the batches of a regime, together and each alone."""
         batches = regime.batches[:: -(-len(regime.batches) // _MAX_REGIME_BATCHES)]
         if regime not in self._initial:
             self._initial[regime] = range_mixes(self._candidates, self._estimator, batches)
         mixes = tuple(dict.fromkeys((*self._rows, *self._initial[regime], *self._plain)))
-        means_ms = self._means_ms(mixes, batches)
-        best = int(means_ms.argmin())
-        if np.isfinite(means_ms[best]):
-            path = self._descend(mixes[best], float(means_ms[best]), batches)
-            self.remember(path[-_NUM_KEPT:])
+        for some in dict.fromkeys((batches, *((batch,) for batch in batches))):
+            means_ms = self._means_ms(mixes, some)
+            best = int(means_ms.argmin())
+            if np.isfinite(means_ms[best]):
+                path = self._descend(mixes[best], float(means_ms[best]), some)
+                self.remember(path[-_NUM_KEPT:])
 
     def learn(self, evaluated: Sequence[tuple[Mix, int, float]]) -> None:
         """Corrects the estimate by expected times (mix, batch, ms), and all remembered times."""
