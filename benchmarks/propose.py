@@ -27,7 +27,7 @@ from benchmarks.command import make_parser, write_figures
 from megatron.hydraulis.advise.command import advise
 from megatron.hydraulis.cost_model.analytic import AnalyticCostModel
 from megatron.hydraulis.cost_model.device import device_constants
-from megatron.hydraulis.cost_model.estimate_command import estimated_profile, possible_schemes
+from megatron.hydraulis.cost_model.estimate_command import estimated_profile
 from megatron.hydraulis.cost_model.job_costs import JobCosts
 from megatron.hydraulis.cost_model.profile import BY_RULE, NOTHING_HIDDEN
 from megatron.hydraulis.data.sampler import BatchSizes
@@ -109,8 +109,7 @@ def case_costs(name: str, num_ranks: int) -> JobCosts:
         has_te_attention=has_experts,
     )
     if device_name != "A800":
-        schemes = possible_schemes(shape, num_ranks, RANKS_PER_NODE)
-        profile = estimated_profile(model, schemes)
+        profile = estimated_profile(model)
     return JobCosts.of(profile, model).with_widths()
 
 

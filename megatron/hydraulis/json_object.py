@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from megatron.hydraulis.errors import ConfigurationError, HydraulisError, why_not_written
+from megatron.hydraulis.errors import FULL_DISK, ConfigurationError, HydraulisError, why_not_written
 
 MAX_FILE_BYTES = 256 << 20
 """Limit of a file that is read: far more than the lengths of a large global batch take."""
@@ -224,7 +224,8 @@ def write_output(path: str | Path, content: Any, option: str = "--out") -> None:
     try:
         write_json(path, content)
     except OSError as error:
+        fix = "make room or give another path" if error.errno in FULL_DISK else "give another path"
         raise ConfigurationError(
             f"{option} must be a path that can be written but writing {path} fails: "
-            f"{why_not_written(error, path)}; make room or give another path"
+            f"{why_not_written(error, path)}; {fix}"
         ) from error

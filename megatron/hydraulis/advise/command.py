@@ -20,7 +20,7 @@ from megatron.hydraulis.command_line import (
     add_profile_argument,
 )
 from megatron.hydraulis.cost_model.analytic import AnalyticCostModel
-from megatron.hydraulis.cost_model.estimate_command import estimated_profile, possible_schemes
+from megatron.hydraulis.cost_model.estimate_command import estimated_profile
 from megatron.hydraulis.cost_model.job_costs import (
     JobCosts,
     add_job_arguments,
@@ -418,7 +418,7 @@ def _costs(namespace: argparse.Namespace, request: ProposalRequest) -> JobCosts:
             precision=job_precision(namespace),
             **options.layers(shape),
         )
-        profile = estimated_profile(model, possible_schemes(shape, num_ranks, ranks_per_node))
+        profile = estimated_profile(model)
     costs = options.costs(
         profile,
         num_ranks=num_ranks,

@@ -125,14 +125,18 @@ def run(namespace: argparse.Namespace) -> int:
 
 
 def estimated_profile(
-    model: AnalyticCostModel, schemes: Sequence[Scheme], *, keeps_all: bool = False
+    model: AnalyticCostModel, schemes: Sequence[Scheme] | None = None, *, keeps_all: bool = False
 ) -> ProfileCostModel:
     """The cost profile of schemes, by default without those that do not hold the model.
+
+    schemes: None for the `possible_schemes` of the model's job.
 
     Raises StrategyError for a scheme that cannot divide the model, ConfigurationError if none
     holds it.
     """
     device, cluster = model.device, model.cluster
+    if schemes is None:
+        schemes = possible_schemes(model.shape, cluster.num_ranks, cluster.ranks_per_node)
     for scheme in schemes:
         replica = scheme.as_replica
         Strategy.parse(str(replica), replica.num_ranks).check_model(model.shape)

@@ -19,7 +19,7 @@ from megatron.hydraulis.command_line import CommandParser
 from megatron.hydraulis.cost_model import JobCosts, ProfileCostModel
 from megatron.hydraulis.cost_model.analytic import AnalyticCostModel
 from megatron.hydraulis.cost_model.device import device_constants
-from megatron.hydraulis.cost_model.estimate_command import estimated_profile, possible_schemes
+from megatron.hydraulis.cost_model.estimate_command import estimated_profile
 from megatron.hydraulis.cost_model.regrouping import RegroupCosts
 from megatron.hydraulis.data.sampler import BatchSizes
 from megatron.hydraulis.errors import ConfigurationError, PlanError
@@ -278,7 +278,7 @@ def test_mixes_of_a_large_job_are_found() -> None:
     model = AnalyticCostModel(
         shape=LLAMA_13B, device=device, cluster=device.cluster(256, 8), cp_comm_type="auto"
     )
-    rows = estimated_profile(model, possible_schemes(LLAMA_13B, 256, 8))
+    rows = estimated_profile(model)
     asked = request(
         corpus=read_length_counts(WIKIPEDIA),
         sizes=BatchSizes.constant(num_tokens=1_600_000),
@@ -515,6 +515,7 @@ def test_a_pool_is_no_slower_than_a_static_strategy_however_regrouping_counts(
         (["--num-ranks", "1048576"], "--num-ranks must be at most 131,072 but is 1048576"),
         (["--seq-length", "1000", "--long-sequences", "error"], "2000|3 have more|have more"),
         (["--out", "/no/such/folder/pool.json"], "must be a path that can be written"),
+        (["--out", "/"], "Is a directory; give another path"),
     ],
 )
 def test_command_refuses(

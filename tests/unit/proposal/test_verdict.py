@@ -7,7 +7,7 @@ import pytest
 from benchmarks.inputs import llama_shape
 from megatron.hydraulis.cost_model.analytic import AnalyticCostModel
 from megatron.hydraulis.cost_model.device import device_constants
-from megatron.hydraulis.cost_model.estimate_command import estimated_profile, possible_schemes
+from megatron.hydraulis.cost_model.estimate_command import estimated_profile
 from megatron.hydraulis.cost_model.job_costs import JobCosts
 from megatron.hydraulis.cost_model.trained_model import EVERY_LAYER
 from megatron.hydraulis.data.sampler import BatchSizes
@@ -41,7 +41,7 @@ REQUEST = ProposalRequest(
 
 
 def costs_of(model: AnalyticCostModel) -> JobCosts:
-    profile = estimated_profile(model, possible_schemes(model.shape, 8, 8))
+    profile = estimated_profile(model)
     return JobCosts.of(profile, model).with_widths()
 
 
