@@ -1,5 +1,7 @@
 """The event loop against recurrences, for micro-batches and stages of random times."""
 
+from dataclasses import replace
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -14,6 +16,7 @@ from megatron.hydraulis.simulator.work import IterationWork, MicroBatchWork
 from megatron.hydraulis.strategy import Strategy
 from tests.support.planning import TableCostModel
 from tests.support.simulation import (
+    ONE_MS_A_TOKEN,
     SMALL_SHAPE,
     checked_account,
     regroup_costs,
@@ -25,13 +28,19 @@ TOKENS = st.lists(st.integers(1, 50), min_size=0, max_size=9)
 
 
 @settings(max_examples=150, deadline=None)
-@given(tokens=TOKENS, num_stages=st.integers(1, 5))
-def test_equal_stages_take_the_exact_time_of_1f1b(tokens: list[int], num_stages: int) -> None:
+@given(tokens=TOKENS, num_stages=st.integers(1, 5), host_ms=st.sampled_from((0.0, 15.0, 60.0)))
+def test_equal_stages_take_the_exact_time_of_1f1b_or_of_the_host(
+    tokens: list[int], num_stages: int, host_ms: float
+) -> None:
     work = work_of(f"pp{num_stages}", [tokens], num_ranks=num_stages)
-    (iteration,) = simulator().run([work])
-    assert iteration.end_ms == pytest.approx(
-        pipeline_time_ms(tokens, num_stages), rel=1e-12, abs=1e-9
-    )
+    times = replace(ONE_MS_A_TOKEN, host_ms=host_ms)
+    replica_ms = max(pipeline_time_ms(tokens, num_stages), len(tokens) * host_ms)
+    assert work.makespan_ms(TableCostModel(times=lambda _: times)) == pytest.approx(replica_ms)
+    ended_ms = 0.0
+    for iteration in simulator(times=times).run([work] * 2):
+        result = checked_account(iteration, started_ms=ended_ms)
+        assert result.time_ms == pytest.approx(replica_ms, rel=1e-9, abs=1e-9)
+        ended_ms = iteration.end_ms
 
 
 @settings(max_examples=150, deadline=None)
