@@ -354,6 +354,11 @@ def _listed(given: Any, name: str, kinds: str, kind: type = str) -> list[Any]:
 
 
 def _sizes(num_sequences: int | None, num_tokens: int | None) -> BatchSizes:
+    if (num_sequences is None) == (num_tokens is None):
+        raise ConfigurationError(
+            f"a batch has global_batch_size sequences or global_batch_tokens tokens but these are "
+            f"{num_sequences} and {num_tokens}; give one of them"
+        )
     return BatchSizes.constant(num_sequences=num_sequences, num_tokens=num_tokens)
 
 

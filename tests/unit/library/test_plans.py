@@ -269,7 +269,7 @@ def test_other_invalid_arguments_are_refused(tmp_path: Path) -> None:
         hydraulis.plan([9], tmp_path / "pool.json", costs)
     with pytest.raises(PlanError, match="10000000"):
         hydraulis.plan([10_000_000], "4*tp1", costs)
-    with pytest.raises(ConfigurationError, match="neither of --global-batch-size"):
+    with pytest.raises(ConfigurationError, match=r"global_batch_tokens .* None and None; give one"):
         hydraulis.propose([9], costs, num_ranks=4)
     with pytest.raises(ConfigurationError, match="'fast' is none of the 6 ways"):
         hydraulis.simulate([9], "4*tp1", costs, global_batch_size=1, ways=["fast"])
