@@ -24,8 +24,8 @@ CHANGING = {
 }
 """Pools whose strategy changes in every iteration; messages of pipelines meet exchanges of
 regrouping."""
-CONNECTIONS = (1, 32)
-"""Values of CUDA_DEVICE_MAX_CONNECTIONS: one hardware queue, and as many as there are."""
+CONNECTIONS = (1, 8, 32)
+"""Values of CUDA_DEVICE_MAX_CONNECTIONS: one hardware queue, CUDA's default, and all there are."""
 PRECISIONS = {
     "fp32": "times what rounding allows (rtol 1e-5, atol 1e-6 of a tensor's largest value)",
     "bf16": "times the error of one process in bf16",
@@ -63,7 +63,7 @@ def steps(
     return (
         make.preflight(),
         make.law(),
-        *(make.order(connections) for connections in CONNECTIONS),
+        *(make.order(connections) for connections in (CONNECTIONS[0], CONNECTIONS[-1])),
         make.kernels(),
         make.step(
             "profile",
@@ -89,7 +89,7 @@ def steps(
             )
         ),
         make.plain(),
-        make.overlap(),
+        *(make.overlap(connections) for connections in CONNECTIONS),
         make.pool(profile_path),
         make.attention(),
     )
@@ -303,7 +303,8 @@ class _Maker:
         purpose = "the same static strategy and batches in plain Megatron, step by step in turn"
         return self.step("plain", purpose, 180, figures, run)
 
-    def overlap(self) -> Step:
+    def overlap(self, connections: int) -> Step:
+        queues = {"CUDA_DEVICE_MAX_CONNECTIONS": str(connections)}
         text = f"{max(self._num, 2) // 2}*tp2"
         figures = [
             Figure(
@@ -312,12 +313,7 @@ class _Maker:
                 at_least=0.3,
                 is_of_device=True,
             ),
-            Figure(
-                key="time",
-                what="time of a step with overlap / without",
-                at_most=1.02,
-                is_of_device=True,
-            ),
+            Figure(key="time", what="step with overlap / without", at_most=1.02, is_of_device=True),
             Figure(
                 key="loss",
                 what="largest relative difference of the losses with and without",
@@ -325,11 +321,11 @@ class _Maker:
             ),
         ]
         return self.step(
-            "overlap",
-            "exchange of parameters and gradients while the GPU computes",
+            f"overlap-{connections}",
+            f"exchange while the GPU computes, CUDA_DEVICE_MAX_CONNECTIONS={connections}",
             90,
             figures,
-            lambda run: self._ranks(run, self._num, "paired", "overlap", text),
+            lambda run: self._ranks(run, self._num, "paired", "overlap", text, **queues),
             least_gpus=2,
         )
 

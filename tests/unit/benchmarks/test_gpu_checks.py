@@ -202,7 +202,7 @@ def test_an_interrupted_run_writes_its_file_and_ends_its_ranks(
 def test_the_number_of_gpus_decides_what_runs(sizes: Sizes, num_gpus: int, tmp_path: Path) -> None:
     found = steps(sizes, num_gpus, peak_flops_per_s=1e15, profile_path=tmp_path / "profile.json")
     cannot = {each.name for each in found if each.why_not}
-    several = {"order-1", "order-32", "overlap"}
+    several = {"order-1", "order-32", "overlap-1", "overlap-8", "overlap-32"}
     assert cannot == {1: {*several, "pool"}, 2: {"pool"}, 3: {"pool"}}.get(num_gpus, set())
     for each in found:
         keys = [figure.key for figure in each.figures]
