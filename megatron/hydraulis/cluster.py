@@ -1,7 +1,9 @@
 """The machines of a job: nodes, ranks per node, and the links inside and between nodes."""
 
 from dataclasses import dataclass, replace
+from typing import Annotated
 
+from megatron.hydraulis.assumed import Assumed, Corner, at_corner
 from megatron.hydraulis.errors import ConfigurationError
 
 
@@ -13,7 +15,9 @@ class Link:
     """
 
     bytes_per_s: float
-    latency_s: float
+    latency_s: Annotated[
+        float, Assumed(0.5, 2.0, "nccl-tests show 3 to 10 µs in a node, 5 to 20 µs across nodes")
+    ]
     """Time of an empty message."""
     source: str
     """The origin of the two numbers, with its date."""
@@ -57,6 +61,14 @@ class Cluster:
                 f"cluster: links inside nodes connect {self.ranks_per_domain} ranks, fewer than a "
                 f"node's {self.ranks_per_node}; give at least as many"
             )
+
+    def at_corner(self, corner: Corner) -> "Cluster":
+        """The cluster with assumed constants of its links in a corner."""
+        return replace(
+            self,
+            intra_node=at_corner(self.intra_node, corner),
+            inter_node=at_corner(self.inter_node, corner),
+        )
 
     @property
     def num_ranks(self) -> int:

@@ -43,7 +43,16 @@ from megatron.hydraulis.json_object import write_output
 from megatron.hydraulis.lengths.batches import add_batch_arguments
 from megatron.hydraulis.planner.solver import native_prints_to_stderr
 from megatron.hydraulis.proposal.propose import Proposal, ProposalRequest, propose
-from megatron.hydraulis.proposal.verdict import DYNAMIC_CP, Setting, best_baseline
+from megatron.hydraulis.proposal.verdict import (
+    DYNAMIC_CP,
+    OPEN_TEXT,
+    PROFILE,
+    PoolVerdict,
+    Setting,
+    best_baseline,
+    pool_verdict,
+    print_measurements,
+)
 from megatron.hydraulis.simulator.ways import CEILING, FIXED_ROWS, MEGATRON_CP, PACKING, Ways
 from megatron.hydraulis.strategy import Pool, Scheme, Strategy
 from megatron.hydraulis.terminal import (
@@ -53,7 +62,6 @@ from megatron.hydraulis.terminal import (
     phase_progress,
     print_json,
     print_next,
-    profile_command,
     results_console,
 )
 
@@ -102,6 +110,7 @@ class Advice:
     static: Choice
     """The best without a pool, see proposal/verdict.py."""
     pool: Choice
+    verdict: PoolVerdict
     ceiling_s: float
     """Lower bound of the time of any plan, see simulator/ways.py."""
     bound_s: float
@@ -154,7 +163,7 @@ def advise(
         raise _no_static(longest, num_ranks)
     for other in settings[1:]:
         is_better = other is baseline.setting or (
-            not other.ring and _fewest_ranks(other, longest) < _fewest_ranks(settings[0], longest)
+            _fewest_ranks(other, longest) < _fewest_ranks(settings[0], longest)
         )
         bound_ms = fmean(
             least_makespan_ms(other.costs.profile, each, num_ranks) for each in batches
@@ -167,6 +176,9 @@ def advise(
             )
             if proposal.mean_s > _WORTH_ANOTHER_SETTING * found.mean_s:
                 proposal, setting = found, other
+    on_progress("range", 0, 1)
+    judgement = pool_verdict(request, settings, proposal, baseline, setting)
+    on_progress("range", 1, 1)
 
     def choice(
         name: str,
@@ -228,6 +240,7 @@ def advise(
     all_ranks = ceiling.cost_model.coefficients(baseline.strategy.schemes[0])
     return Advice(
         proposal=proposal,
+        verdict=judgement,
         fixed_rows=fixed[FIXED_ROWS],
         packing=fixed[PACKING],
         static=choice(
@@ -294,7 +307,6 @@ _WORTH_A_POOL = 1.03
 """Gain over the best static strategy below which the verdict is to train with that one."""
 _NEAR_CEILING = 0.9
 POOL_FILE_NAME, PROFILE_FILE_NAME = "pool.json", "cost_profile.json"
-_MEASURED_FILE_NAME = "profile.json"
 _OF_PROPOSAL = (
     *("--seq-length", "--long-sequences", "--num-batches", "--seed", "--max-strategies"),
     *("--row-quantum-tokens", "--grad-reduce-in-bf16", "--no-regroup-overlap"),
@@ -439,8 +451,8 @@ def is_worth_a_pool(advice: Advice) -> bool:
 
 
 def verdict(advice: Advice) -> str:
-    """One sentence: what to do, and what it gains."""
-    over_static, over_fixed = advice.gain(advice.static), advice.gain(advice.fixed_rows)
+    """What to do, and what it gains: one sentence, and one more if that is open."""
+    over_static, over_fixed = advice.verdict.text, advice.gain(advice.fixed_rows)
     reach = advice.bound_s / advice.pool.time_s(advice.kind)
     static, pool = advice.static, "the pool"
     by_megatron = static.name == MEGATRON_CP
@@ -450,7 +462,7 @@ def verdict(advice: Advice) -> str:
         if len(strategies) == 1:
             what, pool = f"--strategy '{strategies[0]}'", "this strategy"
         what = (
-            f"Train with {what}{advice.pool.setting.text}: {over_static:.2f} × as fast as the best "
+            f"Train with {what}{advice.pool.setting.text}: {over_static} as fast as the best "
             f"without a pool, {static.strategy} with {of_static}{static.setting.text}; "
             f"{over_fixed:.2f} × as fast as Megatron with rows of fixed length"
         )
@@ -460,10 +472,13 @@ def verdict(advice: Advice) -> str:
             f"Train with {strategy} and {of_static}{static.setting.text}: "
             f"{advice.fixed_rows.time_s(advice.kind) / static.time_s(advice.kind):.2f} × "
             f"as fast as Megatron with rows of fixed length; a pool does not pay, as it is only "
-            f"{over_static:.2f} × as fast as that"
+            f"{over_static} as fast as that"
         )
     near = " (little is left to gain)" if reach >= _NEAR_CEILING else ""
-    return f"{what}; no plan could be more than {1 / reach:.2f} × as fast as {pool}{near}."
+    open_text = f" {OPEN_TEXT}" if advice.verdict.is_open else ""
+    return (
+        f"{what}; no plan could be more than {1 / reach:.2f} × as fast as {pool}{near}.{open_text}"
+    )
 
 
 def choice_table(advice: Advice, peak_flops_per_s: float) -> Table:
@@ -512,6 +527,7 @@ def to_json(advice: Advice, profile: ProfileCostModel, peak_flops_per_s: float) 
     """All figures, times in s by how regrouping counts; which of the pool's rows are assumed."""
     return {
         "verdict": verdict(advice),
+        "gain": advice.verdict.to_json(),
         "num_tokens": advice.num_tokens,
         "ceiling_s": advice.ceiling_s,
         "bound_s": advice.bound_s,
@@ -560,15 +576,12 @@ def _print_commands(
     num_ranks, ranks_per_node = pool.num_ranks, pool.ranks_per_node
     pool_path, profile_path = namespace.out / POOL_FILE_NAME, namespace.out / PROFILE_FILE_NAME
     if namespace.cost_profile is None:
-        pool_path, profile_path = Path(POOL_FILE_NAME), Path(_MEASURED_FILE_NAME)
+        pool_path, profile_path = Path(POOL_FILE_NAME), Path(PROFILE)
         strategies = (*advice.static.strategies, *pool.strategies)
-        used = (scheme for each in strategies for scheme in each.schemes)
-        schemes = {str(scheme): scheme.num_ranks for scheme in used}
-        print_next(
-            profile_command(num_ranks, ranks_per_node, max(schemes.values())),
-            *("--out", profile_path, "--schemes"),
-            *(*schemes, "--", *words),
-        )
+        wanted = [(setting, strategies)]
+        if advice.verdict.is_open:
+            wanted += advice.verdict.to_measure(pool, advice.pool.setting)
+        schemes = print_measurements(wanted, pool, namespace.training_words)
         if is_worth_it:
             print_next(
                 "hydraulis propose --lengths",

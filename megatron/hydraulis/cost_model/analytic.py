@@ -44,7 +44,9 @@ import math
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, fields, replace
 from functools import partial
+from typing import Annotated
 
+from megatron.hydraulis.assumed import Assumed, Corner, at_corner
 from megatron.hydraulis.cluster import Cluster
 from megatron.hydraulis.cost_model.context import Exchange, exchange_of
 from megatron.hydraulis.cost_model.host import LOCAL_LAYERS, TE_LAYERS, HostTime
@@ -102,6 +104,10 @@ class KernelConstants:
     in FlashAttention-2 (arXiv 2307.08691, figure 4), not fitted."""
     collective_latencies: float = 2.16
     """Constant time of a collective of tensor parallelism, in latencies of its link."""
+    ring_overlap: Annotated[
+        float, Assumed(1.0, 0.5, "its kernels take multiprocessors and memory from attention")
+    ] = 1.0
+    """Share of what can overlap in a ring of keys and values that does (assumption)."""
     tp_link_share: float = 0.849
     """Share of what links in a node reach that collectives of tensor parallelism reach. Target of
     the fit: 41.5 % MFU for a 22B model on 8 A100 (arXiv 2205.05198, table 5)."""
@@ -157,6 +163,15 @@ class AnalyticCostModel(TrainedModel):
     def peak_flops_per_s(self) -> float:
         """Peak of the device in the training precision."""
         return self.device.peak(self.precision)
+
+    def at_corner(self, corner: Corner) -> "AnalyticCostModel":
+        """The model with assumed constants in a corner."""
+        return replace(
+            self,
+            device=at_corner(self.device, corner),
+            kernels=at_corner(self.kernels, corner),
+            cluster=self.cluster.at_corner(corner),
+        )
 
     def max_tokens(self, scheme: Scheme) -> int:
         """Most tokens of a micro-batch that fit in memory; see MemoryModel.
@@ -231,11 +246,12 @@ class AnalyticCostModel(TrainedModel):
         attention = self.attention(scheme)
         # While it attends to all keys and values but those of the last step.
         overlapping = (1.0 - 1.0 / scheme.cp) * attention
+        overlap = self.kernels.ring_overlap
         again = self.recompute
 
         def hidden(num_layers: int, in_forward: CostTerm, in_backward: CostTerm) -> CostTerm:
             num_again = again.num_layers_again(num_layers) + num_layers * again.drops_core_attention
-            return (num_layers + num_again) * in_forward + num_layers * in_backward
+            return overlap * ((num_layers + num_again) * in_forward + num_layers * in_backward)
 
         overlapping_back = _BACKWARD_FORWARDS_OF_ATTENTION * overlapping
         forms = (forward, backward), (overlapping, backward), (overlapping, overlapping_back)

@@ -7,8 +7,9 @@ import math
 import re
 from dataclasses import dataclass, replace
 from enum import StrEnum
-from typing import Self
+from typing import Annotated, Self
 
+from megatron.hydraulis.assumed import Assumed
 from megatron.hydraulis.cluster import Cluster, Link
 from megatron.hydraulis.cost_model.host import GRACE_CORE_FACTOR, SERVER_CORE_FACTOR
 from megatron.hydraulis.cost_model.kernels import (
@@ -67,11 +68,19 @@ class DeviceConstants:
     analytic.py."""
     kernel_s: float
     """Time of the shortest kernel."""
-    core_factor: float | None = SERVER_CORE_FACTOR
+    core_factor: Annotated[float | None, Assumed(1.7, 0.6, "see SERVER_CORE_FACTOR")] = (
+        SERVER_CORE_FACTOR
+    )
     """Time of the host over that on the core of `host.py`; None if the device is the host."""
-    link_fraction: float
+    link_fraction: Annotated[
+        float,
+        Assumed(0.75, 1.15, "of InfiniBand all-to-alls reach 0.6, all-gathers 0.92", most=1.0),
+    ]
     """Share of a link's bandwidth that collectives reach."""
-    network_fraction: float
+    network_fraction: Annotated[
+        float,
+        Assumed(1.6, 0.6, "0.8 is what nccl-tests reach alone, 0.3 a shared fabric", most=1.0),
+    ]
     """Share of the network of all their ranks that collectives over several nodes reach."""
     memory_bytes: float
     """Memory of one rank."""

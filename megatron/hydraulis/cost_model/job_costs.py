@@ -29,6 +29,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from megatron.hydraulis.assumed import Corner
 from megatron.hydraulis.cost_model.analytic import AnalyticCostModel
 from megatron.hydraulis.cost_model.device import (
     DEVICE_NAMES,
@@ -45,7 +46,7 @@ from megatron.hydraulis.cost_model.model_arguments import (
     job_precision,
 )
 from megatron.hydraulis.cost_model.profile import ProfileCostModel, ProfiledModel, ProfiledScheme
-from megatron.hydraulis.cost_model.regrouping import FP32_BYTES, wire_bytes
+from megatron.hydraulis.cost_model.regrouping import FP32_BYTES, Hiding, wire_bytes
 from megatron.hydraulis.cost_model.trained_model import EXPERT_LOAD
 from megatron.hydraulis.errors import ConfigurationError, StrategyError
 from megatron.hydraulis.model_shape import ModelShape
@@ -256,6 +257,25 @@ class JobCosts:
                     limit = row.max_tokens * limit // before
                 rows.append(replace(row, coefficients=times, max_tokens=limit))
         profile = replace(self.profile, schemes=tuple(rows))
+        return replace(self, profile=profile, model=model).with_widths()
+
+    def at_corner(self, corner: Corner) -> JobCosts:
+        """These costs with assumed constants in a corner: rows that were measured remain."""
+        if self.model is None:
+            return self
+        model = self.model.at_corner(corner)
+        here = self.by(model) if self.profile.is_estimated else self
+        rows = tuple(row for row in here.profile.schemes if not row.is_assumed)
+        profile = replace(self.profile, schemes=rows)
+        if (known := profile.regroup) is not None:
+            regroup = model.regroup_costs(
+                (known.num_atoms,),
+                gradient_bytes=known.gradient_bytes,
+                overlaps=known.hiding is not Hiding.NOTHING,
+            )
+            if corner is Corner.LOW and regroup.hiding is Hiding.MANY_QUEUES:
+                regroup = replace(regroup, hiding=Hiding.ONE_QUEUE)  # streams share one
+            profile = profile.with_regrouping(regroup)
         return replace(self, profile=profile, model=model).with_widths()
 
     def coefficients(self, scheme: Scheme) -> Coefficients:

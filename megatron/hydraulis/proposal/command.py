@@ -21,7 +21,7 @@ from megatron.hydraulis.json_object import write_output
 from megatron.hydraulis.lengths.batches import add_batch_arguments
 from megatron.hydraulis.planner.solver import native_prints_to_stderr
 from megatron.hydraulis.proposal.propose import ProposalRequest, propose
-from megatron.hydraulis.proposal.verdict import judged
+from megatron.hydraulis.proposal.verdict import OPEN_TEXT, Setting, judged, print_measurements
 from megatron.hydraulis.terminal import (
     launch_command,
     phase_progress,
@@ -73,9 +73,9 @@ def run(namespace: argparse.Namespace) -> int:
         costs = costs.with_widths()
         on_progress("costs", 1, 1)
         proposal = propose(request, costs.profile, on_progress)
-        on_progress("baseline", 0, 1)
+        on_progress("baseline and range", 0, 1)
         proposal = judged(request, costs, proposal)
-        on_progress("baseline", 1, 1)
+        on_progress("baseline and range", 1, 1)
     cost_model = proposal.profile
     assumed = cost_model.assumed_schemes(proposal.pool)
     if namespace.out is not None:
@@ -99,6 +99,10 @@ def run(namespace: argparse.Namespace) -> int:
     )
     if proposal.verdict is not None:
         console.print(str(proposal.verdict), highlight=False)
+        if proposal.verdict.is_open:
+            console.print(OPEN_TEXT, highlight=False)
+            wanted = proposal.verdict.to_measure(proposal.pool, Setting(costs=costs))
+            print_measurements(wanted, proposal.pool, namespace.training_words)
     print_bf16_advice(cost_model, proposal.shares, proposal.mean_s)
     if namespace.out is not None:
         print(f"pool: {namespace.out}")

@@ -175,7 +175,8 @@ class Proposal:
         return f"<{type(self).__name__}: {', '.join(member.replicas for member in self.members)}>"
 
     def __str__(self) -> str:
-        return "\n".join(table_text(table, _WIDTH) for table in self.tables())
+        verdict = [] if self.verdict is None else [f"{self.verdict}\n"]
+        return "\n".join([*(table_text(table, _WIDTH) for table in self.tables()), *verdict])
 
     def _repr_html_(self) -> str:
         return notebook_html(str(self))

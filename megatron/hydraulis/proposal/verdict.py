@@ -9,26 +9,38 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from statistics import fmean
 from typing import Any
 
+from megatron.hydraulis.assumed import Corner
 from megatron.hydraulis.cost_model.analytic import AnalyticCostModel
 from megatron.hydraulis.cost_model.device import Precision
 from megatron.hydraulis.cost_model.estimate_command import possible_schemes
 from megatron.hydraulis.cost_model.job_costs import JobCosts
+from megatron.hydraulis.cost_model.limits import Limits
 from megatron.hydraulis.cost_model.profile import ProfiledScheme
 from megatron.hydraulis.cost_model.trained_model import EVERY_LAYER, NO_RECOMPUTE
+from megatron.hydraulis.planner.planners import CertifiedPlanner
 from megatron.hydraulis.proposal.propose import Proposal, ProposalRequest, best_static
 from megatron.hydraulis.simulator.ways import BALANCED, MEGATRON_CP, Ways
 from megatron.hydraulis.strategy import Pool, Strategy
+from megatron.hydraulis.terminal import print_next, profile_command
 
 _MS_PER_S = 1e3
 RECOMPUTE_EVERY_LAYER = (
     *("--recompute-granularity", "full", "--recompute-method", "uniform"),
     *("--recompute-num-layers", "1"),
 )
-_RING = ("--core-attention", "te", "--cp-comm-type", "p2p")
+_RING = ("--core-attention", "te", "--cp-comm-type", "auto")
 DYNAMIC_CP = "--hybrid-context-parallel"
 """Megatron's flag of its dynamic cp."""
+
+
+PROFILE = "profile.json"
+"""The file of measured rows in commands that are printed."""
+OPEN_TEXT = "Which of both is faster depends on what is assumed: measure them first."
+Flags = tuple[str, ...]
+Strategies = tuple[Strategy, ...]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -36,9 +48,9 @@ class Setting:
     """How a job runs its layers, with its costs."""
 
     costs: JobCosts
-    recomputation: tuple[str, ...] | None = None
+    recomputation: Flags | None = None
     """Flags that replace the job's; None for the job's own, none of them for no recomputation."""
-    ring: tuple[str, ...] = ()
+    ring: Flags = ()
     """Flags that are added."""
 
     def words(self, words: Sequence[str]) -> list[str]:
@@ -56,7 +68,7 @@ class Setting:
         """What differs from the flags of the job, to follow a strategy; empty if nothing does."""
         recomputed = ", every layer recomputed" if self.recomputation else ", nothing recomputed"
         return (recomputed if self.recomputation is not None else "") + (
-            ", ring of Transformer Engine" if self.ring else ""
+            ", attention of Transformer Engine" if self.ring else ""
         )
 
     @classmethod
@@ -69,13 +81,13 @@ class Setting:
             return
         recomputation = () if model.recompute.granularity == "full" else RECOMPUTE_EVERY_LAYER
         other = replace(model, recompute=EVERY_LAYER if recomputation else NO_RECOMPUTE)
-        models: dict[tuple[tuple[str, ...] | None, tuple[str, ...]], AnalyticCostModel]
-        models = {(None, ()): model, (recomputation, ()): other}
+        models: list[tuple[Flags | None, AnalyticCostModel]]
+        models, ring = [(None, model), (recomputation, other)], Flags()
         if model.precision is Precision.BF16 and model.device.name != "cpu":
-            for (flags, _), each in list(models.items()):
-                models[flags, _RING] = replace(each, cp_comm_type="p2p", has_te_attention=True)
-        for (flags, ring), each in models.items():
-            if each != model and (not ring or each != models[flags, ()]):
+            models = [(flags, _with_ring(each)) for flags, each in models]
+            ring = _RING if models[0][1] != model else ()
+        for flags, each in models:
+            if each != model:
                 found = _carried(costs, each)
                 if any(row.max_tokens for row in found.profile.schemes):
                     yield cls(costs=found, recomputation=flags, ring=ring)
@@ -114,32 +126,134 @@ class Baseline:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class CornerGain:
+    """What a pool gains with all assumed constants in a corner, see assumed.py."""
+
+    corner: Corner
+    baseline: Baseline
+    """The best without a pool in this corner."""
+    gain: float
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class PoolVerdict:
-    """What a pool gains over the baseline."""
+    """What a pool gains over the baseline: a figure, and the range of what is assumed."""
 
     baseline: Baseline
     gain: float
     """Time of the baseline over that of the pool."""
+    corners: tuple[CornerGain, ...]
+
+    @property
+    def range(self) -> tuple[float, float]:
+        """The least and the most that the pool gains."""
+        gains = (self.gain, *(each.gain for each in self.corners))
+        return min(gains), max(gains)
+
+    @property
+    def text(self) -> str:
+        """The gain with its range, unless that is the same in two digits."""
+        least, most = (f"{gain:.2f}" for gain in self.range)
+        between = "" if least == most else f" ({least} to {most})"
+        return f"{self.gain:.2f}{between} ×"
+
+    @property
+    def is_open(self) -> bool:
+        """Whether the pool gains or loses depends on what is assumed."""
+        least, most = (round(gain, 2) for gain in self.range)
+        return least < 1.0 < most
+
+    def to_measure(self, pool: Pool, setting: Setting) -> list[tuple[Setting, Strategies]]:
+        """The strategies that decide, with their settings: the pool's, and the baselines."""
+        baselines = (self.baseline, *(each.baseline for each in self.corners))
+        return [
+            (setting, pool.strategies),
+            *((each.setting, (each.strategy,)) for each in baselines),
+        ]
 
     def __str__(self) -> str:
         return (
-            f"{self.gain:.3f} × as fast as {self.baseline.text}, the best without a pool: "
+            f"{self.text} as fast as {self.baseline.text}, the best without a pool: "
             f"{self.baseline.time_s:.4f} s"
         )
 
     def to_json(self) -> dict[str, Any]:
         """All figures by name."""
-        return {"gain": self.gain, "baseline": self.baseline.to_json()}
+        return {
+            "gain": self.gain,
+            "range": list(self.range),
+            "baseline": self.baseline.to_json(),
+            "corners": {
+                each.corner.value: {"gain": each.gain, "baseline": each.baseline.to_json()}
+                for each in self.corners
+            },
+        }
+
+
+def print_measurements(
+    wanted: Iterable[tuple[Setting, Strategies]], pool: Pool, words: Sequence[str]
+) -> list[str]:
+    """Prints the command that measures the strategies of each setting, and returns the schemes of
+    the first.
+
+    words: of the job's training.
+    """
+    schemes: dict[str, dict[str, int]] = {}
+    settings: dict[str, Setting] = {}
+    for setting, strategies in wanted:
+        used = (scheme for strategy in strategies for scheme in strategy.schemes)
+        found = schemes.setdefault(setting.text, {})
+        found |= {str(scheme): scheme.num_ranks for scheme in used}
+        settings.setdefault(setting.text, setting)
+    for number, (text, setting) in enumerate(settings.items()):
+        largest = max(schemes[text].values())
+        print_next(
+            profile_command(pool.num_ranks, pool.ranks_per_node, largest),
+            *("--out", f"{number}_{PROFILE}" if number else PROFILE, "--schemes"),
+            *(*schemes[text], "--", *setting.words(words)),
+        )
+    return list(next(iter(schemes.values())))
 
 
 def judged(request: ProposalRequest, costs: JobCosts, proposal: Proposal) -> Proposal:
     """The proposal with its verdict, or without one if no baseline holds the longest sequence."""
-    settings = Setting.all_of(costs)
+    settings = list(Setting.all_of(costs))
     baseline = best_baseline(request, settings, proposal.pool, proposal.best_static)
     if baseline is None:
         return proposal
-    verdict = PoolVerdict(baseline=baseline, gain=baseline.time_s / proposal.mean_s)
+    verdict = pool_verdict(request, settings, proposal, baseline, settings[0])
     return replace(proposal, verdict=verdict)
+
+
+def pool_verdict(
+    request: ProposalRequest,
+    settings: Sequence[Setting],
+    proposal: Proposal,
+    baseline: Baseline,
+    setting: Setting,
+) -> PoolVerdict:
+    """What a proposed pool gains over a baseline, and in each corner over the best one there.
+
+    The pool is the same in both corners, as if it were trained with before anything is measured.
+
+    Args:
+        settings: of the job, its own first.
+        setting: that of the pool.
+    """
+    corners = []
+    for corner in Corner if settings[0].costs.model is not None else ():
+        there = list(Setting.all_of(settings[0].costs.at_corner(corner)))
+        best = best_baseline(request, there, proposal.pool)
+        (profile,) = (each.costs.profile for each in there if each.text == setting.text)
+        limits = Limits(profile, row_quantum=request.row_quantum_tokens)
+        planner = CertifiedPlanner(proposal.pool, profile, limits, seed=request.seed)
+        pool_s = fmean(planner.plan(batch).predicted_time_s for batch in request.batches)
+        if best is not None:
+            gain = best.time_s / pool_s
+            corners.append(CornerGain(corner=corner, baseline=best, gain=gain))
+    return PoolVerdict(
+        baseline=baseline, gain=baseline.time_s / proposal.mean_s, corners=tuple(corners)
+    )
 
 
 def best_baseline(
@@ -177,6 +291,11 @@ def best_baseline(
             time_s = makespan_s + setting.costs.overhead_ms(strategy) / _MS_PER_S
             best = Baseline(way=MEGATRON_CP, strategy=strategy, setting=setting, time_s=time_s)
     return best
+
+
+def _with_ring(model: AnalyticCostModel) -> AnalyticCostModel:
+    """The model with Transformer Engine's attention, and its ring where that is faster."""
+    return replace(model, cp_comm_type="auto", has_te_attention=True)
 
 
 def _carried(costs: JobCosts, model: AnalyticCostModel) -> JobCosts:

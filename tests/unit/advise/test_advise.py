@@ -150,7 +150,7 @@ def test_an_estimate_and_the_next_commands(
     profile = ProfileCostModel.read(folder / "cost_profile.json")
     for strategy in pool.strategies:
         assert all(profile.max_tokens(scheme) for scheme in strategy.schemes)
-    ring = ["--core-attention", "te", "--cp-comm-type", "p2p"]
+    ring = ["--core-attention", "te", "--cp-comm-type", "auto"]
     if following[-1].endswith(" ".join(ring)):
         layers += ring
     assert main(["estimate", *MODEL, *layers, "--num-ranks", "8", "--json"]) == 0

@@ -5,6 +5,7 @@ from dataclasses import replace
 import pytest
 
 from benchmarks.inputs import llama_shape
+from megatron.hydraulis.assumed import Corner
 from megatron.hydraulis.cost_model.analytic import AnalyticCostModel
 from megatron.hydraulis.cost_model.device import device_constants
 from megatron.hydraulis.cost_model.estimate_command import estimated_profile
@@ -15,12 +16,16 @@ from megatron.hydraulis.lengths.counts import LengthCounts
 from megatron.hydraulis.proposal.propose import ProposalRequest, best_static, propose
 from megatron.hydraulis.proposal.verdict import (
     RECOMPUTE_EVERY_LAYER,
+    Baseline,
+    CornerGain,
+    PoolVerdict,
     Setting,
     best_baseline,
     judged,
+    print_measurements,
 )
-from megatron.hydraulis.simulator.ways import MEGATRON_CP, Ways
-from megatron.hydraulis.strategy import Scheme
+from megatron.hydraulis.simulator.ways import BALANCED, MEGATRON_CP, Ways
+from megatron.hydraulis.strategy import Pool, Scheme, Strategy
 
 SHAPE = llama_shape(
     num_layers=24,
@@ -54,8 +59,8 @@ def costs() -> JobCosts:
 def test_the_baseline_is_the_fastest_of_all_settings_and_of_dynamic_cp(costs: JobCosts) -> None:
     settings = list(Setting.all_of(costs))
     texts = [setting.text for setting in settings]
-    ring, recomputed = ", ring of Transformer Engine", ", every layer recomputed"
-    assert texts == ["", recomputed, ring, recomputed + ring]
+    ring, recomputed = ", attention of Transformer Engine", ", every layer recomputed"
+    assert texts == ["", ring, recomputed + ring]
     pool = propose(REQUEST, costs.profile).pool
     times_s = []
     for setting in settings:
@@ -77,8 +82,8 @@ def test_the_baseline_is_the_fastest_of_all_settings_and_of_dynamic_cp(costs: Jo
 
 def test_a_setting_of_estimates_is_the_estimate_of_its_flags(costs: JobCosts) -> None:
     assert costs.model is not None
-    wanted = costs_of(replace(costs.model, recompute=EVERY_LAYER))
-    setting = list(Setting.all_of(costs))[1]
+    model = replace(costs.model, recompute=EVERY_LAYER, cp_comm_type="auto", has_te_attention=True)
+    wanted, setting = costs_of(model), list(Setting.all_of(costs))[2]
     for row in wanted.profile.schemes:
         assert setting.costs.profile.find(row.scheme) == row
     assert setting.costs.profile.find(Scheme(1)) is not None  # does not fit without it
@@ -94,8 +99,8 @@ def test_measured_rows_change_as_the_model_does(costs: JobCosts) -> None:
             for row in costs.profile.schemes
         ),
     )
-    measured = list(Setting.all_of(JobCosts.of(slower, costs.model)))[1].costs
-    estimated = list(Setting.all_of(costs))[1].costs
+    measured = list(Setting.all_of(JobCosts.of(slower, costs.model)))[2].costs
+    estimated = list(Setting.all_of(costs))[2].costs
     for row in slower.schemes:
         times, of_model = (each.coefficients(row.scheme) for each in (measured, estimated))
         assert times.b_ms_per_token == pytest.approx(1.5 * of_model.b_ms_per_token)
@@ -125,3 +130,72 @@ def test_a_proposal_is_judged_by_the_baseline(costs: JobCosts) -> None:
     assert proposal.static_s is not None
     assert verdict.baseline.time_s < proposal.static_s
     assert verdict.baseline.text in str(verdict)
+
+
+def test_a_corner_moves_what_is_assumed_and_leaves_what_was_measured(costs: JobCosts) -> None:
+    assert costs.model is not None
+    device = costs.model.device
+    low, high = (costs.at_corner(corner) for corner in (Corner.LOW, Corner.HIGH))
+    for moved, factor in ((low, 1.7), (high, 0.6)):
+        assert moved.model is not None
+        assert device.core_factor is not None
+        assert moved.model.device.core_factor == pytest.approx(factor * device.core_factor)
+        assert moved.model.device.memory_bytes == device.memory_bytes
+    scheme = Scheme(2, 2)
+    times = [each.coefficients(scheme) for each in (low, costs, high)]
+    assert times[0] != times[1] != times[2]
+    assert [each.max_tokens(scheme) for each in (low, high)] == [costs.max_tokens(scheme)] * 2
+    measured = JobCosts.of(replace(costs.profile, source="measured"), costs.model)
+    for corner in Corner:
+        there = measured.at_corner(corner)
+        assert there.coefficients(scheme) == times[1]
+        strategy = Strategy.parse("4*tp2", 8)
+        assert there.overhead_ms(strategy) != measured.overhead_ms(strategy)
+
+
+def test_a_verdict_has_the_gains_of_both_corners(costs: JobCosts) -> None:
+    proposal = propose(REQUEST, costs.profile)
+    verdict = judged(REQUEST, costs, proposal).verdict
+    assert verdict is not None
+    assert [each.corner for each in verdict.corners] == [Corner.LOW, Corner.HIGH]
+    least, most = verdict.range
+    assert least <= verdict.gain <= most
+    assert least < most
+    for each in verdict.corners:
+        there = list(Setting.all_of(costs.at_corner(each.corner)))
+        alone = best_baseline(REQUEST, there, proposal.pool)
+        assert alone is not None
+        assert each.baseline.time_s == pytest.approx(alone.time_s)
+    assert f"{verdict.gain:.2f} ({least:.2f} to {most:.2f}) × as fast as " in str(verdict)
+    found = verdict.to_json()
+    assert found["range"] == [least, most]
+    assert set(found["corners"]) == {"low", "high"}
+
+
+def test_a_verdict_whose_sign_is_open_says_what_to_measure(
+    costs: JobCosts, capsys: pytest.CaptureFixture[str]
+) -> None:
+    setting, ring, recomputed = Setting.all_of(costs)
+
+    def baseline(text: str, where: Setting) -> Baseline:
+        return Baseline(way=BALANCED, strategy=Strategy.parse(text, 8), setting=where, time_s=1.0)
+
+    def verdict(low: float, high: float) -> PoolVerdict:
+        corners = (
+            CornerGain(corner=Corner.LOW, baseline=baseline("8*tp1", recomputed), gain=low),
+            CornerGain(corner=Corner.HIGH, baseline=baseline("2*tp4", setting), gain=high),
+        )
+        return PoolVerdict(baseline=baseline("4*tp2", ring), gain=1.02, corners=corners)
+
+    assert verdict(0.97, 1.1).is_open
+    assert verdict(0.97, 1.1).text == "1.02 (0.97 to 1.10) ×"
+    assert not verdict(1.001, 1.1).is_open
+    assert verdict(1.02, 1.021).text == "1.02 ×"
+    pool = Pool.of(Strategy.parse("tp8", 8))
+    print_measurements(verdict(0.97, 1.1).to_measure(pool, setting), pool, ["--bf16"])
+    own, with_ring, with_both = capsys.readouterr().out.splitlines()
+    assert " --out profile.json --schemes tp8 tp4 -- --bf16" in own
+    assert " --schemes tp2 -- --bf16 --core-attention te " in with_ring
+    assert " --schemes tp1 -- --bf16 --recompute-granularity full " in with_both
+    outs = [line.partition("--out ")[2].split()[0] for line in (own, with_ring, with_both)]
+    assert len(set(outs)) == 3
