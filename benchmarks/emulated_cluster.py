@@ -52,7 +52,7 @@ from benchmarks.inputs import (
 from benchmarks.paired_statistics import RatioEstimate, ratio_of_totals
 from benchmarks.rank_set import RankSet
 from benchmarks.workload import DATA_SEED, WEIGHT_SEED, Workload
-from megatron.hydraulis.cost_model.interface import CostModel
+from megatron.hydraulis.cost_model.interface import Coefficients, CostModel
 from megatron.hydraulis.cost_model.pipeline import pipeline_time_ms
 from megatron.hydraulis.cost_model.profile import ProfileCostModel
 from megatron.hydraulis.data.packed_batch import pack
@@ -66,7 +66,7 @@ from megatron.hydraulis.planner.replica_plan import MicroBatch, ReplicaPlan
 from megatron.hydraulis.runtime.engine import RuntimeEngine
 from megatron.hydraulis.runtime.executor import make_forward_step
 from megatron.hydraulis.simulator.work import fixed_length_shares
-from megatron.hydraulis.strategy import Pool, Strategy
+from megatron.hydraulis.strategy import Pool, Scheme, Strategy
 from megatron.hydraulis.terminal import figures_table, results_console
 
 TOKENS_PER_RANK = BATCH_TOKENS / 64
@@ -340,8 +340,7 @@ def fixed_length_plan(
             MicroBatch(tuple(row), tuple(lengths[i] for i in row)) for row in rows if row
         )
         times_ms = [coefficients.time_ms(m.lengths) for m in micro_batches]
-        time_s = pipeline_time_ms(times_ms, scheme.pp, forward_share=coefficients.forward_share)
-        time_s /= MS_PER_S
+        time_s = _replica_ms(times_ms, scheme, coefficients) / MS_PER_S
         replicas.append(ReplicaPlan(scheme, replica.ranks, micro_batches, time_s))
     makespan_s = max(replica.predicted_time_s for replica in replicas)
     return IterationPlan(
@@ -360,16 +359,14 @@ def padded_time_s(plan: IterationPlan, cost_model: CostModel, *, window_tokens: 
     slowest_ms = 0.0
     for replica in plan.replicas:
         coefficients = cost_model.coefficients(replica.scheme)
-        times_ms = [
-            coefficients.time_ms(m.lengths)
-            + coefficients.b_ms_per_token * (window_tokens - m.num_tokens)
-            for m in replica.micro_batches
-        ]
-        time_ms = pipeline_time_ms(
-            times_ms, replica.scheme.pp, forward_share=coefficients.forward_share
-        )
-        slowest_ms = max(slowest_ms, time_ms)
+        times_ms = [coefficients.time_ms(m.lengths, window_tokens) for m in replica.micro_batches]
+        slowest_ms = max(slowest_ms, _replica_ms(times_ms, replica.scheme, coefficients))
     return slowest_ms / MS_PER_S
+
+
+def _replica_ms(times_ms: Sequence[float], scheme: Scheme, coefficients: Coefficients) -> float:
+    time_ms = pipeline_time_ms(times_ms, scheme.pp, forward_share=coefficients.forward_share)
+    return max(time_ms, len(times_ms) * coefficients.host_ms)
 
 
 def run_sides(

@@ -24,7 +24,6 @@ import torch
 from torch import Tensor
 from torch.autograd import Function, Variable
 
-from megatron.hydraulis.cost_model.interface import Coefficients
 from megatron.hydraulis.cost_model.profile import ProfileCostModel
 from megatron.hydraulis.data.packed_batch import PackedBatch
 from megatron.hydraulis.errors import ConfigurationError
@@ -79,12 +78,7 @@ def scaled(profile: ProfileCostModel, factor: float) -> ProfileCostModel:
     rows = (
         replace(
             row,
-            coefficients=Coefficients(
-                a_ms_per_token2=row.coefficients.a_ms_per_token2 * factor,
-                b_ms_per_token=row.coefficients.b_ms_per_token * factor,
-                c_ms=row.coefficients.c_ms * factor,
-                forward_share=row.coefficients.forward_share,
-            ),
+            coefficients=row.coefficients.scaled(a=factor, b=factor, c=factor),
         )
         for row in profile.schemes
     )

@@ -259,7 +259,7 @@ def _fastest_of_each_size(schemes: Sequence[ProfiledScheme]) -> list[ProfiledSch
         of_size = [row for row in schemes if row.scheme.num_ranks == num_ranks]
         # Time per token in a full micro-batch, without attention, which depends on the lengths.
         of_size.sort(
-            key=lambda row: row.coefficients.b_ms_per_token + row.coefficients.c_ms / row.max_tokens
+            key=lambda row: row.coefficients.time_of_sums_ms(0.0, row.max_tokens) / row.max_tokens
         )
         kept += of_size[:_MOST_OF_A_SIZE]
     return [row for row in schemes if row in kept]
@@ -272,14 +272,16 @@ def _table(profile: ProfileCostModel, rows: Sequence[ProfiledScheme]) -> Table:
         ("a, ns/token²", "b, µs/token", "c, ms", "max tokens"),
     )
     for row in rows:
-        coefficients = row.coefficients
-        table.add_row(
-            str(row.scheme),
-            f"{coefficients.a_ms_per_token2 * _NS_PER_MS:.4g}",
-            f"{coefficients.b_ms_per_token * _US_PER_MS:.4g}",
-            f"{coefficients.c_ms:.4g}",
-            f"{row.max_tokens:,}" if row.max_tokens else "does not fit",
-        )
+        name, limit = str(row.scheme), f"{row.max_tokens:,}" if row.max_tokens else "does not fit"
+        for form in row.coefficients.forms:
+            table.add_row(
+                name,
+                f"{form.a_ms_per_token2 * _NS_PER_MS:.4g}",
+                f"{form.b_ms_per_token * _US_PER_MS:.4g}",
+                f"{form.c_ms:.4g}",
+                limit,
+            )
+            name, limit = "", ""
     return table
 
 

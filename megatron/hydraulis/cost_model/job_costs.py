@@ -303,17 +303,23 @@ class JobCosts:
     def _assumed(self, scheme: Scheme, row: ProfiledScheme) -> ProfiledScheme:
         """A row by the formulas of the module, from a measured one."""
         times, per_width = row.coefficients, row.scheme.cp / scheme.cp
-        shared_ms = max(0.0, times.b_ms_per_token - self._exchange_ms_per_token(row.scheme))
-        coefficients = replace(
-            times,
-            a_ms_per_token2=times.a_ms_per_token2 * per_width,
-            b_ms_per_token=shared_ms * per_width + self._exchange_ms_per_token(scheme),
-            others=(),
-        )
+        of_row_ms = self._exchange_ms_per_token(row.scheme)
+        exchange_ms = self._exchange_ms_per_token(scheme)
+
+        def of_width(form: Coefficients) -> Coefficients:
+            shared_ms = max(0.0, form.b_ms_per_token - of_row_ms)
+            return replace(
+                form,
+                a_ms_per_token2=form.a_ms_per_token2 * per_width,
+                b_ms_per_token=shared_ms * per_width + exchange_ms,
+                others=tuple(map(of_width, form.others)),
+            )
+
+        coefficients = of_width(times)
         if self.model is not None and self.model.has_te_attention:
-            wanted = self.model.coefficients(scheme)
-            if wanted.others or times.others:
-                coefficients = _as_measured(wanted, self.model.coefficients(row.scheme), times)
+            wanted, of_row = self.model.coefficients(scheme), self.model.coefficients(row.scheme)
+            if wanted.others or of_row.others:
+                coefficients = _as_measured(wanted, of_row, times)
         limit = row.max_tokens * scheme.cp // row.scheme.cp
         # A limit of 0 of a measured row: the memory model is too strict here.
         if self.model is not None and (of_row := self.model.max_tokens(row.scheme)):
@@ -357,15 +363,23 @@ class JobCosts:
 def _as_measured(
     wanted: Coefficients, of_row: Coefficients, measured: Coefficients
 ) -> Coefficients:
-    """Analytic coefficients as far off as those of a row are from measured ones."""
+    """Analytic coefficients as far off as those of a row are from measured ones.
 
-    def ratio(name: str) -> float:
-        ours, theirs = (
-            max(getattr(form, name) for form in each.forms) for each in (measured, of_row)
-        )
-        return ours / theirs if theirs else 1.0
+    Where the model has one form only, the measured forms are kept and change by as much as it does.
+    """
 
-    return wanted.scaled(a=ratio("a_ms_per_token2"), b=ratio("b_ms_per_token"), c=ratio("c_ms"))
+    def ratio(name: str, over: Coefficients, under: Coefficients) -> float:
+        more, less = (max(getattr(form, name) for form in each.forms) for each in (over, under))
+        return more / less if less else 1.0
+
+    keeps_forms = bool(measured.others) and not (wanted.others or of_row.others)
+    changed, over = (measured, wanted) if keeps_forms else (wanted, measured)
+    a, b, c = (ratio(name, over, of_row) for name in ("a_ms_per_token2", "b_ms_per_token", "c_ms"))
+    # A profile without the host's time has it in c, if at all.
+    host_ms = measured.host_ms
+    if of_row.host_ms:
+        host_ms *= wanted.host_ms / of_row.host_ms
+    return replace(changed.scaled(a=a, b=b, c=c), host_ms=host_ms)
 
 
 def add_job_arguments(

@@ -84,6 +84,7 @@ class DriftReport:
         ratios: dict[Scheme, list[float]] = defaultdict(list)
         for replica in plan.replicas:
             predicted_ms = [0.0] * replica.scheme.cp
+            compared: list[tuple[Scheme, float]] = []
             for place, micro_batch in enumerate(replica.micro_batches):
                 for scheme, share in replica.shares(micro_batch):
                     time_ms = self._coefficients(scheme).time_ms(share.lengths, share.row_tokens)
@@ -91,7 +92,12 @@ class DriftReport:
                         predicted_ms[column] += time_ms
                     if share.lengths and time_ms > 0.0:
                         slowest_ms = _slowest_stage_ms(replica, share.group, place, rank_times_ms)
-                        ratios[scheme].append(slowest_ms / time_ms)
+                        compared.append((scheme, slowest_ms / time_ms))
+            host_ms = len(replica.micro_batches) * self._coefficients(replica.scheme).host_ms
+            if host_ms > max(predicted_ms):
+                continue  # Devices wait for the host, in micro-batches that are not predicted.
+            for scheme, ratio in compared:
+                ratios[scheme].append(ratio)
             for rank in replica.ranks:
                 position = replica.replica.position_of(rank)
                 assert position is not None

@@ -201,7 +201,7 @@ class TEAttention(PackedAttention):
                     size,
                     has_te=True,
                     tp=self.config.tensor_model_parallel_size,
-                    has_windows=self.config.window_size is not None,
+                    has_windows=self.has_windows,
                 ),
             )
         arguments = packed_arguments(packed_seq_params)

@@ -8,6 +8,7 @@ from megatron.hydraulis.cluster import Cluster, Link
 from megatron.hydraulis.cost_model import AnalyticCostModel, Coefficients, JobCosts
 from megatron.hydraulis.cost_model.device import device_constants
 from megatron.hydraulis.cost_model.profile import ProfileCostModel, ProfiledScheme, ProfiledStrategy
+from megatron.hydraulis.cost_model.trained_model import EVERY_LAYER
 from megatron.hydraulis.errors import StrategyError
 from megatron.hydraulis.model_shape import ModelShape
 from megatron.hydraulis.strategy import Scheme, Strategy
@@ -164,3 +165,26 @@ def test_assumed_widths_of_a_ring_have_its_forms_scaled_as_measured() -> None:
         assert found.c_ms == pytest.approx(form.c_ms)
     back = JobCosts(profile=profile({wide: (wanted, limit)}), model=analytic)
     assert back.coefficients(narrow).time_ms([1000]) == pytest.approx(slower.time_ms([1000]))
+
+
+def test_every_measured_form_is_shared_by_the_ranks_of_another_width() -> None:
+    times = replace(TIMES, others=(Coefficients(0.0, 2.0, 9.0),), host_ms=3.0)
+    costs = JobCosts(profile=profile({Scheme(): (times, 100)}), model=MODEL)
+    first, other = costs.coefficients(Scheme(cp=2)).forms
+    assert costs.coefficients(Scheme(cp=2)).host_ms == 3.0
+    assert (first.a_ms_per_token2, other.a_ms_per_token2) == (0.002, 0.0)
+    assert other.b_ms_per_token == pytest.approx(1.0 + exchange_ms(2))
+    again = costs.by(replace(MODEL, recompute=EVERY_LAYER)).coefficients(Scheme())
+    assert len(again.forms) == 2
+    assert times.time_ms([100]) < again.time_ms([100]) < 1.4 * times.time_ms([100])
+
+
+@pytest.mark.parametrize("host_ms", [0.0, 6.0])
+def test_the_host_of_another_model_is_scaled_by_its_own_measurement(host_ms: float) -> None:
+    plain = replace(MODEL, has_te_attention=True)
+    full = replace(plain, recompute=EVERY_LAYER)
+    slow = replace(plain.coefficients(Scheme()).scaled(c=50.0), host_ms=host_ms)
+    costs = JobCosts(profile=profile({Scheme(): (slow, 100)}), model=plain)
+    assert costs.coefficients(Scheme(cp=2)).host_ms == pytest.approx(host_ms)
+    ratio = full.coefficients(Scheme()).host_ms / plain.coefficients(Scheme()).host_ms
+    assert costs.by(full).coefficients(Scheme()).host_ms == pytest.approx(ratio * host_ms)

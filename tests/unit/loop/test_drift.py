@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 import re
 from collections.abc import Mapping
+from dataclasses import replace
 
 import pytest
 
@@ -24,9 +25,11 @@ MODEL = TableCostModel(default_limit=1024, times=lambda scheme: TIMES)
 class Machine:
     """Plans batches of one strategy and runs them by other times."""
 
-    def __init__(self, strategy: str, limit: float = 0.1) -> None:
-        self._planner = GreedyPlanner(Pool.of(Strategy.parse(strategy, 4)), MODEL)
-        self._report = DriftReport(MODEL, limit)
+    def __init__(
+        self, strategy: str, limit: float = 0.1, cost_model: TableCostModel = MODEL
+    ) -> None:
+        self._planner = GreedyPlanner(Pool.of(Strategy.parse(strategy, 4)), cost_model)
+        self._report = DriftReport(cost_model, limit)
         self._draw = random.Random(3)
 
     def run(
@@ -78,6 +81,13 @@ def test_faster_times_are_a_drift_too_and_a_limit_is_kept() -> None:
     (line,) = Machine("4*tp1").run(6, factor=0.5)
     assert "-5" in line
     assert Machine("4*tp1", limit=0.6).run(6, factor=0.5) == []
+
+
+@pytest.mark.parametrize(("host_ms", "num_lines"), [(5.0, 1), (500.0, 0)])
+def test_devices_that_wait_for_the_host_are_not_compared(host_ms: float, num_lines: int) -> None:
+    times = replace(TIMES, host_ms=host_ms)
+    machine = Machine("4*tp1", cost_model=TableCostModel(default_limit=1024, times=lambda _: times))
+    assert len(machine.run(6, factor=2.0)) == num_lines
 
 
 def test_a_slow_rank_is_named_and_is_not_a_drift() -> None:
