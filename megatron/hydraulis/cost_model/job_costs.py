@@ -12,10 +12,10 @@ round a ring without overlapping with compute:
     c = c_m                                     launches do not become fewer
     max_tokens = M_m · min(cp/m, P(cp)/P(m))    padding of the sequences included
 
-Where a ring overlaps with attention, the forms are the analytic model's, a, b and c times what was
-measured over what it says of the row. x is the analytic exchange per token of a ring in the longest
-stage, P the limit of the memory model: parameters are not split by cp. Without model and device x
-is 0, and limits grow as cp.
+Every measured form changes in this way. Where a ring overlaps with attention, the forms are the
+analytic model's, a, b and c times what was measured over what it says of the row. x is the analytic
+exchange per token of a ring in the longest stage, P the limit of the memory model: parameters are
+not split by cp. Without model and device x is 0, and limits grow as cp.
 """
 
 from __future__ import annotations
@@ -317,9 +317,9 @@ class JobCosts:
 
         coefficients = of_width(times)
         if self.model is not None and self.model.has_te_attention:
-            wanted, of_row = self.model.coefficients(scheme), self.model.coefficients(row.scheme)
-            if wanted.others or of_row.others:
-                coefficients = _as_measured(wanted, of_row, times)
+            wanted, model_row = self.model.coefficients(scheme), self.model.coefficients(row.scheme)
+            if wanted.others or model_row.others:
+                coefficients = _as_measured(wanted, model_row, times)
         limit = row.max_tokens * scheme.cp // row.scheme.cp
         # A limit of 0 of a measured row: the memory model is too strict here.
         if self.model is not None and (of_row := self.model.max_tokens(row.scheme)):
