@@ -13,6 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron.hydraulis.cost_model import Coefficients
+from megatron.hydraulis.cost_model.limits import RowRounding
 from megatron.hydraulis.model_shape import AttentionWindow
 from megatron.hydraulis.planner.costs import GroupCost, Pipeline, SchemeCost, WaveCosts
 from megatron.hydraulis.planner.plan import IterationPlan, Packing
@@ -269,6 +270,17 @@ def test_waves_are_chosen_and_bounded_by_all_forms_and_the_host(
     assert found_ms == pytest.approx(best_ms)
     bound_ms = wave_bound_ms(costs, lengths, 1.2 * found_ms, Solver(Deadline(None)))
     assert bound_ms == pytest.approx(best_ms)
+
+
+def test_columns_without_sequences_are_grouped_by_the_time_of_their_padding() -> None:
+    """Padding of 24 tokens takes 24 ms on one column and 120 ms on two."""
+    rows = (RowRounding(Scheme(cp=size), 24, 48) for size in (1, 2))
+    groups = (
+        GroupCost(size, Coefficients(0.0, b_ms, 0.0), 48, rows=of_size)
+        for size, b_ms, of_size in zip((1, 2), (1.0, 5.0), rows, strict=True)
+    )
+    wide = GroupCost(4, Coefficients(0.0, 5.0, 1.0), 48)
+    assert packed(WaveCosts((*groups, wide)), [14]).time_ms == 24.0
 
 
 @pytest.mark.parametrize("seed", [0, 1, 2])

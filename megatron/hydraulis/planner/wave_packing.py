@@ -151,14 +151,14 @@ class LengthTable:
         self.works_ms: list[list[float]] = works_ms.T.tolist()
         """By length, on every size in the first form, then in the second, and so on."""
         self.tokens: list[list[int]] = tokens.T.tolist()
-        self.constants_ms: list[float] = constants_ms.max(axis=0).tolist()
-        """Time of a group of each size without sequences."""
+        self.idle_ms = [group.time_ms(()) for group in groups]
+        """Time of a group of each size without sequences, in a row that is rounded up."""
         self.most_tokens = costs.most_tokens
         self.usable = [i for i, group in enumerate(groups) if group in costs.usable]
         """Indices of the sizes that can hold a sequence, rising."""
         self.least_constants_ms: list[float] = constants_ms[:, self.usable].min(axis=1).tolist()
         """By form."""
-        self.least_constant_ms = min(self.constants_ms[i] for i in self.usable)
+        self.least_constant_ms = float(constants_ms.max(axis=0)[self.usable].min())
         self.least_size = [
             next((i for i, room in enumerate(self.rooms) if of_length[i] <= room), self.num_sizes)
             for of_length in self.tokens
@@ -296,8 +296,8 @@ def fill_wave(
         # Columns without sequences run a row of padding: in wide groups if that does not take
         # longer than the others.
         able = [index for index in table.usable if free >= 1 << index]
-        quick = [index for index in able if table.constants_ms[index] <= busy_ms]
-        index = quick[-1] if quick else min(able, key=table.constants_ms.__getitem__)
+        quick = [index for index in able if table.idle_ms[index] <= busy_ms]
+        index = quick[-1] if quick else min(able, key=table.idle_ms.__getitem__)
         free -= 1 << index
         groups.append(table.opened(index))
     return Wave(groups, max(group.time_ms for group in groups))

@@ -83,7 +83,8 @@ class Setting:
         other = replace(model, recompute=EVERY_LAYER if recomputation else NO_RECOMPUTE)
         models: list[tuple[Flags | None, AnalyticCostModel]]
         models, ring = [(None, model), (recomputation, other)], Flags()
-        if model.precision is Precision.BF16 and model.device.name != "cpu":
+        can_ring = model.shape.window is None and model.device.name != "cpu"
+        if model.precision is Precision.BF16 and can_ring:
             models = [(flags, _with_ring(each)) for flags, each in models]
             ring = _RING if models[0][1] != model else ()
         for flags, each in models:

@@ -56,6 +56,14 @@ def costs() -> JobCosts:
     return costs_of(AnalyticCostModel(shape=SHAPE, device=device, cluster=device.cluster(8, 8)))
 
 
+def test_a_model_with_windows_is_not_compared_with_a_ring(costs: JobCosts) -> None:
+    assert costs.model is not None
+    shape = replace(SHAPE, num_windowed_layers=1, window_tokens=64)
+    windowed = costs_of(replace(costs.model, shape=shape))
+    assert all(not setting.ring for setting in Setting.all_of(windowed))
+    assert any(setting.ring for setting in Setting.all_of(costs))
+
+
 def test_the_baseline_is_the_fastest_of_all_settings_and_of_dynamic_cp(costs: JobCosts) -> None:
     settings = list(Setting.all_of(costs))
     texts = [setting.text for setting in settings]

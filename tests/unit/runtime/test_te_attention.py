@@ -352,3 +352,14 @@ def test_only_windowed_layers_pass_a_window(
     own = attention(window_size=(5, 0), window_attn_skip_freq=frequency)
     run_attention(own, tensors(9), packed([9], [9]))  # type: ignore[arg-type]
     assert own.attention.arguments["window_size"] == expected
+
+
+@pytest.mark.parametrize(
+    ("window_size", "frequency", "has_windows"),
+    [(None, None, False), ((-1, 0), None, False), ((5, 0), None, True), ((5, 0), 1, False)],
+)
+def test_a_model_has_windows_if_the_cost_model_counts_one(
+    window_size: tuple[int, int] | None, frequency: int | None, has_windows: bool
+) -> None:
+    own = attention(window_size=window_size, window_attn_skip_freq=frequency)
+    assert own.has_windows is has_windows
