@@ -189,7 +189,7 @@ def test_recomputation_is_tried_for_the_pool_and_for_the_best_without_one(
     assert static["setting"].startswith("every layer recomputed")
     assert of_flags["setting"] == ""
     assert static["time_s"] == pytest.approx(of_flags["time_s"], rel=1e-3)
-    assert found["ways"][3]["setting"] == "every layer recomputed"
+    assert found["ways"][3]["setting"].startswith("every layer recomputed")
     assert found["ways"][1]["gain_of_pool"]["by the rule"] > 1.1  # packing as the flags say
 
 
