@@ -103,10 +103,10 @@ def case_costs(name: str, num_ranks: int) -> JobCosts:
         device=device,
         cluster=cluster,
         cp_comm_type="auto",
-        has_te_layers=has_experts,
+        has_te_layers=True,
         groups_experts=has_experts,
-        fuses_rope=has_experts,
-        has_te_attention=has_experts,
+        fuses_rope=True,
+        has_te_attention=True,
     )
     if device_name != "A800":
         profile = estimated_profile(model)
