@@ -314,3 +314,54 @@ def wave_cases(seed: int) -> Iterator[PoolCase]:
             cut = np.minimum(drawn, FLEXSP_MOST_TOKENS)
             rounded = np.ceil(cut / FLEXSP_QUANTUM_TOKENS).astype(int) * FLEXSP_QUANTUM_TOKENS
             yield PoolCase(f"GitHub, σ {sigma}, {index}", profile, pool, rounded.tolist())
+
+
+# ---------------------------------------------------------------- costs of several forms
+
+RING_RANKS = 16
+RING_POOLS = (
+    "2*cp8",
+    "cp8+8*tp1 cp8+4*tp2 cp4+cp8+4*tp1 2*cp8",
+    "cp8pp2",
+    "2*cp4pp2 cp4pp2+cp8 cp8pp2",
+    "4*cp4 2*cp8 cp8+2*cp4",
+)
+RING_CROSSING_TOKENS = 3000
+"""Length for each rank of a ring from which attention takes longer than its exchange."""
+RING_LENGTHS = (8.0, 1.5)
+"""Mean and sigma of the logarithms of lengths."""
+
+
+def ring_times(scheme: Scheme) -> Coefficients:
+    """8B on H100, rounded: attention hides a ring's exchange, or that of the backward, or neither;
+    the link alone; the host."""
+    layers, cp = 32 / scheme.pp, scheme.cp
+    a = 7.2e-8 * layers / (scheme.tp * cp)
+    b = 2.9e-3 * layers / (scheme.tp * cp)
+    exchange = a * RING_CROSSING_TOKENS * cp * (1 - 1 / cp)
+    hidden = Coefficients(a, b, 0.02 * layers)
+    others = (
+        replace(hidden, a_ms_per_token2=a * (1 + 1 / cp) / 2, b_ms_per_token=b + 0.55 * exchange),
+        replace(hidden, a_ms_per_token2=a / cp, b_ms_per_token=b + exchange),
+        Coefficients(0.0, 1.3 * exchange, 0.04 * layers),
+    )
+    return replace(hidden, others=others if cp > 1 else (), host_ms=layers)
+
+
+def ring_cases(seed: int) -> Iterator[PoolCase]:
+    """Batches for replicas with rings, up to the limit of the largest."""
+    for texts, tokens in itertools.product(RING_POOLS, (500_000, 1_000_000)):
+        strategies = [Strategy.parse(text, RING_RANKS) for text in texts.split()]
+        schemes = {scheme for each in strategies for scheme in each.schemes}
+        limits = {scheme: 16_384 * scheme.tp * scheme.cp for scheme in sorted(schemes, key=str)}
+        rows = tuple(
+            ProfiledScheme(scheme=each, coefficients=ring_times(each), max_tokens=limit)
+            for each, limit in limits.items()
+        )
+        profile = ProfileCostModel(device="H100", source="rounded", date="2026", schemes=rows)
+        drawn = np.random.default_rng(seed).lognormal(*RING_LENGTHS, tokens // 1000)
+        lengths = np.minimum(drawn.astype(int) + 1, max(limits.values()))
+        batch = lengths[: int(np.searchsorted(np.cumsum(lengths), tokens)) + 1].tolist()
+        yield PoolCase(
+            f"{texts.split()[-1]}, {len(strategies)}", profile, Pool.of(*strategies), batch
+        )

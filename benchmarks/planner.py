@@ -13,8 +13,7 @@ import logging
 import os
 import sys
 import time
-from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
@@ -24,6 +23,8 @@ from rich.progress import Progress
 
 from benchmarks import inputs
 from benchmarks.command import counted_progress, make_parser, write_figures
+from megatron.hydraulis.cost_model.interface import CostModel
+from megatron.hydraulis.planner.costs import SchemeCost
 from megatron.hydraulis.planner.plan import IterationPlan, Planner
 from megatron.hydraulis.planner.planners import CertifiedPlanner
 from megatron.hydraulis.strategy import Pool
@@ -38,16 +39,10 @@ MS_PER_S = 1e3
 class PlannedBatch:
     """One batch, planned several times."""
 
-    seed: int | None
-    """None for instance B."""
     num_sequences: int
-    longest_tokens: int
     strategy: str
     time_ms: float
     bound_ms: float
-    status: str
-    wall_s: list[float] = field(default_factory=list)
-    """By round."""
     cpu_s: list[float] = field(default_factory=list)
     """By round, of the whole process: on a busy machine the steadier figure."""
     alone_ms: dict[str, tuple[float, float]] = field(default_factory=dict)
@@ -57,12 +52,6 @@ class PlannedBatch:
     def gap_percent(self) -> float:
         """(time - bound) / time."""
         return _gap_percent(self.bound_ms, self.time_ms)
-
-    @property
-    def best_other(self) -> float:
-        """Least time of any other strategy's plan, over that of the chosen one."""
-        others = (time_ms for name, (_, time_ms) in self.alone_ms.items() if name != self.strategy)
-        return min(others, default=float("inf")) / self.time_ms
 
 
 class Benchmark:
@@ -77,14 +66,12 @@ class Benchmark:
         self._lengths = inputs.LengthDistribution()
 
     def instance_b(self) -> Any:
-        """Every strategy against the published planner; the first plan of the process."""
+        """Every strategy against the published planner."""
         batch, published = inputs.instance_b(), inputs.published_result()
-        start_s, start_cpu_s = time.perf_counter(), time.process_time()
-        result = _planned(CertifiedPlanner(self._pool, self._model), batch)
-        first_s, first_cpu_s = time.perf_counter() - start_s, time.process_time() - start_cpu_s
-        self._plan_alone(batch, result)
         planner = CertifiedPlanner(self._pool, self._model)
-        self._time_rounds(planner, [batch], [result], "instance B")
+        result = _planned(planner, batch)
+        self._plan_alone(batch, result)
+        result.cpu_s.extend(_cpu_s(planner, batch) for _ in range(self._options.rounds))
         table = figures_table(
             "Instance B, every strategy planned alone, ms",
             ("strategy",),
@@ -104,84 +91,33 @@ class Benchmark:
                 style="bold" if name == result.strategy else None,
             )
         self._console.print(table)
-        self._console.print(
-            f"All strategies together: wall {_range(result.wall_s, 3)} s, CPU "
-            f"{_range(result.cpu_s, 3)} s; the first plan of the process: wall {first_s:.3f} s, "
-            f"CPU {first_cpu_s:.3f} s."
-        )
-        return {**asdict(result), "first_plan_s": first_s, "first_plan_cpu_s": first_cpu_s}
+        self._console.print(f"All strategies together: CPU {min(result.cpu_s):.3f} s.")
+        return asdict(result)
 
     def wikipedia(self) -> Any:
         """Quality and time over many batches."""
-        seeds = self._seeds(self._options.batches)
-        batches = [self._lengths.batch(seed, inputs.BATCH_TOKENS) for seed in seeds]
-        results = []
-        planner = CertifiedPlanner(self._pool, self._model)
-        numbered = list(zip(seeds, batches, strict=True))
-        for seed, batch in self._progress.track(numbered, description="Wikipedia, all strategies"):
-            results.append(_planned(planner, batch, seed))
-            self._plan_alone(batch, results[-1])
-        self._time_rounds(planner, batches, results, "Wikipedia")
-        chosen = sorted(Counter(r.strategy for r in results).items())
-        table = figures_table(
-            f"Wikipedia, {inputs.BATCH_TOKENS} tokens a batch, cut at {inputs.CONTEXT_TOKENS}: "
-            f"{len(self._pool.strategies)} strategies on {self._pool.num_ranks} ranks",
-            ("",),
-            ("best", "quartile", "median", "quartile", "worst"),
-            caption=f"{len(results)} batches of {_range([r.num_sequences for r in results])} "
-            f"sequences, {self._options.rounds} rounds. Chosen: "
-            f"{', '.join(f'{name} {num}x' for name, num in chosen)}.",
-        )
-        best_others = _quartiles((r.best_other for r in results), 4)
-        table.add_row(
-            "predicted time / bound", *_quartiles((r.time_ms / r.bound_ms for r in results), 4)
-        )
-        table.add_row("best other strategy's plan / choice", *reversed(best_others))
-        table.add_row(
-            "wall time, quietest round, s", *_quartiles((min(r.wall_s) for r in results), 3)
-        )
-        for name, times_s in (
-            ("wall time", [s for r in results for s in r.wall_s]),
-            ("CPU time", [s for r in results for s in r.cpu_s]),
-        ):
-            table.add_row(f"{name}, all rounds, s", *_quartiles(times_s, 3))
-        self._console.print(table)
-        return [asdict(result) for result in results]
+        cases = [
+            inputs.PoolCase(
+                str(seed), self._model, self._pool, self._lengths.batch(seed, inputs.BATCH_TOKENS)
+            )
+            for seed in self._seeds(self._options.batches)
+        ]
+        return self._pool_cases(cases, f"Wikipedia, {inputs.BATCH_TOKENS} tokens, S0 to S6")
 
     def large(self) -> Any:
         """One strategy on 1,024 ranks."""
-        planner = CertifiedPlanner(inputs.large_pool(), self._model)
+        pool = inputs.large_pool()
         cases = [
-            (cut, seed) for cut in inputs.LARGE_CUTS_TOKENS for seed in self._seeds(NUM_LARGE_SEEDS)
-        ]
-        batches = [self._lengths.batch(seed, inputs.LARGE_BATCH_TOKENS, cut) for cut, seed in cases]
-        results = [
-            _planned(planner, batch, seed) for batch, (_, seed) in zip(batches, cases, strict=True)
-        ]
-        self._time_rounds(planner, batches, results, "1,024 ranks")
-        table = figures_table(
-            f"1,024 ranks, {inputs.LARGE_BATCH_TOKENS} tokens: {inputs.LARGE_STRATEGY}",
-            (),
-            ("cut at", "seed", "sequences", "time ms", "bound ms", "gap %", "wall s", "CPU s"),
-            caption=f"Wall and CPU time: least and most of {self._options.rounds} rounds.",
-        )
-        table.add_column("status")
-        figures = []
-        for (cut, seed), r in zip(cases, results, strict=True):
-            table.add_row(
-                str(cut),
-                str(seed),
-                str(r.num_sequences),
-                f"{r.time_ms:.1f}",
-                f"{r.bound_ms:.1f}",
-                f"{r.gap_percent:.2f}",
-                _range(r.wall_s, 2),
-                _range(r.cpu_s, 2),
-                r.status,
+            inputs.PoolCase(
+                f"cut at {cut}, {seed}",
+                self._model,
+                pool,
+                self._lengths.batch(seed, inputs.LARGE_BATCH_TOKENS, cut),
             )
-            figures.append({"cut_tokens": cut, **asdict(r)})
-        self._console.print(table)
-        return figures
+            for cut in inputs.LARGE_CUTS_TOKENS
+            for seed in self._seeds(NUM_LARGE_SEEDS)
+        ]
+        return self._pool_cases(cases, f"1,024 ranks: {inputs.LARGE_STRATEGY}")
 
     def pools(self) -> Any:
         """Random pools of many strategies; one plan of each batch."""
@@ -202,6 +138,38 @@ class Benchmark:
         cases = list(inputs.wave_cases(self._options.seed))
         return self._pool_cases(cases, "Waves in FlexSP's setting", goal_percent=5.0)
 
+    def forms(self) -> Any:
+        """Costs of several forms, against the plan by the first form alone."""
+        columns = ("sequences", "time ms", "gap %", "by one form", "CPU s", "of one form")
+        table = figures_table("Rings of four forms and a host", ("case",), columns)
+        cases, figures = list(inputs.ring_cases(self._options.seed)), []
+        num_rounds = self._options.rounds
+        for case in self._progress.track(cases, description="forms"):
+            rows = [replace(r, coefficients=r.coefficients.forms[0]) for r in case.profile.schemes]
+            models = (case.profile, replace(case.profile, schemes=tuple(rows)))
+            planners = [CertifiedPlanner(case.pool, model) for model in models]
+            rounds = [[_cpu_s(each, case.batch) for each in planners] for _ in range(num_rounds)]
+            cpu_s = np.min(rounds, axis=0)
+            result = _planned(planners[0], case.batch)
+            one_form_ms = _makespan_ms(planners[1].plan(case.batch), case.profile)
+            figures.append((result.time_ms, result.gap_percent, one_form_ms, *cpu_s))
+            table.add_row(
+                case.name,
+                str(result.num_sequences),
+                f"{result.time_ms:.1f}",
+                f"{result.gap_percent:.2f}",
+                f"{one_form_ms / result.time_ms:.3f} ×",
+                *(f"{each_s:.3f}" for each_s in cpu_s),
+            )
+        sums, gaps = np.sum(figures, axis=0), [gap for _, gap, *_ in figures]
+        table.caption = (
+            f"Plans by one form take {sums[2] / sums[0]:.3f} × as long; gaps: median "
+            f"{np.median(gaps):.2f} %, largest {max(gaps):.2f} %; CPU time "
+            f"{sums[3] / sums[4]:.2f} ×."
+        )
+        self._console.print(table)
+        return figures
+
     def _pool_cases(
         self, cases: Sequence[inputs.PoolCase], title: str, *, goal_percent: float = 2.0
     ) -> Any:
@@ -211,9 +179,9 @@ class Benchmark:
         table.add_column("choice")
         results = []
         for case in self._progress.track(cases, description=title):
-            start_cpu_s = time.process_time()
-            result = _planned(CertifiedPlanner(case.pool, case.profile), case.batch)
-            result.cpu_s.append(time.process_time() - start_cpu_s)
+            planner = CertifiedPlanner(case.pool, case.profile)
+            result = _planned(planner, case.batch)
+            result.cpu_s.append(_cpu_s(planner, case.batch))
             results.append(result)
             table.add_row(
                 case.name,
@@ -227,7 +195,7 @@ class Benchmark:
         gaps = [result.gap_percent for result in results]
         table.caption = (
             f"{sum(gap <= goal_percent for gap in gaps)} of {len(gaps)} gaps are at most "
-            f"{goal_percent:g} %, the largest is {max(gaps):.2f} %; "
+            f"{goal_percent:g} %, median {np.median(gaps):.2f} %, largest {max(gaps):.2f} %; "
             f"CPU time at most {max(r.cpu_s[0] for r in results):.2f} s."
         )
         self._console.print(table)
@@ -247,22 +215,6 @@ class Benchmark:
                 plan = CertifiedPlanner(Pool.of(strategy), self._model).plan(batch)
                 result.alone_ms[strategy.name] = _bound_and_time_ms(plan)
 
-    def _time_rounds(
-        self,
-        planner: Planner,
-        batches: Sequence[Sequence[int]],
-        results: Sequence[PlannedBatch],
-        name: str,
-    ) -> None:
-        """Plan all batches once a round, so that other work on the machine affects all of them."""
-        rounds = range(self._options.rounds)
-        for _ in self._progress.track(rounds, description=f"{name}, rounds"):
-            for batch, result in zip(batches, results, strict=True):
-                start_s, start_cpu_s = time.perf_counter(), time.process_time()
-                planner.plan(batch)
-                result.wall_s.append(time.perf_counter() - start_s)
-                result.cpu_s.append(time.process_time() - start_cpu_s)
-
 
 SECTIONS = {
     "instance-b": Benchmark.instance_b,
@@ -271,23 +223,26 @@ SECTIONS = {
     "pools": Benchmark.pools,
     "many": Benchmark.many,
     "waves": Benchmark.waves,
+    "forms": Benchmark.forms,
 }
 
 
-def _planned(planner: Planner, batch: Sequence[int], seed: int | None = None) -> PlannedBatch:
+def _planned(planner: Planner, batch: Sequence[int]) -> PlannedBatch:
     """Plan a batch once: what is the same in every round."""
     plan = planner.plan(batch)
     bound_ms, time_ms = _bound_and_time_ms(plan)
-    assert plan.dispatch is not None  # these planners report on every plan
     return PlannedBatch(
-        seed=seed,
         num_sequences=len(batch),
-        longest_tokens=max(batch),
         strategy=plan.strategy,
         time_ms=time_ms,
         bound_ms=bound_ms,
-        status=plan.dispatch.status,
     )
+
+
+def _cpu_s(planner: Planner, batch: Sequence[int]) -> float:
+    start_s = time.process_time()
+    planner.plan(batch)
+    return time.process_time() - start_s
 
 
 def _bound_and_time_ms(plan: IterationPlan) -> tuple[float, float]:
@@ -295,18 +250,17 @@ def _bound_and_time_ms(plan: IterationPlan) -> tuple[float, float]:
     return MS_PER_S * plan.dispatch.bound_s, MS_PER_S * plan.predicted_time_s
 
 
+def _makespan_ms(plan: IterationPlan, cost_model: CostModel) -> float:
+    """Time of the slowest replica of a plan by another cost model than that which made it."""
+    costs = [(r, cost_model.coefficients(r.scheme), r.scheme.pp) for r in plan.replicas]
+    return max(
+        SchemeCost(times, 0, pp).replica_time_ms(replica.times_ms(cost_model.coefficients))
+        for replica, times, pp in costs
+    )
+
+
 def _gap_percent(bound_ms: float, time_ms: float) -> float:
     return 100.0 * (1.0 - bound_ms / time_ms)
-
-
-def _quartiles(values: Iterable[float], digits: int) -> list[str]:
-    """The quartiles, from the least to the largest value."""
-    found = np.quantile(list(values), (0.0, 0.25, 0.5, 0.75, 1.0))
-    return [f"{value:.{digits}f}" for value in found]
-
-
-def _range(values: Sequence[float], digits: int = 0) -> str:
-    return f"{min(values):.{digits}f} to {max(values):.{digits}f}"
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

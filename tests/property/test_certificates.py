@@ -4,7 +4,7 @@ import itertools
 from dataclasses import dataclass, replace
 
 import pytest
-from hypothesis import assume, given, settings
+from hypothesis import assume, example, given, settings
 from hypothesis import strategies as st
 
 from megatron.hydraulis.cost_model import Coefficients
@@ -157,6 +157,10 @@ def test_no_bound_is_above_the_best_plan(instance: Instance) -> None:
         assert not relaxation.is_impossible(optimum_ms * (1 + ROUNDING))
 
 
+HOST_ONLY = ReplicaFigures(0.0, 0.0, 0.0, 40, num_stages=2, host_ms=3.0)
+
+
+@example(Instance([1, 1, 39], [HOST_ONLY]))
 @given(instances(max_sequences=7))
 def test_search_ends_between_its_bound_and_twice_the_best_plan(instance: Instance) -> None:
     search = instance.searched()

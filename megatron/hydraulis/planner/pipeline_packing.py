@@ -182,8 +182,9 @@ class ReplicaPacker:
         self.work_arrays_ms = [view.works_array_ms for view in self.views]
         forms = cost.coefficients.forms
         self._forms = self.views[: len(forms)]
-        lengths_ms = self.lengths_array[:-1].astype(np.float64)
-        self._works_of_forms_ms = [form.sequence_time_ms(lengths_ms) for form in forms]
+        some = self.lengths_array[:-1].astype(np.float64)
+        self._works_of_forms_ms = [form.sequence_time_ms(some) for form in forms]
+        self._lists_of_forms_ms = [of_form.tolist() for of_form in self._works_of_forms_ms]
         self._solver = solver
         self._best_packings: dict[tuple[int, ...], Packing] = {}
         self._tokens_array = np.array(self.tokens, dtype=np.int64)
@@ -246,8 +247,9 @@ class ReplicaPacker:
     def _mixed(self, sequences: Sequence[int]) -> Packing:
         """The better of the densest packing for one stage and one as dense that mixes forms."""
         densest = best_fit(sequences, self.tokens, self.cost.max_tokens)
-        works_ms = [of_form.tolist() for of_form in self._works_of_forms_ms]
-        mixed = mix(sequences, works_ms, self.tokens, self.cost.max_tokens, len(densest))
+        mixed = mix(
+            sequences, self._lists_of_forms_ms, self.tokens, self.cost.max_tokens, len(densest)
+        )
         found = [self.packed(each) for each in (mixed, densest) if each is not None]
         return min(found, key=lambda packed: packed.time_ms)
 
@@ -317,6 +319,8 @@ class ReplicaPacker:
         ]
         least_ms = [c_ms + sum(view.works_ms[s] for s in share) for share in first]
         total_ms = view.work_ms(sequences) + len(first) * c_ms
+        if total_ms == 0.0:
+            return None  # Only the host takes time.
         works_ms = best_works_ms(
             view.cost.pipeline, least_ms, total_ms, view.largest_ms, self._solver
         )
