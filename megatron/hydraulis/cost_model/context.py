@@ -121,8 +121,8 @@ def te_all_to_all_refusal(num_heads: int, num_groups: int, context_size: int) ->
 def ring_is_faster(num_heads: int, num_groups: int, context_size: int, num_ranks: int) -> bool:
     """Returns whether what a ring exposes takes less time than an all-to-all, on any known device.
 
-    Of one sequence of 4,096 tokens a rank, forward and backward. Bytes and FLOPs per local token
-    are both proportional to the head size. A ring hides behind all but the last of c steps.
+    Both are of one sequence of 4,096 tokens a rank, forward and backward. Bytes and FLOPs per local
+    token are proportional to the head size. A ring hides behind all but the last of c steps.
 
     Args:
         num_heads: query heads on this rank.

@@ -4,8 +4,8 @@ These give the overhead of strategies that were not measured (regrouping.py), me
 of widths of context parallelism that were not measured. A profile has rows for some widths of a
 scheme ⟨tp, pp, layers⟩. The costs of any other width cp follow from the nearest measured one, m,
 with coefficients a_m, b_m, c_m and limit M_m. It is **assumed** that ranks share work and memory
-evenly, as zigzag chunks allow (arXiv 2412.01523 assumes the same), and that keys and values go
-round a ring without overlapping with compute:
+evenly, as zigzag chunks allow (arXiv 2412.01523 assumes the same), and that they exchange as the
+runtime would (context.py), before attention:
 
     a = a_m · m/cp
     b = (b_m - x(m)) · m/cp + x(cp)
@@ -14,8 +14,8 @@ round a ring without overlapping with compute:
 
 Every measured form changes in this way. Where a ring overlaps with attention, the forms are the
 analytic model's, a, b and c times what was measured over what it says of the row. x is the analytic
-exchange per token of a ring in the longest stage, P the limit of the memory model: parameters are
-not split by cp. Without model and device x is 0, and limits grow as cp.
+exchange per token in the longest stage, P the limit of the memory model: parameters are not split
+by cp. Without model and device x is 0, and limits grow as cp.
 """
 
 from __future__ import annotations
@@ -353,10 +353,12 @@ class JobCosts:
         return min(rows, key=order)
 
     def _exchange_ms_per_token(self, scheme: Scheme) -> float:
-        """Time of the exchange by a ring in the longest stage."""
+        """Time of the exchange in the longest stage; widths that a2a refuses are estimated too."""
         if self.model is None:
             return 0.0
-        stages = replace(self.model, cp_comm_type="p2p").terms_by_stage(scheme)
+        way = self.model.cp_comm_type
+        model = replace(self.model, cp_comm_type="auto" if way == "a2a" else way)
+        stages = model.terms_by_stage(scheme)
         return _MS_PER_S * max(terms["context_parallel"].per_token_s for terms in stages)
 
 

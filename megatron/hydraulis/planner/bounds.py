@@ -533,8 +533,8 @@ def dispatch_bound_ms(lengths: Sequence[int], costs: Sequence[SchemeCost]) -> fl
     λ_r ≥ 0 with Σ λ_r = 1 the makespan is at least ``Σ_r λ_r·Σ_{i in r} e_r(s_i)``, and so at
     least ``Σ_i min_r λ_r·e_r(s_i)`` over the replicas that can hold s_i (weak duality). The
     weights here balance the work of replicas that could hold everything. Also, a sequence has to
-    pass all stages of some replica: ``min_r pp_r·(a·s² + b·s + c)``. Of a cost of several views
-    counts the one with the most work for all lengths.
+    pass all stages of some replica: ``min_r pp_r·(a·s² + b·s + c)``. A cost of several
+    views counts in the one with the most work for all lengths.
     """
     distinct, counts = np.unique(np.array(lengths, dtype=np.int64), return_counts=True)
     num_replicas = Counter(costs)

@@ -274,9 +274,8 @@ def deal(
     """Each sequence to the micro-batch with the least load that has room; None if none has.
 
     sequences: by falling length; works_ms, tokens: of each sequence of the batch, or works of these
-    only; first, loads_ms,
-    rooms: what the micro-batches hold already, their loads and the tokens that still fit. first and
-    rooms are changed. Returns the micro-batches that are not empty.
+    only; first, loads_ms, rooms: what the micro-batches hold already, their loads and the tokens
+    that still fit. first and rooms are changed. Returns the micro-batches that are not empty.
     """
     # (load in ms, index of the micro-batch), a heap.
     loads = sorted((load_ms, index) for index, load_ms in enumerate(loads_ms))

@@ -24,7 +24,7 @@ micro-batch, in the best order that rises to the longest and falls from it. The 
 bounds.py is quicker than 1F1B: a step with too large a bound is rejected at once, and
 only the orders with the least bounds are timed.
 
-Of a cost with several forms the program takes the view with the most work for these sequences, as a
+If a cost has several forms, the program takes the view with the most work for these sequences, as a
 bound of any view is a bound. The search takes the largest form of each micro-batch.
 """
 

@@ -42,7 +42,7 @@ class CeilingCosts:
         """The least rank time per token, and per squared token, of any of the schemes."""
         a_ms, b_ms, window = [], [], None
         for scheme in schemes:
-            # The first form only: nothing is exposed.
+            # The time is at least that of the first form.
             stages = costs.coefficients(scheme)
             share = scheme.tp * scheme.cp / num_ranks
             a_ms.append(share * sum(stage.a_ms_per_token2 for stage in stages))

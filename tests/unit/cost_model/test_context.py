@@ -119,12 +119,15 @@ def test_overhead_is_that_of_the_profile() -> None:
     assert costs.overhead_ms(Strategy.parse("tp1", 1, name="long")) == 7.0
 
 
+@pytest.mark.parametrize("way", ["auto", "p2p"])
 @pytest.mark.parametrize("narrow", [Scheme(), Scheme(tp=2, pp=2), Scheme(pp=4)])
-def test_assumed_widths_agree_with_the_analytic_model(narrow: Scheme) -> None:
+def test_assumed_widths_agree_with_the_analytic_model(narrow: Scheme, way: str) -> None:
     """Of the same shape and links; it also waits for latencies, in c."""
     device = device_constants("a100-80")
     cluster = device.cluster(64, 8)
-    analytic = AnalyticCostModel(shape=LARGE_SHAPE, device=device, cluster=cluster)
+    analytic = AnalyticCostModel(
+        shape=LARGE_SHAPE, device=device, cluster=cluster, cp_comm_type=way
+    )
     measured = (analytic.coefficients(narrow), analytic.max_tokens(narrow))
     costs = JobCosts(profile=profile({narrow: measured}), model=analytic)
     for cp in (2, 4, 8):
