@@ -44,13 +44,19 @@ import math
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, fields, replace
 from functools import partial
-from typing import Annotated
+from typing import Annotated, NamedTuple
 
 from megatron.hydraulis.assumed import Assumed, Corner, at_corner
 from megatron.hydraulis.cluster import Cluster
 from megatron.hydraulis.cost_model.context import Exchange, exchange_of
 from megatron.hydraulis.cost_model.host import LOCAL_LAYERS, TE_LAYERS, HostTime
 from megatron.hydraulis.cost_model.interface import Coefficients, usual_times_ms
+from megatron.hydraulis.cost_model.kernels import (
+    Rates,
+    attention_plane,
+    collective_line,
+    product_line,
+)
 from megatron.hydraulis.cost_model.memory import MemoryModel
 from megatron.hydraulis.cost_model.pipeline import split_layers
 from megatron.hydraulis.cost_model.regrouping import FP32_BYTES, RegroupCosts
@@ -62,7 +68,7 @@ _SHARED = tuple(each.name for each in fields(TrainedModel))
 # A multiplication and an addition per entry of a matrix and token.
 _FLOPS_PER_ENTRY = 2
 _BACKWARD_FORWARDS = 2.0
-_BACKWARD_FORWARDS_OF_ATTENTION = 2.5
+_BACKWARD_ATTENTIONS = 2.5
 # Around attention and around the MLP; the backward has as many.
 _NUM_TP_COLLECTIVES_FORWARD = 4
 # Of queries' latents, those of keys and values, and rotated channels, one after the other.
@@ -84,33 +90,39 @@ class KernelConstants:
     measured profile together; docs/cost-model.md has the errors.
     """
 
-    hidden_passes: float = 6.58
+    product_share: float = 0.907
+    """Rate of matrix products in training over that of the same products measured alone, where the
+    device has measured `kernels`: clocks fall under load (assumed cause)."""
+    hidden_passes: float = 5.91
     """Hidden states that a layer's forward moves through memory outside its matrix products:
     norms, residuals. Without sequence parallelism every tp rank moves all of them. Target of the
     fit: that saved 0.6 of 19.6 ms per layer (arXiv 2205.05198, table 4)."""
-    query_passes: float = 5.79
+    query_passes: float = 6.17
     """Rows of queries, keys and values that it moves, divided by tp: rotation, layout."""
-    ffn_passes: float = 4.93
+    ffn_passes: float = 5.11
     """Rows of the MLP's width that it moves, divided by tp, if the MLP is gated."""
-    logit_passes: float = 26.1
+    logit_passes: float = 21.4
     """Rows of logits that loss and its gradient move, in bf16 rows."""
     logit_products: float = 4.0
     """Products with the output matrix: logits, once more for the backward of a row of several
     chunks (runtime/token_loss.py), and two gradients; not fitted."""
-    weight_passes: float = 1.60
+    weight_passes: float = 1.78
     """How often the backward of a micro-batch moves the weights to accumulate gradients."""
     half_rate_tokens: float = 512.0
-    """Length at which attention reaches half of its rate for long sequences; after the throughputs
-    in FlashAttention-2 (arXiv 2307.08691, figure 4), not fitted."""
+    """Length at which attention that was not measured reaches half of its rate for long sequences;
+    after the throughputs in FlashAttention-2 (arXiv 2307.08691, figure 4), not fitted."""
+    network_latencies: float = 13.6
+    """Constant time of a collective of tensor parallelism over several nodes, in latencies of the
+    network; fitted to tp16, whose ring has 15 steps."""
     collective_latencies: float = 2.16
-    """Constant time of a collective of tensor parallelism, in latencies of its link."""
+    """The same inside a node, where none was measured (assumption)."""
     ring_overlap: Annotated[
         float, Assumed(1.0, 0.5, "its kernels take multiprocessors and memory from attention")
     ] = 1.0
     """Share of what can overlap in a ring of keys and values that does (assumption)."""
-    tp_link_share: float = 0.849
-    """Share of what links in a node reach that collectives of tensor parallelism reach. Target of
-    the fit: 41.5 % MFU for a 22B model on 8 A100 (arXiv 2205.05198, table 5)."""
+    tp_link_share: float = 1.0
+    """Rate of collectives of tensor parallelism in a node over that of the same ones measured
+    alone; not fitted."""
 
 
 KERNELS = KernelConstants()
@@ -143,6 +155,22 @@ class CostTerm:
         )
 
 
+def _of_context_rank(scheme: Scheme, per_token_s: float, constant_s: float) -> CostTerm:
+    """Of a micro-batch, from seconds per token of a cp rank."""
+    return CostTerm(0.0, per_token_s / scheme.cp, constant_s)
+
+
+class _Matrices(NamedTuple):
+    """Equal matrices of a layer on a rank, and the rows that a product with one of them takes."""
+
+    number: float
+    """Mean over the layers."""
+    rows_per_token: float
+    """For every token of the cp rank."""
+    outputs: float
+    inputs: float
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class AnalyticCostModel(TrainedModel):
     """CostModel from the model's shape, device constants and cluster.
@@ -163,6 +191,18 @@ class AnalyticCostModel(TrainedModel):
     def peak_flops_per_s(self) -> float:
         """Peak of the device in the training precision."""
         return self.device.peak(self.precision)
+
+    @property
+    def _rates(self) -> Rates:
+        """Of this job: its links may differ from the device's usual ones."""
+        link_bytes_per_s = self.cluster.intra_node.bytes_per_s
+        return replace(self.device.rates(self.precision), link_bytes_per_s=link_bytes_per_s)
+
+    @property
+    def _backward_attentions(self) -> float:
+        """Time of attention's backward in forwards."""
+        kernels = self.device.kernels
+        return _BACKWARD_ATTENTIONS if kernels is None else kernels.attention.backward_forwards
 
     def at_corner(self, corner: Corner) -> "AnalyticCostModel":
         """The model with assumed constants in a corner."""
@@ -253,7 +293,7 @@ class AnalyticCostModel(TrainedModel):
             num_again = again.num_layers_again(num_layers) + num_layers * again.drops_core_attention
             return overlap * ((num_layers + num_again) * in_forward + num_layers * in_backward)
 
-        overlapping_back = _BACKWARD_FORWARDS_OF_ATTENTION * overlapping
+        overlapping_back = self._backward_attentions * overlapping
         forms = (forward, backward), (overlapping, backward), (overlapping, overlapping_back)
         return [[hidden(num, *of_passes) for num in layers] for of_passes in forms]
 
@@ -310,7 +350,7 @@ class AnalyticCostModel(TrainedModel):
         weights_s = self.kernels.weight_passes * self._matrix_bytes(scheme)
         backward = {
             "matmul": _BACKWARD_FORWARDS * forward["matmul"],
-            "attention": _BACKWARD_FORWARDS_OF_ATTENTION * forward["attention"],
+            "attention": self._backward_attentions * forward["attention"],
             "elementwise": _BACKWARD_FORWARDS * forward["elementwise"]
             + CostTerm(constant_s=weights_s / self.device.memory_bytes_per_s),
             "launch": _BACKWARD_FORWARDS * forward["launch"],
@@ -342,8 +382,8 @@ class AnalyticCostModel(TrainedModel):
             + kernels.query_passes * shape.qkv_size / scheme.tp
         ) / scheme.cp
         return {
-            "matmul": self._matmul(
-                shape.num_matrix_parameters_per_layer + self._excess_entries(scheme), scheme
+            "matmul": self._products(
+                scheme, *self._attention_matrices(scheme), *self._mlp_matrices(scheme)
             ),
             "attention": self.attention(scheme),
             "elementwise": self._moved(row) + self._activation(scheme),
@@ -395,15 +435,40 @@ class AnalyticCostModel(TrainedModel):
         num_entries = self.num_layer_parameters(scheme, num_layers) / num_layers - norms
         return num_entries * self.parameter_bytes
 
-    def _excess_entries(self, scheme: Scheme) -> float:
-        """What the busiest rank of a stage, for which the others wait, has more than the mean:
-        entries of experts for every token of the row and layer."""
-        shape = self.shape
-        if scheme.ep == 1:
-            return 0.0
-        routed = shape.num_routed_entries * self._share_with_experts
-        passed = routed * shape.experts_per_token / shape.num_experts
-        return (self.rank_load(scheme) - 1.0) * passed
+    def _attention_matrices(self, scheme: Scheme) -> Iterator[_Matrices]:
+        """Those of a layer's attention on a rank."""
+        shape, tp = self.shape, scheme.tp
+        yield _Matrices(1.0, 1.0, shape.hidden_size, shape.output_size / tp)
+        if shape.kv_lora_rank:
+            latent_size = shape.q_lora_rank + shape.kv_lora_rank + shape.qk_pos_emb_head_dim
+            # Every tp rank has these whole, for its part of the tokens.
+            yield _Matrices(1.0, 1.0 / tp, latent_size, shape.hidden_size)
+            keys_and_values = shape.num_attention_heads * (shape.qk_head_dim + shape.v_head_dim)
+            yield _Matrices(1.0, 1.0, keys_and_values / tp, shape.kv_lora_rank)
+            query_inputs = shape.q_lora_rank or shape.hidden_size
+            yield _Matrices(1.0, 1.0, shape.query_size / tp, query_inputs)
+        else:
+            gate_size = shape.query_size if shape.output_gate else 0
+            yield _Matrices(1.0, 1.0, (shape.qkv_size + gate_size) / tp, shape.hidden_size)
+
+    def _mlp_matrices(self, scheme: Scheme) -> Iterator[_Matrices]:
+        """Those of a layer's MLP, or router and experts, on the busiest rank of a stage, for which
+        the others wait; mean over the layers."""
+        shape, tp, share = self.shape, scheme.tp, self._share_with_experts
+        yield from self._mlp(1.0 - share, 1.0, shape.ffn_hidden_size / tp)
+        if share:
+            yield _Matrices(share, 1.0 / tp, shape.num_experts, shape.hidden_size)
+            yield from self._mlp(share, 1.0, shape.shared_expert_ffn_hidden_size / tp)
+            # Rows of grouped products fill tiles as those of one product do.
+            number = 1.0 if self.groups_experts else shape.num_experts / scheme.ep
+            width = shape.expert_ffn_hidden_size / (tp if scheme.ep == 1 else 1)
+            yield from self._mlp(share * number, self.num_copies(scheme) / number, width)
+
+    def _mlp(self, number: float, rows_per_token: float, width: float) -> Iterator[_Matrices]:
+        if number and width:
+            num_inputs = 2 if self.shape.gated_mlp else 1
+            yield _Matrices(number, rows_per_token, num_inputs * width, self.shape.hidden_size)
+            yield _Matrices(number, rows_per_token, self.shape.hidden_size, width)
 
     @property
     def _share_with_experts(self) -> float:
@@ -432,20 +497,21 @@ class AnalyticCostModel(TrainedModel):
         token passes on another rank. Messages to all ranks of a group travel together."""
         if scheme.ep == 1:
             return CostTerm()
-        cluster, share_of_layers = self.cluster, self._share_with_experts
-        copies = self.shape.experts_per_token * (scheme.ep - 1) / scheme.ep
-        num_bytes = copies * share_of_layers * self.shape.hidden_size * self.parameter_bytes
-        num_bytes = _NUM_EXCHANGES_FORWARD * num_bytes / (scheme.tp * scheme.cp)
-        num_inside = min(scheme.ep, cluster.linked_ranks) - 1
-        share_inside = num_inside / (scheme.ep - 1)
-        s_per_byte = share_inside / cluster.intra_node.bytes_per_s
-        s_per_byte += (1.0 - share_inside) / cluster.inter_node.bytes_per_s
-        per_token_s = num_bytes * s_per_byte / self.device.link_fraction
-        latency_s = cluster.point_to_point(scheme.ep).latency_s
-        return CostTerm(
-            per_token_s=self.rank_load(scheme) * per_token_s,
-            constant_s=_NUM_EXCHANGES_FORWARD * share_of_layers * latency_s,
-        )
+        cluster, kernels = self.cluster, self.device.kernels
+        num_bytes: float = self.shape.hidden_size * self.parameter_bytes
+        num_bytes *= self.shape.experts_per_token / scheme.tp
+        if kernels is not None and not cluster.uses_network(scheme.ep):
+            per_token_s, constant_s = collective_line(
+                kernels, self._rates, "alltoall", scheme.ep, num_bytes
+            )
+        else:
+            num_inside = min(scheme.ep, cluster.linked_ranks) - 1
+            s_per_byte = num_inside / cluster.intra_node.bytes_per_s
+            s_per_byte += (scheme.ep - 1 - num_inside) / cluster.inter_node.bytes_per_s
+            per_token_s = num_bytes / scheme.ep * s_per_byte / self.device.link_fraction
+            constant_s = cluster.point_to_point(scheme.ep).latency_s
+        exchange = _of_context_rank(scheme, self.rank_load(scheme) * per_token_s, constant_s)
+        return _NUM_EXCHANGES_FORWARD * self._share_with_experts * exchange
 
     def _num_tp_collectives(self, scheme: Scheme) -> float:
         """Collectives in the forward of a layer, mean over the layers: whole experts take the
@@ -469,11 +535,19 @@ class AnalyticCostModel(TrainedModel):
         share = num_gathered / shape.hidden_size / _NUM_LATENT_GATHERS
         return others + replace(messages, per_token_s=share * messages.per_token_s)
 
-    def _matmul(self, num_entries: float, scheme: Scheme) -> CostTerm:
-        """One product with matrices of num_entries entries."""
-        rate = self.peak_flops_per_s * self.device.matmul_fraction
-        num_ranks = scheme.tp * scheme.cp
-        return CostTerm(per_token_s=_FLOPS_PER_ENTRY * num_entries / num_ranks / rate)
+    def _products(self, scheme: Scheme, *matrices: _Matrices) -> CostTerm:
+        """One product with each of the matrices."""
+        total = CostTerm()
+        for each in matrices:
+            sizes = each.rows_per_token, each.outputs, each.inputs
+            if self.device.kernels is not None:
+                line = product_line(self.device.kernels, self._rates, *sizes)
+                share = self.kernels.product_share
+            else:
+                flops = _FLOPS_PER_ENTRY * math.prod(sizes)
+                line, share = (flops / self.peak_flops_per_s, 0.0), self.device.matmul_fraction
+            total += each.number / share * _of_context_rank(scheme, *line)
+        return total
 
     def _moved(self, num_elements: float) -> CostTerm:
         """Elements of activations that a token moves through memory."""
@@ -488,20 +562,32 @@ class AnalyticCostModel(TrainedModel):
 
     def _mlp_forward(self, scheme: Scheme) -> CostTerm:
         return (
-            self._matmul(self.shape.num_mlp_parameters_per_layer, scheme)
+            self._products(scheme, *self._mlp_matrices(scheme))
             + self._activation(scheme)
             + self._tp_collectives(scheme, _NUM_TP_COLLECTIVES_FORWARD // 2)
         )
 
     def attention(self, scheme: Scheme) -> CostTerm:
         """Forward of a layer: scores and their product with the values."""
-        causal_flops = _FLOPS_PER_ENTRY * self.shape.score_size / (scheme.tp * scheme.cp)
+        shape, kernels = self.shape, self.device.kernels
+        if kernels is not None:
+            heads, groups = (
+                n / scheme.tp for n in (shape.num_attention_heads, shape.num_query_groups)
+            )
+            head_size = shape.score_size / shape.num_attention_heads
+            per_token2_s, per_token_s, constant_s = attention_plane(
+                kernels, self._rates, heads, groups, head_size
+            )
+            return CostTerm(per_token2_s / scheme.cp, per_token_s / scheme.cp, constant_s)
+        causal_flops = _FLOPS_PER_ENTRY * shape.score_size / (scheme.tp * scheme.cp)
         per_token2_s = causal_flops / (self.peak_flops_per_s * self.device.attention_fraction)
         return CostTerm(per_token2_s, per_token2_s * self.kernels.half_rate_tokens)
 
     def _logits(self, scheme: Scheme) -> CostTerm:
         """Output layer and loss, forward and backward."""
-        product = self._matmul(self.shape.num_embedding_parameters, scheme)
+        shape = self.shape
+        output = _Matrices(1.0, 1.0, shape.vocab_size / scheme.tp, shape.hidden_size)
+        product = self._products(scheme, output)
         num_moved = self.kernels.logit_passes * self.shape.vocab_size / (scheme.tp * scheme.cp)
         return self.kernels.logit_products * product + self._moved(num_moved)
 
@@ -510,13 +596,18 @@ class AnalyticCostModel(TrainedModel):
         tp, device = scheme.tp, self.device
         if tp == 1:
             return CostTerm()
-        link = self.cluster.collective(tp)
+        if device.kernels is not None and not self.cluster.uses_network(tp):
+            num_bytes: float = self.shape.hidden_size * self.parameter_bytes
+            line = collective_line(device.kernels, self._rates, "all_gather", tp, num_bytes)
+            return number / self.kernels.tp_link_share * _of_context_rank(scheme, *line)
+        link, latencies = self.cluster.collective(tp), self.kernels.collective_latencies
         share = device.link_fraction * self.kernels.tp_link_share
         if self.cluster.uses_network(tp):
-            share = device.network_fraction
+            share, latencies = device.network_fraction, self.kernels.network_latencies
         num_bytes = (tp - 1) / tp * self.shape.hidden_size * self.parameter_bytes / scheme.cp
-        latency_s = self.kernels.collective_latencies * link.latency_s
-        return number * CostTerm(0.0, num_bytes / (link.bytes_per_s * share), latency_s)
+        return number * CostTerm(
+            0.0, num_bytes / (link.bytes_per_s * share), latencies * link.latency_s
+        )
 
     def _exchange(self, scheme: Scheme) -> Exchange:
         return exchange_of(

@@ -61,11 +61,11 @@ class DeviceConstants:
     fp32_flops_per_s: float | None = None
     """The same in fp32; None: as many. Without tensor cores, as torch multiplies fp32
     unless TF32 is allowed (``torch.backends.cuda.matmul.allow_tf32``), which training does not."""
-    matmul_fraction: float
-    """Share of the peak that matrix products reach."""
-    attention_fraction: float
+    matmul_fraction: float = 1.0
+    """Share of the peak that matrix products reach, without `kernels`."""
+    attention_fraction: float = 1.0
     """Share of the peak that causal attention of long sequences reaches, counted as in
-    analytic.py."""
+    analytic.py, without `kernels`."""
     kernel_s: float
     """Time of the shortest kernel."""
     core_factor: Annotated[float | None, Assumed(1.7, 0.6, "see SERVER_CORE_FACTOR")] = (
@@ -76,7 +76,7 @@ class DeviceConstants:
         float,
         Assumed(0.75, 1.15, "of InfiniBand all-to-alls reach 0.6, all-gathers 0.92", most=1.0),
     ]
-    """Share of a link's bandwidth that collectives reach."""
+    """Share of a link's bandwidth that messages reach which are not in `kernels`."""
     network_fraction: Annotated[
         float,
         Assumed(1.6, 0.6, "0.8 is what nccl-tests reach alone, 0.3 a shared fabric", most=1.0),
@@ -205,15 +205,12 @@ _GLOO_NETWORK = Link(
     source="assumption: 10 Gbit/s Ethernet (2026)",
 )
 
-# Fractions of the Ampere devices are fitted, see `KernelConstants`.
-_AMPERE_MATMUL_FRACTION = 0.812
-_AMPERE_ATTENTION_FRACTION = 0.622
 # The shortest matrix products of the tables named in kernels.py.
 _AMPERE_KERNEL_S, _HOPPER_KERNEL_S, _BLACKWELL_KERNEL_S = 2.9e-6, 2.5e-6, 1.8e-6
 # nccl-tests, all-reduce inside an A100 node: about 0.8 of the data sheet's bandwidth (assumption).
 _LINK_FRACTION = 0.8
 # At tp16 of the 32B profile on A800.
-_NETWORK_FRACTION = 0.5
+_NETWORK_FRACTION = 0.58
 # The context with its kernels: 0.3 GB and more are seen (pytorch/pytorch#107667, 2023; assumption).
 _CONTEXT_BYTES = 0.5e9
 # What torch's allocator reserves beyond its tensors, with expandable segments: at most 4.2 GiB for
@@ -234,24 +231,14 @@ _GPU_RESERVE_BYTES = (
     + NUM_COMMUNICATORS_IN_RESERVE * NCCL_COMMUNICATOR_BYTES
 )
 
-_AMPERE_SOURCE = (
-    "NVIDIA data sheet (2021/2022); fractions fitted to arXiv 2412.07894 and 2311.05610 (2023/2024)"
-)
-# Lower than on Ampere: the peak tripled, memory and launch rates did not. With elementwise work a
-# layer reaches 0.6, between the 0.47 that Megatron-LM's README reports for whole training steps
-# (2024) and Ampere's 0.73 (assumption).
-_HOPPER_MATMUL_FRACTION = 0.71
-# FlashAttention-3 (arXiv 2407.08608, 2024), causal, forward and backward together, head size 128.
-_HOPPER_ATTENTION_FRACTION = 0.525
-_HOPPER_SOURCE = "NVIDIA data sheet (2023); fractions as named in device.py (2024)"
-_BLACKWELL_SOURCE = "NVIDIA HGX B200 and GB200 NVL72 data sheets (2024); fractions as on the H100"
+_AMPERE_SOURCE = "NVIDIA data sheet (2021/2022); network fitted to arXiv 2412.07894 (2024)"
+_HOPPER_SOURCE = "NVIDIA data sheet (2023); network as on the A100"
+_BLACKWELL_SOURCE = "NVIDIA HGX B200 and GB200 NVL72 data sheets (2024); network as on the A100"
 
 _A100_80 = DeviceConstants(
     name="a100-80g",
     peak_flops_per_s=312e12,
     fp32_flops_per_s=19.5e12,
-    matmul_fraction=_AMPERE_MATMUL_FRACTION,
-    attention_fraction=_AMPERE_ATTENTION_FRACTION,
     kernel_s=_AMPERE_KERNEL_S,
     link_fraction=_LINK_FRACTION,
     network_fraction=_NETWORK_FRACTION,
@@ -270,8 +257,6 @@ _H100 = replace(
     name="h100",
     peak_flops_per_s=989.4e12,
     fp32_flops_per_s=67e12,
-    matmul_fraction=_HOPPER_MATMUL_FRACTION,
-    attention_fraction=_HOPPER_ATTENTION_FRACTION,
     kernel_s=_HOPPER_KERNEL_S,
     memory_bytes_per_s=3.35e12,
     intra_node=_NVLINK_4,

@@ -288,13 +288,23 @@ def _table(profile: ProfileCostModel, rows: Sequence[ProfiledScheme]) -> Table:
 def _sources(model: AnalyticCostModel) -> list[str]:
     """The device's figures with their sources."""
     device, precision = model.device, model.precision
+    if device.kernels is None:
+        rates = (
+            f"matrix products reach {device.matmul_fraction:g} of the peak, causal attention "
+            f"{device.attention_fraction:g}"
+        )
+    else:
+        rates = (
+            f"times of matrix products, attention and collectives in a node by their sizes, "
+            f"products at {model.kernels.product_share:g} of the rate that was measured: "
+            f"{device.kernels.source}"
+        )
     return [
         f"peak {model.peak_flops_per_s / 1e12:g} TFLOP/s in {precision}, memory "
         f"{device.memory_bytes / 1e9:g} GB of which {device.reserve_bytes / 1e9:g} GB stay free; "
-        f"matrix products reach {device.matmul_fraction:g} of the peak, causal attention "
-        f"{device.attention_fraction:g}; no kernel takes less than {device.kernel_s * 1e6:g} µs: "
-        f"{device.source}",
-        f"inside a node {device.intra_node.bytes_per_s / 1e9:g} GB/s, of which collectives reach "
+        f"no kernel takes less than {device.kernel_s * 1e6:g} µs: {device.source}",
+        rates,
+        f"inside a node {device.intra_node.bytes_per_s / 1e9:g} GB/s, other messages reach "
         f"{device.link_fraction:g}: {device.intra_node.source}",
         f"across nodes {device.inter_node.bytes_per_s / 1e9:g} GB/s a rank: "
         f"{device.inter_node.source}",

@@ -3,12 +3,20 @@
 The forms say what a kernel waits for: whole waves of tiles, memory, the longest block of attention,
 the steps of a ring. Their constants are fitted for each device, by ``python -m benchmarks.kernels
 --fit``, which also prints the errors, to the tables that NVIDIA publishes with aiconfigurator.
+
+The planner needs times that are linear in Σ s², Σ s and 1. So each kernel's time is fitted, by
+least squares of relative errors with coefficients that are not negative, to 1,024 to 16,384 tokens
+of a cp rank: a chord would depend on where its two ends lie in their waves of tiles.
 """
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from functools import lru_cache
 from typing import Literal
+
+import numpy as np
+from scipy.optimize import nnls
 
 from megatron.hydraulis.errors import ConfigurationError
 
@@ -30,6 +38,13 @@ _USUAL_HEAD_SIZE = 128
 # three devices, so that they belong to the libraries' protocols and not to a device.
 _RING_EXPONENT = 0.5
 _ALL_TO_ALL_EXPONENT = 0.7
+
+
+# To which linear times are fitted: not only powers of 2, which fill whole tiles. Sequences may be
+# longer, as ranks share them.
+_ROW_TOKENS = tuple(round(1024 * 2 ** (power / 4)) for power in range(17))
+_SEQUENCE_TOKENS = tuple(round(256 * 2 ** (power / 2)) for power in range(17))
+_MAX_CACHED = 4096
 
 
 def _check_positive(kernel: str, sizes: Mapping[str, float]) -> None:
@@ -75,6 +90,8 @@ class AttentionConstants:
     """Share of the peak inside a block of 128 queries."""
     small_head_exponent: float = 0.0
     """Exponent of head sizes below 128 by which the rate falls."""
+    backward_forwards: float
+    """Time of the backward over that of the forward, which alone was measured."""
     fill_keys: float
     """What beginning and ending a block takes, in keys."""
     tail: float
@@ -234,6 +251,73 @@ class FittedKernels:
         return _joined(latency_s, wire_s, _RING_EXPONENT)
 
 
+@lru_cache(maxsize=_MAX_CACHED)
+def product_line(
+    kernels: FittedKernels, rates: Rates, rows_per_token: float, n: float, k: float
+) -> tuple[float, float]:
+    """The time of products of rows_per_token rows a token, n columns and k entries.
+
+    Returns seconds per token, and seconds.
+    """
+    return _line(lambda tokens: kernels.product_s(rates, rows_per_token * tokens, n, k))
+
+
+@lru_cache(maxsize=_MAX_CACHED)
+def collective_line(
+    kernels: FittedKernels,
+    rates: Rates,
+    operation: Operation,
+    num_ranks: int,
+    bytes_per_token: float,
+) -> tuple[float, float]:
+    """The time of a collective. Returns seconds per token, and seconds."""
+    return _line(
+        lambda tokens: kernels.collective_s(rates, operation, num_ranks, bytes_per_token * tokens)
+    )
+
+
+@lru_cache(maxsize=_MAX_CACHED)
+def attention_plane(
+    kernels: FittedKernels,
+    rates: Rates,
+    num_heads: float,
+    num_key_value_heads: float,
+    head_size: float,
+) -> tuple[float, float, float]:
+    """The time of attention of the sequences of a micro-batch, forward.
+
+    Returns seconds per token² of a sequence, seconds per token, and seconds.
+    """
+    rows = [
+        (num_sequences, length)
+        for length in _SEQUENCE_TOKENS
+        for num_sequences in {1, max(1, _ROW_TOKENS[-1] // length)}
+    ]
+    per_token2_s, per_token_s, constant_s = _fitted(
+        [(num * length**2, num * length, 1.0) for num, length in rows],
+        [
+            kernels.attention_s(rates, *row, num_heads, num_key_value_heads, head_size)
+            for row in rows
+        ],
+    )
+    return per_token2_s, per_token_s, constant_s
+
+
+def _line(time_s: Callable[[int], float]) -> tuple[float, float]:
+    per_token_s, constant_s = _fitted(
+        [(tokens, 1.0) for tokens in _ROW_TOKENS], [time_s(tokens) for tokens in _ROW_TOKENS]
+    )
+    return per_token_s, constant_s
+
+
+def _fitted(points: Sequence[tuple[float, ...]], times_s: Sequence[float]) -> list[float]:
+    relative = np.array(points) / np.array(times_s)[:, None]
+    scale = relative.max(axis=0)
+    found, _ = nnls(relative / scale, np.ones(len(times_s)))
+    coefficients: list[float] = (found / scale).tolist()
+    return coefficients
+
+
 def _joined(latency_s: float, wire_s: float, exponent: float) -> float:
     total = math.pow(latency_s, exponent) + math.pow(wire_s, exponent)
     return math.pow(total, 1.0 / exponent)
@@ -243,6 +327,10 @@ _SOURCE = (
     "NVIDIA aiconfigurator, Apache-2.0, commit 095f58a (2026-08-21), systems/data/{}; fitted to "
     "products and attention above 0.1 ms and collectives of at least 1 MiB"
 )
+# Backward over forward of attention. A100: floating-point operations, as scores are computed again
+# (arXiv 2307.08691). H100: forward and backward together reach 0.525 of the peak (arXiv 2407.08608,
+# causal, head size 128), which leaves 3.5 / 0.525 - 1 / 0.66 for the backward. B200: as on the H100
+# (assumption).
 A100_KERNELS = FittedKernels(
     num_multiprocessors=108,
     product=ProductConstants(
@@ -254,6 +342,7 @@ A100_KERNELS = FittedKernels(
     ),
     attention=AttentionConstants(
         peak_fraction=0.603,
+        backward_forwards=2.5,
         fill_keys=0.0,
         tail=0.236,
         has_short_blocks=True,
@@ -284,6 +373,7 @@ H100_KERNELS = FittedKernels(
     ),
     attention=AttentionConstants(
         peak_fraction=0.66,
+        backward_forwards=3.4,
         fill_keys=70.0,
         tail=0.3,
         has_short_blocks=True,
@@ -314,6 +404,7 @@ B200_KERNELS = FittedKernels(
     ),
     attention=AttentionConstants(
         peak_fraction=0.686,
+        backward_forwards=3.4,
         small_head_exponent=0.888,
         fill_keys=299.0,
         tail=0.847,

@@ -14,7 +14,7 @@ from megatron.hydraulis.cost_model import (
     device_constants,
 )
 from megatron.hydraulis.cost_model.analytic import KERNELS
-from megatron.hydraulis.cost_model.device import DEVICE_NAMES, DEVICES, Precision
+from megatron.hydraulis.cost_model.device import DEVICE_NAMES, DEVICES, DeviceConstants, Precision
 from megatron.hydraulis.cost_model.host import LAUNCH_S, LOCAL_LAYERS, TE_LAYERS
 from megatron.hydraulis.cost_model.trained_model import EVERY_LAYER
 from megatron.hydraulis.errors import ConfigurationError, StrategyError
@@ -26,6 +26,8 @@ A800 = device_constants("a800-80")
 AS_MEASURED = replace(A800, kernel_s=KERNEL_S)
 """With the constant cost of a layer of the software that the measurements are of."""
 NUM_LAUNCHES = LOCAL_LAYERS.dense.num_launches
+UNMEASURED = replace(A800, kernels=None, matmul_fraction=0.8, attention_fraction=0.6)
+"""A device by its data sheet."""
 
 
 # Time of a micro-batch on one stage, in ms a token (b) and ms (c), measured on A800-80G with 8
@@ -53,9 +55,8 @@ MEASURED_32B_ATTENTION = {
 
 
 def model(
-    shape: ModelShape = LLAMA_32B, num_ranks: int = 64, device: str = "a800-80"
+    shape: ModelShape = LLAMA_32B, num_ranks: int = 64, constants: DeviceConstants = A800
 ) -> AnalyticCostModel:
-    constants = device_constants(device)
     return AnalyticCostModel(shape=shape, device=constants, cluster=constants.cluster(num_ranks, 8))
 
 
@@ -84,23 +85,23 @@ def test_long_sequences_near_published_measurements(
 
 
 def test_one_rank_by_hand() -> None:
-    coefficients = model(LLAMA_7B).coefficients(Scheme())
+    coefficients = model(LLAMA_7B, constants=UNMEASURED).coefficients(Scheme())
     num_entries = LLAMA_7B.num_parameters - LLAMA_7B.num_embedding_parameters
     num_entries -= (2 * LLAMA_7B.num_layers + 1) * LLAMA_7B.hidden_size  # norms
     num_flops = 6 * num_entries + 2 * LLAMA_7B.num_embedding_parameters  # logits twice
-    products_ms = 1e3 * num_flops / (A800.peak_flops_per_s * A800.matmul_fraction)
+    products_ms = 1e3 * num_flops / (UNMEASURED.peak_flops_per_s * UNMEASURED.matmul_fraction)
     hidden, ffn, vocabulary = 4096, LLAMA_7B.ffn_hidden_size, LLAMA_7B.vocab_size
     row = KERNELS.hidden_passes * hidden + KERNELS.query_passes * 3 * hidden
     row += KERNELS.ffn_passes * ffn
     moved = 32 * 3 * row + KERNELS.logit_passes * vocabulary
-    moved_ms = 2e3 * moved / A800.memory_bytes_per_s
+    moved_ms = 2e3 * moved / UNMEASURED.memory_bytes_per_s
     attention = 3.5 * 32 * 2 * hidden
-    a_ms = 1e3 * attention / (A800.peak_flops_per_s * A800.attention_fraction)
+    a_ms = 1e3 * attention / (UNMEASURED.peak_flops_per_s * UNMEASURED.attention_fraction)
     assert coefficients.a_ms_per_token2 == pytest.approx(a_ms)
     short_ms = a_ms * KERNELS.half_rate_tokens
     assert coefficients.b_ms_per_token == pytest.approx(products_ms + moved_ms + short_ms)
     weights = KERNELS.weight_passes * 2 * LLAMA_7B.num_matrix_parameters_per_layer
-    layer_s = NUM_LAUNCHES * A800.kernel_s + weights / A800.memory_bytes_per_s
+    layer_s = NUM_LAUNCHES * UNMEASURED.kernel_s + weights / UNMEASURED.memory_bytes_per_s
     assert coefficients.c_ms == pytest.approx(1e3 * 32 * layer_s)
 
 
@@ -129,7 +130,8 @@ def test_cp_moves_keys_and_values_only() -> None:
     grouped = replace(LLAMA_7B, num_query_groups=4)
     tp, cp = (model(grouped).coefficients(scheme) for scheme in (Scheme(tp=8), Scheme(cp=8)))
     assert cp.b_ms_per_token < tp.b_ms_per_token
-    assert cp.a_ms_per_token2 == tp.a_ms_per_token2
+    # With few heads, a rank waits longer for the last block of each of them.
+    assert 1.0 < tp.a_ms_per_token2 / cp.a_ms_per_token2 < 1.1
 
 
 def test_recomputing_adds_a_forward() -> None:
@@ -143,15 +145,15 @@ def test_recomputing_adds_a_forward() -> None:
 
 def test_recomputing_by_hand_on_one_stage() -> None:
     scheme = Scheme(pp=4)  # 8 layers a stage; no messages of tp and cp
-    plain = model(LLAMA_7B).coefficients(scheme)
-    matrix_ms = 2e3 / (A800.peak_flops_per_s * A800.matmul_fraction)
-    forward = model(LLAMA_7B).forward_terms(scheme)
+    plain = model(LLAMA_7B, constants=UNMEASURED).coefficients(scheme)
+    matrix_ms = 2e3 / (UNMEASURED.peak_flops_per_s * UNMEASURED.matmul_fraction)
+    forward = model(LLAMA_7B, constants=UNMEASURED).forward_terms(scheme)
     short_ms = 1e3 * forward["attention"].per_token_s
     layer_ms = LLAMA_7B.num_matrix_parameters_per_layer * matrix_ms
     layer_ms += 1e3 * forward["elementwise"].per_token_s + short_ms
     mlp_ms = LLAMA_7B.num_mlp_parameters_per_layer * matrix_ms
     moved = KERNELS.ffn_passes * LLAMA_7B.ffn_hidden_size
-    mlp_ms += 2e3 * moved / A800.memory_bytes_per_s
+    mlp_ms += 2e3 * moved / UNMEASURED.memory_bytes_per_s
     cases = {
         Recompute(granularity="selective", modules=("core_attn",)): (8 * short_ms, 8),
         Recompute(granularity="selective", modules=("mlp",)): (8 * mlp_ms, 0),
@@ -160,7 +162,9 @@ def test_recomputing_by_hand_on_one_stage() -> None:
         Recompute(granularity="full", method="block", num_layers=9): (8 * layer_ms, 8),
     }
     for recompute, (more_ms, num_attentions) in cases.items():
-        again = replace(model(LLAMA_7B), recompute=recompute).coefficients(scheme)
+        again = replace(model(LLAMA_7B, constants=UNMEASURED), recompute=recompute).coefficients(
+            scheme
+        )
         assert again.b_ms_per_token - plain.b_ms_per_token == pytest.approx(more_ms), recompute
         ratio = again.a_ms_per_token2 / plain.a_ms_per_token2
         assert ratio == pytest.approx(1 + num_attentions / 28), recompute
@@ -168,15 +172,26 @@ def test_recomputing_by_hand_on_one_stage() -> None:
 
 def test_messages_of_recomputed_operations_are_sent_again() -> None:
     scheme = Scheme(tp=4, cp=2)
-    link_s = KERNELS.collective_latencies * model(LLAMA_7B).cluster.collective(4).latency_s
-    launch_s = NUM_LAUNCHES * A800.kernel_s / 3
-    ring_s = model(LLAMA_7B).cluster.point_to_point(8).latency_s
-    plain = model(LLAMA_7B).coefficients(scheme).c_ms
+    link_s = (
+        KERNELS.collective_latencies
+        * model(LLAMA_7B, constants=UNMEASURED).cluster.collective(4).latency_s
+    )
+    launch_s = NUM_LAUNCHES * UNMEASURED.kernel_s / 3
+    ring_s = model(LLAMA_7B, constants=UNMEASURED).cluster.point_to_point(8).latency_s
+    plain = model(LLAMA_7B, constants=UNMEASURED).coefficients(scheme).c_ms
     for modules, more_s in ((("mlp",), 2 * link_s), (("core_attn",), ring_s)):
         selective = Recompute(granularity="selective", modules=modules)
-        again = replace(model(LLAMA_7B), recompute=selective).coefficients(scheme).c_ms
+        again = (
+            replace(model(LLAMA_7B, constants=UNMEASURED), recompute=selective)
+            .coefficients(scheme)
+            .c_ms
+        )
         assert again - plain == pytest.approx(32e3 * more_s, rel=1e-6)
-    full = replace(model(LLAMA_7B), recompute=EVERY_LAYER).coefficients(scheme).c_ms
+    full = (
+        replace(model(LLAMA_7B, constants=UNMEASURED), recompute=EVERY_LAYER)
+        .coefficients(scheme)
+        .c_ms
+    )
     assert full - plain == pytest.approx(32e3 * (4 * link_s + ring_s + launch_s), rel=1e-6)
 
 
@@ -196,7 +211,7 @@ def test_the_host_binds_a_replica_and_not_the_device() -> None:
     faster = replace(plain, device=replace(A800, core_factor=0.5)).coefficients(scheme)
     assert faster.host_ms == pytest.approx(16 * (of_layer_ms + launch_ms) / 2)
     assert faster.c_ms == plain.coefficients(scheme).c_ms
-    assert model(LLAMA_7B, device="cpu").coefficients(scheme).host_ms == 0.0
+    assert model(LLAMA_7B, constants=device_constants("cpu")).coefficients(scheme).host_ms == 0.0
 
 
 def test_the_host_issues_the_kernels_of_a_ranks_own_experts() -> None:
@@ -236,7 +251,9 @@ def test_recompute_that_is_not_defined() -> None:
 
 @pytest.mark.parametrize("device", [device.name for device in DEVICES])
 def test_every_device_gives_usable_coefficients(device: str) -> None:
-    coefficients = model(LLAMA_7B, device=device).coefficients(Scheme(tp=2, cp=2, pp=2))
+    coefficients = model(LLAMA_7B, constants=device_constants(device)).coefficients(
+        Scheme(tp=2, cp=2, pp=2)
+    )
     assert min(coefficients.a_ms_per_token2, coefficients.b_ms_per_token, coefficients.c_ms) > 0.0
 
 
@@ -294,9 +311,9 @@ def test_fp32_has_the_rate_without_tensor_cores() -> None:
         for precision in Precision
     )
     ratios = [
-        in_fp32.forward_terms(Scheme())[cause].per_token_s
-        / in_bf16.forward_terms(Scheme())[cause].per_token_s
-        for cause in ("matmul", "attention")
+        getattr(in_fp32.forward_terms(Scheme())[cause], power)
+        / getattr(in_bf16.forward_terms(Scheme())[cause], power)
+        for cause, power in (("matmul", "per_token_s"), ("attention", "per_token2_s"))
     ]
-    assert ratios == pytest.approx([16.0, 16.0])
+    assert ratios == pytest.approx([16.0, 16.0], rel=0.05)
     assert in_fp32.peak_flops_per_s == 19.5e12

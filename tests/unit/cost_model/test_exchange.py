@@ -151,8 +151,8 @@ def test_a_ring_hides_behind_all_of_attention_but_the_last_step() -> None:
         squares, tokens = sum(s * s for s in lengths), sum(lengths)
         attention_s, exchange_s = (t.seconds(squares, tokens) for t in (attention, exchange))
         forward_s = max(attention_s, exchange_s + attention_s / 8)
-        # Scores again, 2.5 times the forward; gradients of keys and values besides them.
-        backward_s = max(2.5 * attention_s, 2.0 * exchange_s + 2.5 * attention_s / 8)
+        # On an H100 3.4 times the forward; gradients of keys and values besides them.
+        backward_s = max(3.4 * attention_s, 2.0 * exchange_s + 3.4 * attention_s / 8)
         wanted_s = others_s.seconds(squares, tokens) + shape.num_layers * (forward_s + backward_s)
         assert ring.coefficients(scheme).time_ms(lengths) == pytest.approx(1e3 * wanted_s)
     # Recomputation attends once more, with another ring.

@@ -18,11 +18,14 @@ from megatron.hydraulis.proposal.candidates import Candidates
 from megatron.hydraulis.simulator.ways import FIXED_ROWS, MEGATRON_CP, PACKING, Ways
 from megatron.hydraulis.strategy import Pool, Scheme, Strategy
 from megatron.hydraulis.strategy.notation import parse_scheme
+from tests.support.planning import LLAMA_7B
 from tests.unit.cost_model.test_layout_commands import EXPERTS
 from tests.unit.cost_model.test_layout_commands import QWEN3_30B_A3B as FLAGS_WITHOUT_EXPERTS
 from tests.unit.test_model_shape import DEEPSEEK_V3, QWEN3_30B_A3B
 
-_DEVICE = device_constants("h100-80g")
+_H100 = device_constants("h100-80g")
+_DEVICE = replace(_H100, kernels=None, matmul_fraction=0.7, attention_fraction=0.5)
+"""By its data sheet."""
 _MODEL = AnalyticCostModel(shape=QWEN3_30B_A3B, device=_DEVICE, cluster=_DEVICE.cluster(64, 8))
 FLAGS = (*FLAGS_WITHOUT_EXPERTS, *EXPERTS)
 _ROUTED = 128 * 3 * 2048 * 768
@@ -59,6 +62,30 @@ def test_the_exchange_moves_a_copy_for_each_expert_of_another_rank() -> None:
     assert _terms("tp8cp2ep16")["expert_parallel"] > 2 * _terms("cp8ep8")["expert_parallel"]
     # Whole experts take the tokens of their own tp rank.
     assert _terms("tp8ep8")["tensor_parallel"] == _terms("tp8")["tensor_parallel"] / 2
+
+
+def test_a_measured_all_to_all_takes_longer_than_its_bytes() -> None:
+    measured = replace(_MODEL, device=_H100)
+    for text in ("ep8", "cp8ep8", "tp2cp4ep8"):
+        scheme = parse_scheme(text, label="test")
+        exchanges = [each.forward_terms(scheme)["expert_parallel"] for each in (_MODEL, measured)]
+        by_bytes, found = (each.seconds(0.0, scheme.cp * 4096) for each in exchanges)
+        assert 1.05 < found / by_bytes < 1.5
+
+
+def test_products_of_small_experts_fill_tiles_if_they_are_grouped() -> None:
+    one_by_one, grouped, dense = (
+        replace(_MODEL, device=device, groups_experts=groups, shape=shape)
+        .forward_terms(parse_scheme("ep8" if shape.num_experts else "tp1", label="test"))["matmul"]
+        .seconds(0.0, 4096)
+        / shape.num_matrix_parameters_per_layer
+        for device, groups, shape in (
+            (_H100, False, QWEN3_30B_A3B),
+            (_H100, True, QWEN3_30B_A3B),
+            (_H100, False, LLAMA_7B),
+        )
+    )
+    assert one_by_one > 1.05 * grouped > dense
 
 
 def test_ranks_wait_for_the_one_whose_experts_have_most_tokens() -> None:

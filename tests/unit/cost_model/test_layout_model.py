@@ -38,15 +38,17 @@ def test_the_parts_are_the_step() -> None:
 def test_matrix_products_and_messages_by_hand() -> None:
     time = predict(job(), layout(1, 2, 1)).time
     num_micro_batches, num_tokens = 2048 // 32, 2048
-    entries = 4 * 5120**2 + 3 * 5120 * 13824
-    rate = 312e12 * A100.matmul_fraction
-    layer_s = 3 * 2 * num_tokens * entries / 2 / rate
-    assert time["matmul_s"] == pytest.approx(num_micro_batches * 40 * layer_s)
-    # Four all-reduces of a hidden state in bf16: over two ranks each sends as much as it has.
-    all_reduce_s = 2 * KERNELS.collective_latencies * 5e-6 + num_tokens * 5120 * 2 / (
-        300e9 * A100.link_fraction * KERNELS.tp_link_share
-    )
-    assert time["tensor_parallel_s"] == pytest.approx(num_micro_batches * 40 * 4 * all_reduce_s)
+    kernels, rates = A100.kernels, A100.rates(Precision.BF16)
+    assert kernels is not None
+    matrices = ((5120, 3 * 2560), (2560, 5120), (5120, 13824), (6912, 5120))
+    layer_s = 3 * sum(kernels.product_s(rates, num_tokens, n, k) for k, n in matrices)
+    layer_s /= KERNELS.product_share
+    # Linear in tokens, the model deviates from whole waves of tiles.
+    assert time["matmul_s"] == pytest.approx(num_micro_batches * 40 * layer_s, rel=0.05)
+    # Four all-reduces of a hidden state in bf16, forward and backward, as two collectives each.
+    collective_s = kernels.collective_s(rates, "all_gather", 2, num_tokens * 5120 * 2)
+    collectives_s = num_micro_batches * 40 * 8 * collective_s
+    assert time["tensor_parallel_s"] == pytest.approx(collectives_s, rel=0.1)
     assert time["boundary_s"] == 0.0
     assert max(time["bubble_s"], time["imbalance_s"]) == pytest.approx(0.0, abs=1e-9)
 
@@ -131,7 +133,7 @@ def test_experts_over_replicas_cost_what_the_cost_model_says() -> None:
         replace(EXPERTS, layers={"has_te_layers": True, "groups_experts": True}), WITH_EXPERTS
     )
     assert 0.0 < grouped.time["launch_s"] < less.time["launch_s"] / 2
-    assert grouped.time["matmul_s"] == less.time["matmul_s"]
+    assert grouped.time["matmul_s"] < less.time["matmul_s"]
     # Four replicas share experts: columns of a replica of 16 ranks.
     assert str(WITH_EXPERTS.strategy(EXPERTS)) == "4*tp2cp4~ep8pp2"
 
