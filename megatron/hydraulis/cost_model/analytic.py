@@ -4,12 +4,15 @@ Forward of one layer on a rank, for a micro-batch of lengths s_i (h hidden size,
 query heads, f width of the MLP, P entries of a layer's matrices; lower-case constants are those of
 `KernelConstants`, rates and links those of the device):
 
-    matmul       2·P/(tp·cp) · Σ s / matmul rate
-    attention    2·q/(tp·cp) · Σ (s² + half_rate_tokens·s) / attention rate: half of 4·q·s², being
+    matmul       a product with each matrix by its shape (kernels.py) / product_share; where none
+                 was measured 2·P/(tp·cp) · Σ s / matmul rate
+    attention    of q/tp channels by length and heads (kernels.py) / cp; where none was measured
+                 2·q/(tp·cp) · Σ (s² + half_rate_tokens·s) / attention rate: half of 4·q·s², being
                  causal, at a rate that grows with s
     elementwise  (hidden_passes·h/shares + query_passes·qkv/tp + ffn_passes·f/tp) · bytes/cp · Σ s
                  / memory bandwidth; shares is tp with sequence parallelism and 1 without
-    tp           4 collectives of latency + (tp-1)/tp · h · bytes/cp · Σ s / bandwidth: all-gather
+    tp           4 collectives of h · bytes/cp · Σ s by ranks and bytes (kernels.py), unmeasured or
+                 across nodes of latency + (tp-1)/tp · h · bytes/cp · Σ s / bandwidth: all-gather
                  and reduce-scatter around attention and MLP (arXiv 2205.05198 §4.2.2; an all-reduce
                  without sequence parallelism moves as much as the two); latent attention gathers
                  latents and rotated channels instead of h
@@ -21,7 +24,8 @@ query heads, f width of the MLP, P entries of a layer's matrices; lower-case con
     launch       num_launches · kernel_s: no kernel is shorter (host.py)
 
 The backward takes twice the forward, as matrix products have two gradients (arXiv 2104.04473,
-appendix); attention 2.5 times, since it recomputes scores (arXiv 2307.08691);
+appendix); attention 2.5 times, since it recomputes scores (arXiv 2307.08691), or as kernels.py has
+it;
 copies and messages of tp once more and those of cp as context.py has it; twice the launches. It
 moves the weights weight_passes times to accumulate their gradients. Recomputation runs a forward
 and its messages once more: of a layer, its core attention (with the exchange of cp) or its MLP
