@@ -60,7 +60,7 @@ def synthetic(factor: float) -> list[Measured]:
 
 
 def test_a_fit_explains_synthetic_times() -> None:
-    rows = synthetic(2.0)
+    rows = synthetic(4.0)
     before = errors_of(rows, CONSTANTS)
     after = errors_of(rows, fit_times(rows, PROFILE, CONSTANTS))
     assert before.mape > 1.5
