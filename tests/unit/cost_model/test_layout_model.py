@@ -95,7 +95,8 @@ def test_slower_network_costs_more() -> None:
     slow = replace(A100, inter_node=replace(A100.inter_node, bytes_per_s=5e9))
     before, after = predict(of, how), predict_layout(of, how, slow)
     time, slower = before.time, after.time
-    assert 2 * time["data_parallel_s"] < slower["data_parallel_s"] < 5 * time["data_parallel_s"]
+    # Five times the messages, of which compute hides as much as before.
+    assert 2 * time["data_parallel_s"] < slower["data_parallel_s"] < 8 * time["data_parallel_s"]
     assert after.step_s > before.step_s
 
 
