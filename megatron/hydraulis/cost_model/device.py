@@ -79,7 +79,7 @@ class DeviceConstants:
     """Share of a link's bandwidth that messages reach which are not in `kernels`."""
     network_fraction: Annotated[
         float,
-        Assumed(1.6, 0.6, "0.8 is what nccl-tests reach alone, 0.3 a shared fabric", most=1.0),
+        Assumed(1.4, 0.5, "0.8 is what nccl-tests reach alone, 0.3 a shared fabric", most=1.0),
     ]
     """Share of the network of all their ranks that collectives over several nodes reach."""
     memory_bytes: float
