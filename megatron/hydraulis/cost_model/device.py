@@ -332,7 +332,7 @@ def device_constants(name: str) -> DeviceConstants:
         if device.name == wanted:
             return device
     raise ConfigurationError(
-        f"device {name!r}: no constants are known for it but for {len(DEVICES)} others; "
+        f"device {name!r}: its constants are not known, but those of {len(DEVICES)} others are; "
         f"use one of {DEVICE_NAMES}, or a measured cost profile"
     )
 

@@ -38,7 +38,7 @@ DYNAMIC_CP = "--hybrid-context-parallel"
 
 PROFILE = "profile.json"
 """The file of measured rows in commands that are printed."""
-OPEN_TEXT = "Which of both is faster depends on what is assumed: measure them first."
+OPEN_TEXT = "Which of the two is faster depends on what is assumed: measure both first."
 Flags = tuple[str, ...]
 Strategies = tuple[Strategy, ...]
 
@@ -68,7 +68,7 @@ class Setting:
         """What differs from the flags of the job, to follow a strategy; empty if nothing does."""
         recomputed = ", every layer recomputed" if self.recomputation else ", nothing recomputed"
         return (recomputed if self.recomputation is not None else "") + (
-            ", attention of Transformer Engine" if self.ring else ""
+            ", TE attention" if self.ring else ""
         )
 
     @classmethod

@@ -67,7 +67,7 @@ def test_a_model_with_windows_is_not_compared_with_a_ring(costs: JobCosts) -> No
 def test_the_baseline_is_the_fastest_of_all_settings_and_of_dynamic_cp(costs: JobCosts) -> None:
     settings = list(Setting.all_of(costs))
     texts = [setting.text for setting in settings]
-    ring, recomputed = ", attention of Transformer Engine", ", every layer recomputed"
+    ring, recomputed = ", TE attention", ", every layer recomputed"
     assert texts == ["", ring, recomputed + ring]
     pool = propose(REQUEST, costs.profile).pool
     times_s = []
