@@ -58,7 +58,7 @@ class Coefficients:
         for value in (self.a_ms_per_token2, self.b_ms_per_token, self.c_ms, self.host_ms):
             if not 0.0 <= value < MOST_MS:
                 raise ConfigurationError(
-                    f"coefficients of a cost model must be finite and not negative but are "
+                    f"coefficients must be at least 0 and below {MOST_MS} but are "
                     f"a = {self.a_ms_per_token2} ms/token², b = {self.b_ms_per_token} ms/token, "
                     f"c = {self.c_ms} ms, host {self.host_ms} ms; correct the cost profile"
                 )

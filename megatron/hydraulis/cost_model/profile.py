@@ -557,7 +557,7 @@ def _scheme_row(entry: JsonObject, window: AttentionWindow | None) -> ProfiledSc
     host_ms = entry.number("host_ms", default=0.0)
     row = ProfiledScheme(
         scheme=Scheme.from_json(entry),
-        coefficients=replace(_form(entry, window, share), others=tuple(others), host_ms=host_ms),
+        coefficients=_form(entry, window, share, others=tuple(others), host_ms=host_ms),
         max_tokens=entry.integer("max_tokens"),
         is_assumed=entry.flag("assumed", default=False),
     )
@@ -565,14 +565,14 @@ def _scheme_row(entry: JsonObject, window: AttentionWindow | None) -> ProfiledSc
     return row
 
 
-def _form(entry: JsonObject, window: AttentionWindow | None, forward_share: float) -> Coefficients:
-    return Coefficients(
-        a_ms_per_token2=entry.number("a_ms_per_token2"),
-        b_ms_per_token=entry.number("b_ms_per_token"),
-        c_ms=entry.number("c_ms"),
-        window=window,
-        forward_share=forward_share,
-    )
+def _form(
+    entry: JsonObject, window: AttentionWindow | None, forward_share: float, **others: Any
+) -> Coefficients:
+    numbers: dict[str, Any] = {key: entry.number(key) for key in _FORM_KEYS}
+    try:
+        return Coefficients(**numbers, window=window, forward_share=forward_share, **others)
+    except ConfigurationError as error:
+        raise entry.error(str(error)) from None
 
 
 def _scheme_to_json(row: ProfiledScheme) -> dict[str, Any]:

@@ -281,7 +281,7 @@ def test_time_of_a_micro_batch() -> None:
 
 @pytest.mark.parametrize("bad", [-1e-9, math.nan, math.inf])
 def test_impossible_coefficients(bad: float) -> None:
-    with pytest.raises(ConfigurationError, match="finite and not negative"):
+    with pytest.raises(ConfigurationError, match="at least 0 and below"):
         Coefficients(0.0, bad, 1.0)
 
 
