@@ -162,19 +162,21 @@ def advise(
     if baseline is None:
         raise _no_static(longest, num_ranks)
     for other in settings[1:]:
+        # The baseline's flags cost nothing more: with others it would gain what the flags gain.
+        worth = 1.0 if other is baseline.setting else _WORTH_ANOTHER_SETTING
         is_better = other is baseline.setting or (
             _fewest_ranks(other, longest) < _fewest_ranks(settings[0], longest)
         )
         bound_ms = fmean(
             least_makespan_ms(other.costs.profile, each, num_ranks) for each in batches
         )
-        if is_better and proposal.mean_s * _MS_PER_S > _WORTH_ANOTHER_SETTING * bound_ms:
+        if is_better and proposal.mean_s * _MS_PER_S > worth * bound_ms:
             found = propose(
                 request,
                 other.costs.profile,
                 lambda what, done, total: on_progress(f"other flags: {what}", done, total),
             )
-            if proposal.mean_s > _WORTH_ANOTHER_SETTING * found.mean_s:
+            if proposal.mean_s > worth * found.mean_s:
                 proposal, setting = found, other
     on_progress("range", 0, 1)
     judgement = pool_verdict(request, settings, proposal, baseline, setting)
