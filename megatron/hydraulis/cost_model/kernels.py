@@ -16,7 +16,6 @@ from functools import lru_cache
 from typing import Literal
 
 import numpy as np
-from scipy.optimize import nnls
 
 from megatron.hydraulis.errors import ConfigurationError
 
@@ -313,6 +312,8 @@ def _line(time_s: Callable[[int], float]) -> tuple[float, float]:
 def _fitted(points: Sequence[tuple[float, ...]], times_s: Sequence[float]) -> list[float]:
     relative = np.array(points) / np.array(times_s)[:, None]
     scale = relative.max(axis=0)
+    from scipy.optimize import nnls  # training plans without it
+
     found, _ = nnls(relative / scale, np.ones(len(times_s)))
     coefficients: list[float] = (found / scale).tolist()
     return coefficients

@@ -36,6 +36,9 @@ _FEWEST_SINGLE = 1000
 # For each of many replicas, as a unit must be a small part of its share: on 256 replicas, up to
 # 40,000 log-normal lengths exceed the bound by up to 150 % with 4, by less than 1 % with 16.
 _SINGLE_PER_REPLICA = 16
+# Weight of the first form's time in estimates of several forms: where the host binds, its time is
+# the same for all replicas, and the device's work should still be shared evenly.
+_TIE_BREAK = 1e-3
 # Tries without improvement after which larger numbers are not tried.
 _MAX_FRUITLESS_TRIES = 3
 
@@ -84,12 +87,13 @@ def dispatch(
         best_ms = math.inf
         for factor, class_longest, works_ms, heap in classes:
             if length <= class_longest:
-                time_ms = factor * max(
-                    [
-                        load.estimated_time_ms(work_ms, num_tokens, num)
-                        for load, work_ms in zip(heap[0][2], works_ms[place], strict=True)
-                    ]
-                )
+                of_views_ms = [
+                    load.estimated_time_ms(work_ms, num_tokens, num)
+                    for load, work_ms in zip(heap[0][2], works_ms[place], strict=True)
+                ]
+                time_ms = factor * max(of_views_ms)
+                if len(of_views_ms) > 1:
+                    time_ms += _TIE_BREAK * of_views_ms[0]
                 if time_ms < best_ms:
                     best_ms, best_works_ms, best = time_ms, works_ms[place], heap
         if best_ms == math.inf:

@@ -203,7 +203,7 @@ def test_a_pool_of_one_strategy_is_called_by_it(
     assert main([*job, "--device", "h100-80g", "--max-strategies", "1"]) == 0
     text = " ".join(capsys.readouterr().out.split())
     (strategy,) = Pool.read(tmp_path / "advice" / "pool.json").strategies
-    assert f"Train with --strategy '{strategy}': " in text
+    assert re.search(rf"Train with --strategy '{re.escape(str(strategy))}'[:,] ", text)
     assert " × as fast as this strategy" in text
     assert "the pool:" not in text
     # What the columns of the last table count.

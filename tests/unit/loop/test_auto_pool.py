@@ -105,8 +105,7 @@ def test_widths_of_cp_that_the_cost_profile_lacks_are_named(
     path.write_text(json.dumps(about | {"schemes": rows}))
     pool = proposed(tmp_path, 4, "--cost-profile", str(path))
     out = capsys.readouterr().out
-    # cp4 would be worse than tp2cp2 in everything.
-    expected = f"strategy pool: without tp2cp2, which {path} lacks; to offer them, measure them as"
+    expected = f"strategy pool: without cp4, tp2cp2, which {path} lacks; to offer them, measure"
     assert expected in out
     measured = {(row["tp"], row["cp"]) for row in rows}
     assert {(s.tp, s.cp) for strategy in pool.strategies for s in strategy.schemes} <= measured
