@@ -179,6 +179,7 @@ def test_a_step_takes_as_long_as_an_iteration_of_the_simulator(
         return
     assert took_s == pytest.approx(step.step_s)
     compute_ms = max(iteration.replica_ends_ms) - iteration.replicas[0].by_stage[0][0].start_ms
-    assert compute_ms / 1e3 == pytest.approx(computed_s)
+    # Layers of the first forward may wait for gathers that are exposed.
+    assert computed_s <= compute_ms / 1e3 * (1 + 1e-9) <= step.step_s * (1 + 2e-9)
     slots = model.memory.max_tokens(how.scheme)
     assert predict(of, how).fits == (slots >= how.micro_batch_size * of.sequence_tokens)
