@@ -10,14 +10,18 @@ from megatron.hydraulis.cost_model.layouts import (
     FixedLengthJob,
     Layout,
     cost_model_of,
+    predict_layout,
 )
 from megatron.hydraulis.cost_model.pipeline import StageCosts
-from megatron.hydraulis.cost_model.regrouping import RegroupCosts
+from megatron.hydraulis.cost_model.regrouping import Hiding, RegroupCosts
 from megatron.hydraulis.model_shape import ModelShape
 from megatron.hydraulis.simulator.simulation import Simulator
 from megatron.hydraulis.simulator.work import IterationWork, MicroBatchWork
 from tests.support.fixed_length import A100, predict
 
+WITHOUT_HOST = replace(A100, core_factor=None)
+"""In the simulator the host runs ahead also while parameters are gathered; test_simulation.py has
+its time."""
 POWERS = st.sampled_from([1, 2, 4, 8])
 
 
@@ -84,7 +88,7 @@ def test_sequence_parallelism_needs_no_more_memory_or_time(
     # A shorter forward hides less of regrouping. Shares of the forward, which decide how a pipeline
     # fills, are rounded to 1 %.
     with_s, without_s = (each.step_s - each.time["data_parallel_s"] for each in (with_it, without))
-    assert with_s <= without_s * 1.005
+    assert with_s <= without_s * (1.005 if how.pp > 1 else 1 + 1e-9)
 
 
 @settings(max_examples=60)
@@ -159,7 +163,8 @@ def test_a_step_takes_as_long_as_an_iteration_of_the_simulator(
     case: tuple[FixedLengthJob, Layout],
 ) -> None:
     of, how = case
-    step, model = predict(of, how), cost_model_of(of, how, A100)
+    step = predict_layout(of, how, WITHOUT_HOST)
+    model = cost_model_of(of, how, WITHOUT_HOST)
     strategy, lengths = how.strategy(of), (of.sequence_tokens,) * how.micro_batch_size
     num_columns = how.dp(of) // len(strategy.replicas)
     micro_batch = MicroBatchWork.packed(lengths * num_columns)
@@ -168,20 +173,26 @@ def test_a_step_takes_as_long_as_an_iteration_of_the_simulator(
     of_replica = (micro_batch,) * how.num_micro_batches(of)
     work = IterationWork(strategy, (of_replica,) * len(strategy.replicas), plan_time_s=0.0)
     regroup = RegroupCosts.of(
-        of.shape, A100, model.cluster, num_atoms=how.tp, parameter_bytes=model.parameter_bytes
+        of.shape,
+        WITHOUT_HOST,
+        model.cluster,
+        num_atoms=how.tp,
+        parameter_bytes=model.parameter_bytes,
     )
-    stages = StageCosts(model, of.shape)
-    before, iteration = Simulator(stages, regroup=regroup).run([work, work])
+    simulator = Simulator(StageCosts(model, of.shape), regroup=regroup)
+    before, iteration = simulator.run([work, work])
     took_s = (iteration.end_ms - before.end_ms) / 1e3
-    computed_s = step.step_s - step.time["data_parallel_s"]
-    host_ms = max(each.host_ms for each in stages.coefficients(how.scheme)) * len(of_replica)
-    if computed_s == pytest.approx(host_ms / 1e3):
-        # The host issues kernels while parameters are gathered.
-        assert computed_s <= took_s * (1 + 1e-9) <= step.step_s * (1 + 2e-9)
-        return
-    # Where host and device take about as long, they overlap with what a layout counts as exposed.
-    assert 0.98 * computed_s <= took_s <= 1.1 * step.step_s
     compute_ms = max(iteration.replica_ends_ms) - iteration.replicas[0].by_stage[0][0].start_ms
-    assert 0.98 * computed_s <= compute_ms / 1e3 <= 1.1 * step.step_s
+    computed_s = step.step_s - step.time["data_parallel_s"]
+    if regroup.hiding is Hiding.ONE_QUEUE:
+        assert took_s == pytest.approx(step.step_s)
+        assert compute_ms / 1e3 == pytest.approx(computed_s)
+    elif how.pp == 1:
+        # Layers of the first forward wait for a part of the gathers.
+        assert took_s == pytest.approx(step.step_s)
+        assert computed_s * (1 - 1e-9) <= compute_ms / 1e3 <= step.step_s * (1 + 1e-9)
+    else:
+        # Later stages wait for gathers too, which the estimate of what is hidden leaves out.
+        assert took_s >= computed_s * (1 - 1e-9)
     slots = model.memory.max_tokens(how.scheme)
-    assert predict(of, how).fits == (slots >= how.micro_batch_size * of.sequence_tokens)
+    assert step.fits == (slots >= how.micro_batch_size * of.sequence_tokens)
