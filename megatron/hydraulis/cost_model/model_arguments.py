@@ -68,9 +68,10 @@ def _layer_pattern(text: str) -> int | list[int]:
         value = value_of(ast.parse(text, mode="eval").body) if "[" in text else int(text)
         if isinstance(value, int) or all(isinstance(each, int) for each in value):
             return value
+        raise ValueError(text)
     except (SyntaxError, TypeError, ValueError):
-        pass
-    raise argparse.ArgumentTypeError(f"{text!r} is no N and no list as in [0]*3+[1]*58")
+        wanted = "is no N and no list as in [0]*3+[1]*58"
+        raise argparse.ArgumentTypeError(f"{text!r} {wanted}") from None
 
 
 def _window(text: str) -> tuple[int, ...]:
