@@ -232,28 +232,11 @@ class RegroupCosts:
         times_ms: of a scheme's usual micro-batch on one stage. The first and the last one hide
         regrouping; of several schemes the one counts that hides the least.
         """
-        return self._exposed_ms(strategy, times_ms, self.hiding)
-
-    def exposed_range_ms(
-        self, strategy: Strategy, times_ms: MicroBatchTimes
-    ) -> tuple[float, float]:
-        """`exposed_ms` if as much and if as little is hidden as is possible.
-
-        Both are equal but for many queues: what they hide has not been measured, and streams may
-        still share one.
-        """
-        exposed_ms = most_ms = self.exposed_ms(strategy, times_ms)
-        if self.hiding is Hiding.MANY_QUEUES:
-            most_ms = self._exposed_ms(strategy, times_ms, Hiding.ONE_QUEUE)
-        return exposed_ms, most_ms
-
-    def _exposed_ms(self, strategy: Strategy, times_ms: MicroBatchTimes, hiding: Hiding) -> float:
         times = self.times(strategy)
-        if hiding is Hiding.NOTHING:
+        if self.hiding is Hiding.NOTHING:
             return times.total_ms
         return max(
-            self._exposed_by_ms(times, scheme, *times_ms(scheme), hiding)
-            for scheme in strategy.schemes
+            self._exposed_by_ms(times, scheme, *times_ms(scheme)) for scheme in strategy.schemes
         )
 
     def _exposed_by_ms(
@@ -262,7 +245,6 @@ class RegroupCosts:
         scheme: Scheme,
         forward_ms: float,
         backward_ms: float,
-        hiding: Hiding,
     ) -> float:
         layers = scheme.layers_per_stage(self.shape.num_layers)
         of_output = output_share(self.shape, scheme)
@@ -277,12 +259,12 @@ class RegroupCosts:
         # Of several buckets of a unit, the last one counts in the order of gathers.
         shares = [share_of.pop(bucket.unit, 0.0) for bucket in reversed(times.buckets)][::-1]
         hides_backward = {bucket.unit for bucket in times.buckets}
-        if hiding is not Hiding.THREADS:
+        if self.hiding is not Hiding.THREADS:
             hides_backward = {*map(Unit.layer, range(layers[0]))}
             if scheme.pp == 1:
                 hides_backward.add(Unit.output())
         return times.exposed_ms(
-            [forward_ms * share * hiding.hides_gathers for share in shares],
+            [forward_ms * share * self.hiding.hides_gathers for share in shares],
             [
                 backward_ms * share * (bucket.unit in hides_backward)
                 for bucket, share in zip(times.buckets, shares, strict=True)
