@@ -9,9 +9,10 @@ from megatron.hydraulis.strategy import Pool, Replica, Scheme, Strategy
 @st.composite
 def schemes(draw: st.DrawFn) -> Scheme:
     splits_cp = draw(st.booleans())
-    pp = draw(st.integers(1, 4))
+    shares_weights = draw(st.booleans())
+    pp = 1 if shares_weights else draw(st.integers(1, 4))
     tp = draw(st.integers(1, 8))
-    cp = draw(st.sampled_from([2, 4] if splits_cp else [1, 2, 3]))
+    cp = draw(st.sampled_from([2, 4] if splits_cp else [2, 3] if shares_weights else [1, 2, 3]))
     return Scheme(
         tp=tp,
         cp=cp,
@@ -19,6 +20,7 @@ def schemes(draw: st.DrawFn) -> Scheme:
         pp=pp,
         layers=draw(st.none() | st.lists(st.integers(1, 40), min_size=pp, max_size=pp).map(tuple)),
         splits_cp=splits_cp,
+        fs=cp if shares_weights else 1,
     )
 
 

@@ -234,6 +234,7 @@ class JobCosts:
             row.scheme.of_context_group(1 << power)
             for row in self.profile.schemes
             if row.max_tokens and (row.scheme.cp == 1 or row.scheme.ep > 1)
+            if not row.scheme.shares_weights
             for power in range((num_ranks // row.scheme.of_context_group(1).num_ranks).bit_length())
         )
         return self.with_rows(

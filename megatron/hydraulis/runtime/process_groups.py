@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 from datetime import timedelta
 from typing import Any
 
@@ -123,7 +124,16 @@ class GroupRegistry:
             self.add_strategy(strategy)
 
     def add_strategy(self, strategy: Strategy) -> None:
-        """Create the groups of ``strategy`` that do not exist yet. Collective over all ranks."""
+        """Create the groups of ``strategy`` that do not exist yet. Collective over all ranks.
+
+        Raises StrategyError, on all ranks, for a scheme whose cp ranks share its weights.
+        """
+        for scheme in strategy.schemes:
+            if scheme.shares_weights:
+                raise StrategyError(
+                    f"strategy {strategy.name!r}: {scheme} shares weights among its cp ranks, "
+                    f"which is planned but not yet run; use {replace(scheme, fs=1)}"
+                )
         for ranks in strategy.rank_groups:
             if ranks in self._groups:
                 continue

@@ -3,10 +3,11 @@
     strategy = term ('+' term)*
     term     = [N '*'] (scheme | 'idle')
     scheme   = degree+ [':' layers (',' layers)*] ['@' rank (',' rank)*]
-    degree   = 'tp' N | 'cp' N ['~'] | 'ep' N | 'pp' N
+    degree   = 'tp' N | 'cp' N ['~'] | 'fs' [N] | 'ep' N | 'pp' N
 
-Blanks are allowed between any two symbols. The ranks after ``@`` are ordered by stage, then cp,
-then tp; with ``N*`` copies, those of the first copy come first.
+``fs`` without a number shares weights among all cp ranks, as in ``cp8fs`` and ``cp8~fs``. Blanks
+are allowed between any two symbols. The ranks after ``@`` are ordered by stage, then cp, then tp;
+with ``N*`` copies, those of the first copy come first.
 """
 
 import re
@@ -20,7 +21,7 @@ from megatron.hydraulis.strategy.scheme import Replica, Scheme, place
 # Longer numbers are typing errors.
 _NUMBER = r"[0-9]{1,9}"
 _NUMBERS = rf"{_NUMBER}(?:\s*+,\s*+{_NUMBER})*"
-_DEGREE = rf"(tp|cp|ep|pp)\s*+({_NUMBER})\s*+(~?)"
+_DEGREE = rf"(tp|cp|ep|fs|pp)(?:\s*+({_NUMBER})|(?<=fs))\s*+(~?)"
 _TERM = re.compile(
     rf"\s*+(?:(?P<copies>{_NUMBER})\s*+\*\s*+)?(?:idle|(?P<degrees>(?:{_DEGREE}\s*+)+)"
     rf"(?::\s*+(?P<layers>{_NUMBERS})\s*+)?(?:@\s*+(?P<ranks>{_NUMBERS}))?)\s*+"
@@ -50,9 +51,9 @@ def parse_terms(text: str, *, label: str) -> tuple[Term, ...]:
         match = _TERM.fullmatch(part)
         if match is None:
             raise StrategyError(
-                f"strategy {label!r}: terms of tp, cp, ep and pp, numbers of at most 9 digits, "
-                f"look like 4*idle, tp2cp8~ or 2*pp2:5,3@0,1,2,3 but {part.strip()!r} at character "
-                f"{at + 1} is none; {_EXAMPLE}"
+                f"strategy {label!r}: terms of tp, cp, fs, ep and pp, numbers of at most 9 "
+                f"digits, look like 4*idle, tp2cp8~ or 2*pp2:5,3@0,1,2,3 but {part.strip()!r} at "
+                f"character {at + 1} is none; {_EXAMPLE}"
             )
         try:
             terms.append(_term(match))
@@ -96,8 +97,15 @@ def _term(match: re.Match[str]) -> Term:
             raise StrategyError(
                 f"'~' belongs behind the degree of cp, not of {axis}; {_EXAMPLE} or 'cp8~'"
             )
-        degrees[axis] = int(degree)
+        degrees[axis] = int(degree or 0)
         splitting += mark
+    if degrees.get("fs") == 0:
+        degrees["fs"] = degrees.get("cp", 1)
+    if degrees.get("fs") == 1:
+        raise StrategyError(
+            f"fs shares weights among the cp ranks but {match['degrees'].strip()} has 1 of them; "
+            f"give cp a degree from 2 on or drop the fs"
+        )
     scheme = Scheme(**degrees, layers=_numbers(match["layers"]), splits_cp=bool(splitting))
     ranks = _numbers(match["ranks"])
     num_needed = num_copies * scheme.num_ranks

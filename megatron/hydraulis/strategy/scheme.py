@@ -12,10 +12,11 @@ from megatron.hydraulis.json_object import JsonObject
 
 @dataclass(frozen=True, slots=True)
 class Scheme:
-    """The shape ⟨tp, cp, pp⟩ of one replica, and whether its ranks share out whole experts.
+    """The shape ⟨tp, cp, pp⟩ of one replica, and whether its ranks share out weights or experts.
 
-    Raises StrategyError for a degree below 1, for layers that do not list every stage, and for a
-    splitting width (``cp8~``) that is not a power of two.
+    Raises StrategyError for a degree below 1, for layers that do not list every stage, for a
+    splitting width (``cp8~``) that is not a power of two, and for shared weights (``cp8fs``) with
+    pipeline stages or among a number of ranks that cp does not divide.
     """
 
     tp: int = 1
@@ -28,9 +29,14 @@ class Scheme:
     ep: int = 1
     """Ranks of a stage over which the experts of a layer are distributed, each expert whole on one
     of them; 1: tp cuts every expert. Divides tp·cp of a replica, not of a context group of it."""
+    fs: int = 1
+    """cp ranks over which weights and gradients of a stage are distributed, each layer gathered
+    when it is used; 1: every cp rank holds them whole. All cp ranks of a replica (``cp8fs``), more
+    than those of a context group of it (``cp4fs8``)."""
 
     def __post_init__(self) -> None:
-        for axis, degree in (("tp", self.tp), ("cp", self.cp), ("ep", self.ep), ("pp", self.pp)):
+        for axis in ("tp", "cp", "ep", "fs", "pp"):
+            degree = getattr(self, axis)
             if degree < 1:
                 raise StrategyError(
                     f"a degree must be at least 1 but {axis} is {degree}; "
@@ -52,6 +58,21 @@ class Scheme:
                 f"'~' splits a cp degree that is a power of two from 2 on but cp is {self.cp}; "
                 f"change the degree or drop the '~'"
             )
+        if self.shares_weights and self.pp > 1:
+            raise StrategyError(
+                f"fs gathers the weights of a layer for every micro-batch, in pipelines not yet, "
+                f"but {self} has pp {self.pp}; drop the fs or the pp"
+            )
+        if self.shares_weights and self.fs % self.cp:
+            raise StrategyError(
+                f"fs shares weights among the cp ranks but {self} has fs {self.fs} and cp "
+                f"{self.cp}; write fs without a number"
+            )
+
+    @property
+    def shares_weights(self) -> bool:
+        """Whether cp ranks hold a share of the weights each: the ``fs`` of ``cp8fs``."""
+        return self.fs > 1
 
     @property
     def num_ranks(self) -> int:
@@ -59,7 +80,7 @@ class Scheme:
 
     def of_context_group(self, size: int) -> "Scheme":
         """The scheme with cp = size, whose time and memory are those of a group of the cp ranks."""
-        return Scheme(self.tp, size, self.pp, self.layers, ep=self.ep)
+        return Scheme(self.tp, size, self.pp, self.layers, ep=self.ep, fs=self.fs)
 
     @property
     def group_schemes(self) -> "tuple[Scheme, ...]":
@@ -75,14 +96,21 @@ class Scheme:
 
     @property
     def as_replica(self) -> "Scheme":
-        """The narrowest scheme of a replica with this one as a group of its cp ranks: with a
-        multiple of ep ranks a stage, most often the scheme itself."""
-        of_stage = math.lcm(self.tp * self.cp, self.ep)
-        return self if of_stage == self.tp * self.cp else replace(self, cp=of_stage // self.tp)
+        """The narrowest scheme of a replica with this one as a group of its cp ranks: with all that
+        share its weights and a multiple of ep ranks a stage, most often the scheme itself."""
+        cp = math.lcm(self.tp * max(self.cp, self.fs), self.ep) // self.tp
+        fs = cp if self.shares_weights else 1
+        return self if (cp, fs) == (self.cp, self.fs) else replace(self, cp=cp, fs=fs)
 
     def check_replica(self) -> None:
-        """Raise StrategyError unless ep divides the ranks of a stage, as in every replica."""
-        if self.as_replica != self:
+        """Raise StrategyError unless ep divides the ranks of a stage and fs, if any, is the cp, as
+        in every replica."""
+        if self.fs not in (1, self.cp):
+            raise StrategyError(
+                f"the cp ranks of a replica share its weights but {self} has cp {self.cp} and fs "
+                f"{self.fs}, as groups of {self.as_replica} do; use {self.as_replica}"
+            )
+        if self.tp * self.cp % self.ep:
             of_stage = self.tp * self.cp
             wider = f", or {self.as_replica}" if self.ep % of_stage == 0 else ""
             raise StrategyError(
@@ -155,8 +183,8 @@ class Scheme:
         return num_experts // self.ep
 
     def to_json(self) -> dict[str, Any]:
-        """``{"tp", "cp", "pp"}``, and ``layers``, ``splits_cp`` and ``ep`` where the scheme has
-        them."""
+        """``{"tp", "cp", "pp"}``, and ``layers``, ``splits_cp``, ``ep`` and ``fs`` where the scheme
+        has them."""
         content: dict[str, Any] = {"tp": self.tp, "cp": self.cp, "pp": self.pp}
         if self.layers is not None:
             content["layers"] = list(self.layers)
@@ -164,6 +192,8 @@ class Scheme:
             content["splits_cp"] = True
         if self.ep != 1:
             content["ep"] = self.ep
+        if self.shares_weights:
+            content["fs"] = self.fs
         return content
 
     @classmethod
@@ -177,6 +207,7 @@ class Scheme:
                 layers=content.integers("layers") if content.has("layers") else None,
                 splits_cp=content.flag("splits_cp", default=False),
                 ep=content.integer("ep", default=1),
+                fs=content.integer("fs", default=1),
             )
         except StrategyError as error:
             raise content.error(str(error)) from None
@@ -186,6 +217,8 @@ class Scheme:
         text = f"tp{self.tp}" if self.tp != 1 else ""
         if self.cp != 1 or self.splits_cp:
             text += f"cp{self.cp}{'~' if self.splits_cp else ''}"
+        if self.shares_weights:
+            text += "fs" if self.fs == self.cp else f"fs{self.fs}"
         if self.ep != 1:
             text += f"ep{self.ep}"
         if self.pp != 1:

@@ -60,6 +60,14 @@ def test_the_share_of_the_forward_belongs_to_a_scheme() -> None:
     assert profile.coefficients(Scheme(tp=2, pp=2)).forward_share == 0.25
 
 
+def test_rows_of_shared_weights_go_both_ways() -> None:
+    rows = [row(cp=2), row(cp=2, fs=2), row(cp=1, fs=2)]
+    profile = model(*rows)
+    assert profile.to_json() == content(*rows)
+    assert profile.find(Scheme(tp=2, cp=2, splits_cp=True, fs=2)) == profile.schemes[1]
+    assert {str(scheme) for scheme in profile.splitting_schemes} == {"tp2cp2~fs"}
+
+
 def test_further_forms_and_the_host_go_both_ways_and_older_files_have_neither() -> None:
     profile = model(row(forms=[FORM], host_ms=8.0))
     assert profile.to_json() == content(row(forms=[FORM], host_ms=8.0))

@@ -35,6 +35,9 @@ def test_layers_that_do_not_fit_the_model(scheme: Scheme, num_layers: int, messa
         ({"cp": 6, "splits_cp": True}, "power of two .* cp is 6"),
         ({"splits_cp": True}, "power of two .* cp is 1"),
         ({"ep": 0}, "ep is 0"),
+        ({"fs": 0}, "fs is 0"),
+        ({"cp": 4, "fs": 4, "pp": 2}, "cp4fspp2 has pp 2; drop the fs or the pp"),
+        ({"cp": 8, "fs": 4}, "cp8fs4 has fs 4 and cp 8"),
     ],
 )
 def test_impossible_schemes(arguments: dict[str, int], message: str) -> None:
@@ -74,6 +77,16 @@ def test_ep_belongs_to_a_scheme_and_its_context_groups() -> None:
     assert [group.as_replica.cp for group in scheme.group_schemes] == [4, 4, 4]
     assert Scheme(tp=4, cp=3, ep=2).as_replica == Scheme(tp=4, cp=3, ep=2)
     assert Scheme.from_json(JsonObject(scheme.to_json(), "scheme", StrategyError)) == scheme
+
+
+def test_fs_belongs_to_a_scheme_and_its_context_groups() -> None:
+    scheme = Scheme(tp=2, cp=4, splits_cp=True, fs=4)
+    assert [str(group) for group in scheme.group_schemes] == ["tp2cp4fs", "tp2cp2fs4", "tp2fs4"]
+    assert {group.as_replica for group in scheme.group_schemes} == {Scheme(tp=2, cp=4, fs=4)}
+    assert Scheme(fs=4, ep=8).as_replica == Scheme(cp=8, fs=8, ep=8)
+    for each in (scheme, *scheme.group_schemes):
+        assert Scheme.from_json(JsonObject(each.to_json(), "scheme", StrategyError)) == each
+    assert "fs" not in Scheme(cp=4).to_json()
 
 
 def test_no_position_outside_the_scheme() -> None:
