@@ -184,15 +184,13 @@ def test_a_step_takes_as_long_as_an_iteration_of_the_simulator(
     took_s = (iteration.end_ms - before.end_ms) / 1e3
     compute_ms = max(iteration.replica_ends_ms) - iteration.replicas[0].by_stage[0][0].start_ms
     computed_s = step.step_s - step.time["data_parallel_s"]
+    assert took_s == pytest.approx(step.step_s, rel=1e-2)
+    if regroup.hiding is Hiding.ONE_QUEUE or how.pp == 1:
+        assert took_s == pytest.approx(step.step_s)
     if regroup.hiding is Hiding.ONE_QUEUE:
-        assert took_s == pytest.approx(step.step_s)
         assert compute_ms / 1e3 == pytest.approx(computed_s)
-    elif how.pp == 1:
-        # Layers of the first forward wait for a part of the gathers.
-        assert took_s == pytest.approx(step.step_s)
-        assert computed_s * (1 - 1e-9) <= compute_ms / 1e3 <= step.step_s * (1 + 1e-9)
     else:
-        # Later stages wait for gathers too, which the estimate of what is hidden leaves out.
-        assert took_s >= computed_s * (1 - 1e-9)
+        # Layers of the first forward wait for a part of the gathers.
+        assert computed_s * (1 - 1e-9) <= compute_ms / 1e3 <= took_s * (1 + 1e-9)
     slots = model.memory.max_tokens(how.scheme)
     assert step.fits == (slots >= how.micro_batch_size * of.sequence_tokens)

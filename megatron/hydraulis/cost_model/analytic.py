@@ -47,14 +47,13 @@ exchanges come before attention and add up.
 import math
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, fields, replace
-from functools import partial
 from typing import Annotated, NamedTuple
 
 from megatron.hydraulis.assumed import Assumed, Corner, at_corner
 from megatron.hydraulis.cluster import Cluster
 from megatron.hydraulis.cost_model.context import Exchange, exchange_of
 from megatron.hydraulis.cost_model.host import LOCAL_LAYERS, TE_LAYERS, HostTime
-from megatron.hydraulis.cost_model.interface import Coefficients, usual_times_ms
+from megatron.hydraulis.cost_model.interface import Coefficients
 from megatron.hydraulis.cost_model.kernels import (
     Rates,
     attention_plane,
@@ -62,7 +61,7 @@ from megatron.hydraulis.cost_model.kernels import (
     product_line,
 )
 from megatron.hydraulis.cost_model.memory import MemoryModel
-from megatron.hydraulis.cost_model.pipeline import split_layers
+from megatron.hydraulis.cost_model.pipeline import StageCosts, split_layers
 from megatron.hydraulis.cost_model.regrouping import FP32_BYTES, RegroupCosts
 from megatron.hydraulis.cost_model.trained_model import SAFE_EXPERT_LOAD, TrainedModel
 from megatron.hydraulis.strategy import Scheme, Strategy
@@ -228,7 +227,7 @@ class AnalyticCostModel(TrainedModel):
         """Computed if `regroup` is known, else 0.0; raises as `RegroupCosts.exposed_ms`."""
         if self.regroup is None:
             return 0.0
-        return self.regroup.exposed_ms(strategy, partial(usual_times_ms, self))
+        return self.regroup.exposed_ms(strategy, StageCosts(self, self.shape).usual_times_ms)
 
     @property
     def memory(self) -> MemoryModel:

@@ -157,11 +157,3 @@ class CostModel(Protocol):
         """Time of regrouping and optimizer that an iteration takes in addition to its makespan,
         without what overlaps with the replicas' work; 0.0 if unknown."""
         ...
-
-
-def usual_times_ms(cost_model: CostModel, scheme: Scheme) -> tuple[float, float]:
-    """Forward and backward of a micro-batch that short sequences fill up to its limit, on one
-    stage."""
-    times = cost_model.coefficients(scheme)
-    time_ms = times.time_of_sums_ms(0.0, cost_model.max_tokens(scheme))
-    return times.forward_share * time_ms, (1.0 - times.forward_share) * time_ms

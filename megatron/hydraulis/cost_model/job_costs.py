@@ -38,13 +38,14 @@ from megatron.hydraulis.cost_model.device import (
     described_device,
     device_constants,
 )
-from megatron.hydraulis.cost_model.interface import Coefficients, usual_times_ms
+from megatron.hydraulis.cost_model.interface import Coefficients
 from megatron.hydraulis.cost_model.model_arguments import (
     add_model_arguments,
     given_settings,
     given_shape,
     job_precision,
 )
+from megatron.hydraulis.cost_model.pipeline import StageCosts
 from megatron.hydraulis.cost_model.profile import ProfileCostModel, ProfiledModel, ProfiledScheme
 from megatron.hydraulis.cost_model.regrouping import FP32_BYTES, Hiding, wire_bytes
 from megatron.hydraulis.cost_model.trained_model import EXPERT_LOAD
@@ -465,7 +466,7 @@ def print_bf16_advice(
 ) -> None:
     """Print what --grad-reduce-in-bf16 would save, if that is worth it; see `bf16_advice`."""
     if profile.regroup is not None:
-        times = partial(usual_times_ms, profile)
+        times = StageCosts(profile, profile.regroup.shape).usual_times_ms
         advice = profile.regroup.bf16_advice(shares, times, 1e3 * iteration_s)
         if advice is not None:
             print(advice)

@@ -230,11 +230,11 @@ def _step_time(
     (of_replica,) = layout.strategy(job).schemes
     share = costs.coefficients(of_replica)[0].forward_share
     busy_s = equal_micro_batches_time_ms(stages_ms, num_micro_batches, share) / _MS_PER_S
-    first_stage_ms = share * stages_ms[0], (1.0 - share) * stages_ms[0]
+    halves_ms = [(share * stage_ms, (1.0 - share) * stage_ms) for stage_ms in stages_ms]
     regroup = _regroup_costs(
         job.shape, model.device, model.cluster, layout.tp, model.parameter_bytes
     )
-    exposed_ms = regroup.exposed_ms(layout.strategy(job), lambda _: first_stage_ms)
+    exposed_ms = regroup.exposed_ms(layout.strategy(job), lambda _: halves_ms)
     host_s = num_micro_batches * max(each.host_ms for each in coefficients) / _MS_PER_S
     causes["launch_s"] += max(0.0, host_s - busy_s)
     causes["imbalance_s"] = max(0.0, slowest_s - average_s)

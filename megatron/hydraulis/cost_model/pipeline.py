@@ -10,6 +10,7 @@ from megatron.hydraulis.cost_model.interface import FORWARD_SHARE, Coefficients,
 from megatron.hydraulis.errors import StrategyError
 from megatron.hydraulis.model_shape import ModelShape
 from megatron.hydraulis.strategy import Scheme
+from megatron.hydraulis.transfer.canonical import Unit
 
 _NUM_UNTIL_STEADY = 16
 """Micro-batches for each stage after which a pipeline is taken to repeat itself."""
@@ -233,11 +234,14 @@ class StageCosts:
             self._known[scheme] = self._of(scheme)
         return self._known[scheme]
 
-    def output_share(self, scheme: Scheme, stage: int) -> float:
-        """Share of the output layer in a stage's matrix products, from 0 to 1."""
-        if self.shape is None or stage < scheme.pp - 1:
-            return 0.0
-        return output_share(self.shape, scheme)
+    def usual_times_ms(self, scheme: Scheme) -> list[tuple[float, float]]:
+        """Forward and backward, on each stage, of a micro-batch that short sequences fill up to its
+        limit."""
+        num_tokens = self.cost_model.max_tokens(scheme)
+        usual = [
+            (each.time_of_sums_ms(0.0, num_tokens), each) for each in self.coefficients(scheme)
+        ]
+        return [(ms * of.forward_share, ms * (1.0 - of.forward_share)) for ms, of in usual]
 
     def _of(self, scheme: Scheme) -> tuple[Coefficients, ...]:
         slowest = self.cost_model.coefficients(scheme)
@@ -254,9 +258,22 @@ class StageCosts:
         )
 
 
-def output_share(shape: ModelShape, scheme: Scheme) -> float:
-    """Share of the output layer in the last stage's matrix products, from 0 to 1."""
-    return shape.num_embedding_parameters / _stage_entries(shape, scheme)[-1]
+def stage_parts(shape: ModelShape, scheme: Scheme) -> tuple[tuple[tuple[Unit, float], ...], ...]:
+    """Units of every stage in the order of its forward, each with its share of the stage's time:
+    shape (pp, num_units).
+
+    The embedding takes no time, layers take equal times.
+    """
+    layers = scheme.layers_per_stage(shape.num_layers)
+    of_output = shape.num_embedding_parameters / _stage_entries(shape, scheme)[-1]
+    units = iter(range(shape.num_layers))
+    parts = []
+    for stage, num_layers in enumerate(layers):
+        of_layers = 1.0 - of_output if stage == scheme.pp - 1 else 1.0
+        parts.append([(Unit.layer(next(units)), of_layers / num_layers) for _ in range(num_layers)])
+    parts[0].insert(0, (Unit.embedding(), 0.0))
+    parts[-1].append((Unit.output(), of_output))
+    return tuple(map(tuple, parts))
 
 
 def _stage_entries(shape: ModelShape, scheme: Scheme) -> list[int]:

@@ -31,7 +31,6 @@ coefficients fit, the versions of the software, and the speed of regrouping: see
 import sys
 from collections.abc import Iterable, Mapping
 from dataclasses import MISSING, asdict, dataclass, field, fields, replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -41,8 +40,8 @@ from megatron.hydraulis.cost_model.interface import (
     MOST_MS,
     Coefficients,
     CostModel,
-    usual_times_ms,
 )
+from megatron.hydraulis.cost_model.pipeline import StageCosts
 from megatron.hydraulis.cost_model.regrouping import BF16_BYTES, FP32_BYTES, Hiding, RegroupCosts
 from megatron.hydraulis.errors import ConfigurationError, StrategyError
 from megatron.hydraulis.json_object import JsonObject, read_json
@@ -261,7 +260,9 @@ class ProfileCostModel:
             return measured_ms
         if self.regroup is None:
             return 0.0
-        return self.regroup.exposed_ms(strategy, partial(usual_times_ms, times or self))
+        return self.regroup.exposed_ms(
+            strategy, StageCosts(times or self, self.regroup.shape).usual_times_ms
+        )
 
     def readings(self) -> "dict[str, ProfileCostModel]":
         """How regrouping and optimizer can count, the last one where one figure is given.
@@ -309,7 +310,7 @@ class ProfileCostModel:
             if all(map(self.find, strategy.schemes))
         ]
         as_measured = replace(regroup, gradient_bytes=self.gradient_bytes)
-        calibrated = as_measured.calibrated(known, partial(usual_times_ms, self))
+        calibrated = as_measured.calibrated(known, StageCosts(self, regroup.shape).usual_times_ms)
         if as_measured == regroup:
             return replace(self, regroup=calibrated)
         here = replace(calibrated, gradient_bytes=regroup.gradient_bytes)

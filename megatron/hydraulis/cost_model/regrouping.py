@@ -19,7 +19,7 @@ from enum import Enum, auto
 
 from megatron.hydraulis.cluster import Cluster, Link
 from megatron.hydraulis.cost_model.device import DeviceConstants, Precision
-from megatron.hydraulis.cost_model.pipeline import output_share
+from megatron.hydraulis.cost_model.pipeline import stage_parts
 from megatron.hydraulis.errors import ConfigurationError
 from megatron.hydraulis.model_shape import ModelShape
 from megatron.hydraulis.strategy import Replica, Scheme, Strategy
@@ -36,8 +36,8 @@ _LEAST_SAVING = 0.01
 # Gradient, master weight and two moments are read; master weight and moments are written.
 _UPDATE_FP32_PASSES = 4 + 3
 
-MicroBatchTimes = Callable[[Scheme], tuple[float, float]]
-"""Forward and backward of a scheme's micro-batch on one stage, in ms."""
+MicroBatchTimes = Callable[[Scheme], Sequence[tuple[float, float]]]
+"""Forward and backward of a scheme's micro-batch in ms, shape (pp, 2)."""
 
 
 def wire_bytes(precision: Precision, *, reduces_in_bf16: bool) -> int:
@@ -229,47 +229,38 @@ class RegroupCosts:
     def exposed_ms(self, strategy: Strategy, times_ms: MicroBatchTimes) -> float:
         """Regrouping and update that add to the makespan, by `hiding`; raises as `times`.
 
-        times_ms: of a scheme's usual micro-batch on one stage. The first and the last one hide
-        regrouping; of several schemes the one counts that hides the least.
+        times_ms: of a scheme's usual micro-batch. The first and the last one hide regrouping; of
+        several schemes the one counts that hides the least.
         """
         times = self.times(strategy)
         if self.hiding is Hiding.NOTHING:
             return times.total_ms
         return max(
-            self._exposed_by_ms(times, scheme, *times_ms(scheme)) for scheme in strategy.schemes
+            self._exposed_by_ms(times, scheme, times_ms(scheme)) for scheme in strategy.schemes
         )
 
     def _exposed_by_ms(
-        self,
-        times: RegroupTimes,
-        scheme: Scheme,
-        forward_ms: float,
-        backward_ms: float,
+        self, times: RegroupTimes, scheme: Scheme, times_ms: Sequence[tuple[float, float]]
     ) -> float:
-        layers = scheme.layers_per_stage(self.shape.num_layers)
-        of_output = output_share(self.shape, scheme)
-        of_layers = [1.0] * (scheme.pp - 1) + [1.0 - of_output]
-        of_layer = [
-            of_stage / num
-            for of_stage, num in zip(of_layers, layers, strict=True)
-            for _ in range(num)
-        ]
-        share_of = dict(zip(map(Unit.layer, range(len(of_layer))), of_layer, strict=True))
-        share_of[Unit.output()] = of_output
+        forward_ms: dict[Unit, float] = {}
+        backward_ms: dict[Unit, float] = {}
+        hidden = 0.0
+        if scheme.pp > 1 and self.hiding is Hiding.THREADS:
+            # All ranks issue scatters: a first stage from its last backward but one on, while it
+            # awaits the last stage, which runs a forward in between.
+            later_ms = math.fsum(of_backward for _, of_backward in times_ms[1:])
+            hidden = min(1.0, times_ms[-1][0] / later_ms) if later_ms else 0.0
+        for stage, parts in enumerate(stage_parts(self.shape, scheme)):
+            of_forward, of_backward = times_ms[stage]
+            for unit, share in parts:
+                forward_ms[unit] = share * of_forward * self.hiding.hides_gathers
+                backward_ms[unit] = share * of_backward * (hidden if stage else 1.0)
         # Of several buckets of a unit, the last one counts in the order of gathers.
-        shares = [share_of.pop(bucket.unit, 0.0) for bucket in reversed(times.buckets)][::-1]
-        hides_backward = {bucket.unit for bucket in times.buckets}
-        if self.hiding is not Hiding.THREADS:
-            hides_backward = {*map(Unit.layer, range(layers[0]))}
-            if scheme.pp == 1:
-                hides_backward.add(Unit.output())
-        return times.exposed_ms(
-            [forward_ms * share * self.hiding.hides_gathers for share in shares],
-            [
-                backward_ms * share * (bucket.unit in hides_backward)
-                for bucket, share in zip(times.buckets, shares, strict=True)
-            ],
-        )
+        shares_ms = [
+            (forward_ms.pop(bucket.unit, 0.0), backward_ms.pop(bucket.unit, 0.0))
+            for bucket in reversed(times.buckets)
+        ]
+        return times.exposed_ms(*map(list, zip(*reversed(shares_ms), strict=True)))
 
     def calibrated(
         self,

@@ -10,7 +10,7 @@ from typing import Any
 
 from megatron.hydraulis.cost_model.analytic import AnalyticCostModel
 from megatron.hydraulis.cost_model.device import DeviceConstants, Precision
-from megatron.hydraulis.cost_model.interface import CostModel, usual_times_ms
+from megatron.hydraulis.cost_model.interface import CostModel
 from megatron.hydraulis.cost_model.limits import CUDA_ROW_QUANTUM, Limits
 from megatron.hydraulis.cost_model.model_arguments import (
     gradient_bytes,
@@ -19,6 +19,7 @@ from megatron.hydraulis.cost_model.model_arguments import (
     recompute_of,
     training_precision,
 )
+from megatron.hydraulis.cost_model.pipeline import StageCosts
 from megatron.hydraulis.cost_model.profile import (
     ProfileCostModel,
     ProfiledModel,
@@ -191,10 +192,11 @@ class Planning:
         cost_model, strategies = self.cost_model, self.pool.strategies
         assert isinstance(cost_model, AnalyticCostModel | ProfileCostModel)
         assert cost_model.regroup is not None
-        times = partial(usual_times_ms, cost_model)
+        times = StageCosts(cost_model, cost_model.regroup.shape).usual_times_ms
         rates = {
             strategy: sum(
-                cost_model.max_tokens(r.scheme) / sum(times(r.scheme)) for r in strategy.replicas
+                cost_model.max_tokens(r.scheme) / max(map(sum, times(r.scheme)))
+                for r in strategy.replicas
             )
             for strategy in strategies
         }

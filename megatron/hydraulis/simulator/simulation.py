@@ -29,7 +29,7 @@ from collections import deque
 from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from megatron.hydraulis.cost_model.pipeline import StageCosts, last_backward_end_ms
+from megatron.hydraulis.cost_model.pipeline import StageCosts, last_backward_end_ms, stage_parts
 from megatron.hydraulis.cost_model.regrouping import (
     BucketTimes,
     Hiding,
@@ -211,9 +211,9 @@ class Simulator:
         if self._hiding is not Hiding.NOTHING:
             posted = []
             for replica in replicas:
-                pp = replica.replica.scheme.pp
-                num_stages = pp if self._hiding is Hiding.THREADS else 1
-                posted += replica.before_scatters(num_stages)
+                has_threads = self._hiding is Hiding.THREADS
+                num_stages = replica.replica.scheme.pp if has_threads else 1
+                posted += replica.before_scatters(num_stages, have_received=not has_threads)
                 for unit, task in replica.gradients_done(num_stages):
                     complete.setdefault(unit, []).append(task)
         scatters: dict[int, Task] = {}
@@ -247,28 +247,6 @@ def stage_program(
         if num_ahead + micro_batch < num_micro_batches:
             yield True, num_ahead + micro_batch
         yield False, micro_batch
-
-
-def stage_parts(
-    stage: int, layers: Sequence[int], output_share: float
-) -> tuple[tuple[Unit, float], ...]:
-    """Units of a stage in the order of its forward, each with its share of the stage's time.
-
-    The embedding takes no time, layers take equal times.
-
-    Args:
-        stage: counted from 0.
-        layers: of every stage.
-        output_share: the output layer's share of this stage's time.
-    """
-    first = sum(layers[:stage])
-    units = range(first, first + layers[stage])
-    parts = [(Unit.layer(index), (1.0 - output_share) / layers[stage]) for index in units]
-    if stage == 0:
-        parts.insert(0, (Unit.embedding(), 0.0))
-    if stage == len(layers) - 1:
-        parts.append((Unit.output(), output_share))
-    return tuple(parts)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -327,11 +305,7 @@ class ReplicaTasks:
         self._num_stages, self._num_micro_batches = scheme.pp, len(micro_batches)
         self._parts: tuple[tuple[tuple[Unit, float], ...], ...] = ()
         if (gathered or splits_last_backward) and costs.shape is not None:
-            layers = scheme.layers_per_stage(costs.shape.num_layers)
-            self._parts = tuple(
-                stage_parts(stage, layers, costs.output_share(scheme, stage))
-                for stage in range(scheme.pp)
-            )
+            self._parts = stage_parts(costs.shape, scheme)
         self.by_stage: list[list[OperationTasks]] = []
         """Operations of every stage in their order."""
         self._found: dict[tuple[bool, int, int], OperationTasks] = {}
@@ -406,9 +380,10 @@ class ReplicaTasks:
         host_ms = 0.0 if self._host is None else self._host.duration_ms
         return max(host_ms, last_backward_end_ms(halves_ms))
 
-    def before_scatters(self, num_stages: int) -> list[Task]:
+    def before_scatters(self, num_stages: int, *, have_received: bool) -> list[Task]:
         """Tasks that each stage ends before it issues scatters: those before its last backward on
-        the first num_stages stages, the last backward itself on others."""
+        the first num_stages stages, whose input has arrived if have_received, the last backward
+        itself on others."""
         found: list[Task] = []
         for stage, operations in enumerate(self.by_stage):
             if operations and stage >= num_stages:
@@ -416,7 +391,7 @@ class ReplicaTasks:
             elif operations:
                 found.append(operations[-2].tasks[-1])
                 gradient = self._input_of(False, stage, self._num_micro_batches - 1)
-                if gradient is not None:
+                if have_received and gradient is not None:
                     found.append(gradient)
         return found
 

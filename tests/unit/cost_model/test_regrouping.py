@@ -74,7 +74,7 @@ class TestExposed:
     ) -> None:
         exposed_ms = {
             hiding: regroup_costs(4, hiding=hiding).exposed_ms(
-                strategy(text), lambda _: (micro_batch_ms / 3, micro_batch_ms * 2 / 3)
+                strategy(text), lambda of: [(micro_batch_ms / 3, micro_batch_ms * 2 / 3)] * of.pp
             )
             for hiding in Hiding
         }
@@ -91,8 +91,8 @@ class TestExposed:
 
     @pytest.mark.parametrize("text", [MIXED, SINGLE, PIPELINE])
     def test_many_queues_hide_gathers_and_one_hides_none(self, text: str) -> None:
-        def times(_: object) -> tuple[float, float]:
-            return 1.0, 2.0
+        def times(scheme: Scheme) -> list[tuple[float, float]]:
+            return [(1.0, 2.0)] * scheme.pp
 
         exposed_ms = {
             hiding: regroup_costs(4, hiding=hiding).exposed_ms(strategy(text), times)
@@ -106,7 +106,7 @@ class TestExposed:
         costs = regroup_costs(4, hiding=Hiding.ONE_QUEUE, inside_bytes_per_s=1e7)
         pipeline = strategy("2*pp2:1,3")
         alone_ms, hidden_ms = (
-            costs.exposed_ms(pipeline, lambda _, ms=ms: (ms / 3, ms * 2 / 3))  # type: ignore[misc]
+            costs.exposed_ms(pipeline, lambda _, ms=ms: [(ms / 3, ms * 2 / 3)] * 2)  # type: ignore[misc]
             for ms in (0.0, 1e3)
         )
         buckets = costs.times(pipeline).buckets
@@ -141,7 +141,7 @@ class TestBf16Gradients:
         scatter_ms = sum(bucket.scatter_ms for bucket in costs.times(of).buckets)
 
         def advice(costs: RegroupCosts, iteration_ms: float) -> str | None:
-            return costs.bf16_advice({of: 1.0}, lambda _: (0.0, 0.0), iteration_ms)
+            return costs.bf16_advice({of: 1.0}, lambda of: [(0.0, 0.0)] * of.pp, iteration_ms)
 
         saved_ms = scatter_ms / 2
         numbers = f"save {saved_ms:,.1f} ms of an iteration's {99 * saved_ms:,.1f} ms"

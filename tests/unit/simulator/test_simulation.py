@@ -7,7 +7,7 @@ import math
 import pytest
 
 from megatron.hydraulis.cost_model import Coefficients
-from megatron.hydraulis.cost_model.pipeline import StageCosts
+from megatron.hydraulis.cost_model.pipeline import StageCosts, stage_parts
 from megatron.hydraulis.cost_model.regrouping import Hiding
 from megatron.hydraulis.errors import ConfigurationError, HydraulisError, PlanError
 from megatron.hydraulis.model_shape import AttentionWindow
@@ -15,6 +15,7 @@ from megatron.hydraulis.planner.planners import CertifiedPlanner
 from megatron.hydraulis.simulator.simulation import EventLoop, Simulator, stage_program
 from megatron.hydraulis.simulator.work import IterationWork, MicroBatchWork
 from megatron.hydraulis.strategy import Pool, Scheme, Strategy
+from megatron.hydraulis.transfer.canonical import Unit
 from tests.support.planning import TableCostModel
 from tests.support.simulation import (
     SMALL_SHAPE,
@@ -248,6 +249,26 @@ class TestRegrouping:
         assert iteration.end_ms == 23
         assert iteration.buckets == ()
 
+    @pytest.mark.parametrize("hiding", [Hiding.ONE_QUEUE, Hiding.MANY_QUEUES])
+    @pytest.mark.parametrize("text", ["pp4", "2*pp2", "2*pp2:1,3", "tp2pp2", "2*tp2"])
+    def test_an_iteration_exposes_what_is_estimated(self, text: str, hiding: Hiding) -> None:
+        regroup = regroup_costs(4, hiding=hiding)
+        strategy = Strategy.parse(text, 4, ranks_per_node=2)
+        work = work_of(text, [[4] * 3] * len(strategy.replicas), num_ranks=4)
+        for ms_per_token in (0.001, 0.01, 0.1, 1.0):
+            times = Coefficients(0.0, ms_per_token, 0.0)
+            took_ms = [
+                iterations[1].end_ms - iterations[0].end_ms
+                for costs in (None, regroup)
+                for iterations in [
+                    simulator(times=times, regroup=costs, shape=SMALL_SHAPE).run([work] * 2)
+                ]
+            ]
+            model = TableCostModel(times=lambda _, times=times: times, default_limit=4)  # type: ignore[misc]
+            stages = StageCosts(model, SMALL_SHAPE)
+            exposed_ms = regroup.exposed_ms(strategy, stages.usual_times_ms)
+            assert took_ms[1] - took_ms[0] == pytest.approx(exposed_ms)
+
     def test_ranks_of_another_cluster_are_refused(self) -> None:
         run = simulator(regroup=regroup_costs(8), shape=SMALL_SHAPE)
         with pytest.raises(ConfigurationError, match="4 ranks but the cluster has 8"):
@@ -264,9 +285,8 @@ class TestStages:
         assert (first.a_ms_per_token2, first.b_ms_per_token, first.c_ms) == (6.0, 12.0, 3.0)
         assert (last.a_ms_per_token2, last.c_ms) == (2.0, 1.0)
         assert last.b_ms_per_token == pytest.approx(12.0 * (layer + output) / (3 * layer))
-        assert costs.output_share(Scheme(pp=2, layers=(3, 1)), 1) == pytest.approx(
-            output / (layer + output)
-        )
+        _, parts = stage_parts(SMALL_SHAPE, Scheme(pp=2, layers=(3, 1)))
+        assert dict(parts)[Unit.output()] == pytest.approx(output / (layer + output))
 
     def test_a_lighter_stage_shortens_the_iteration(self) -> None:
         work = work_of("pp2:3,1", [[30, 30, 30]], num_ranks=2)
