@@ -79,6 +79,7 @@ def environment(
         "STAND_IN_TIMEOUT_S": int(timeout_s),
         # Kernels are never compiled, and none would run.
         "TORCH_COMPILE_DISABLE": 1,
+        "TORCH_DISABLE_NATIVE_JIT": 1,  # operations that torch replaces by Triton's
         # A process that only asks whether there is CUDA can still be forked.
         "PYTORCH_NVML_BASED_CUDA_CHECK": 1,
         # As the job scripts set.
