@@ -91,13 +91,14 @@ class Cluster:
         """The slowest link between two neighbours in a group of num_ranks neighbouring ranks."""
         return self.inter_node if self.uses_network(num_ranks) else self.intra_node
 
-    def collective(self, num_ranks: int) -> Link:
-        """The link that bounds a ring collective over num_ranks neighbouring ranks.
+    def collective(self, num_ranks: int, stride: int = 1) -> Link:
+        """The link that bounds ring collectives over num_ranks neighbouring ranks, or over every
+        stride-th of them.
 
         A ring over several nodes, or domains, leaves each through all of the group's ranks there,
         so their network links add up, at most to the bandwidth inside a node.
         """
         if not self.uses_network(num_ranks):
             return self.intra_node
-        together = self.inter_node.bytes_per_s * self.linked_ranks
+        together = self.inter_node.bytes_per_s * max(1, self.linked_ranks // stride)
         return replace(self.inter_node, bytes_per_s=min(together, self.intra_node.bytes_per_s))

@@ -37,6 +37,7 @@ from megatron.hydraulis.cost_model.profile import (
     NOTHING_HIDDEN,
     ProfileCostModel,
 )
+from megatron.hydraulis.cost_model.regrouping import wire_bytes
 from megatron.hydraulis.data.sampler import BatchSizes
 from megatron.hydraulis.errors import ConfigurationError
 from megatron.hydraulis.json_object import write_output
@@ -429,7 +430,8 @@ def _costs(namespace: argparse.Namespace, request: ProposalRequest) -> JobCosts:
             shape=shape,
             device=device,
             cluster=device.cluster(num_ranks, ranks_per_node),
-            precision=job_precision(namespace),
+            precision=(precision := job_precision(namespace)),
+            gradient_bytes=wire_bytes(precision, reduces_in_bf16=options.grad_reduce_in_bf16),
             **options.layers(shape),
         )
         profile = estimated_profile(model)

@@ -21,12 +21,14 @@ query heads, f width of the MLP, P entries of a layer's matrices; lower-case con
     ep           an all-to-all of tokens to whole experts and back; the matrices of
                  experts count by the busiest rank
     cp           a ring or an all-gather of keys and values, or an all-to-all of heads (context.py)
+    fs           an all-gather of the weights that cp ranks share
     launch       num_launches · kernel_s: no kernel is shorter (host.py)
 
 The backward takes twice the forward, as matrix products have two gradients (arXiv 2104.04473,
 appendix); attention 2.5 times, since it recomputes scores (arXiv 2307.08691), or as kernels.py has
 it;
 copies and messages of tp once more and those of cp as context.py has it; twice the launches. It
+gathers the weights of fs again and reduce-scatters their gradients. It
 moves the weights weight_passes times to accumulate their gradients. Recomputation runs a forward
 and its messages once more: of a layer, its core attention (with the exchange of cp) or its MLP
 (with two of the collectives).
@@ -38,10 +40,8 @@ gradients to their neighbours.
 Everything is linear in Σ s², Σ s and 1, which gives the coefficients a, b and c. Each coefficient
 is that of the stage where it is largest, because a replica runs at the pace of its slowest stage.
 
-What one rank of a ring of c does to the keys and values that it has overlaps with their exchange,
-but for the last of c steps: max(attention, exchange + attention/c), in the forward and, with
-figures of its own, in the backward. The sums of all choices are the forms of `Coefficients`. Other
-exchanges come before attention and add up.
+What runs at the same time does not add up: `overlap` says what is hidden in each form of
+`Coefficients`.
 """
 
 import math
@@ -50,7 +50,7 @@ from dataclasses import dataclass, fields, replace
 from typing import Annotated, NamedTuple
 
 from megatron.hydraulis.assumed import Assumed, Corner, at_corner
-from megatron.hydraulis.cluster import Cluster
+from megatron.hydraulis.cluster import Cluster, Link
 from megatron.hydraulis.cost_model.context import Exchange, exchange_of
 from megatron.hydraulis.cost_model.host import LOCAL_LAYERS, TE_LAYERS, HostTime
 from megatron.hydraulis.cost_model.interface import Coefficients
@@ -61,6 +61,12 @@ from megatron.hydraulis.cost_model.kernels import (
     product_line,
 )
 from megatron.hydraulis.cost_model.memory import MemoryModel
+from megatron.hydraulis.cost_model.overlap import (
+    NUM_TP_COLLECTIVES_FORWARD,
+    CostTerm,
+    hidden_by_stage,
+    shared_weights_s,
+)
 from megatron.hydraulis.cost_model.pipeline import StageCosts, split_layers
 from megatron.hydraulis.cost_model.regrouping import FP32_BYTES, RegroupCosts
 from megatron.hydraulis.cost_model.trained_model import SAFE_EXPERT_LOAD, TrainedModel
@@ -72,8 +78,6 @@ _SHARED = tuple(each.name for each in fields(TrainedModel))
 _FLOPS_PER_ENTRY = 2
 _BACKWARD_FORWARDS = 2.0
 _BACKWARD_ATTENTIONS = 2.5
-# Around attention and around the MLP; the backward has as many.
-_NUM_TP_COLLECTIVES_FORWARD = 4
 # Of queries' latents, those of keys and values, and rotated channels, one after the other.
 _NUM_LATENT_GATHERS = 3
 # Tokens go to their experts and come back; their gradients likewise.
@@ -119,43 +123,17 @@ class KernelConstants:
     network; fitted to tp16, whose ring has 15 steps."""
     collective_latencies: float = 2.16
     """The same inside a node, where none was measured (assumption)."""
-    ring_overlap: Annotated[
-        float, Assumed(1.0, 0.5, "its kernels take multiprocessors and memory from attention")
+    overlap: Annotated[
+        float, Assumed(1.0, 0.5, "messages take multiprocessors and memory from compute")
     ] = 1.0
-    """Share of what can overlap in a ring of keys and values that does (assumption)."""
+    """Share of what can overlap that does, in a ring of keys and values and with the weights that
+    cp ranks share (assumption)."""
     tp_link_share: float = 1.0
     """Rate of collectives of tensor parallelism in a node over that of the same ones measured
     alone; not fitted."""
 
 
 KERNELS = KernelConstants()
-
-
-@dataclass(frozen=True, slots=True)
-class CostTerm:
-    """Seconds of a cause, of a micro-batch on a stage: a polynomial in the lengths."""
-
-    per_token2_s: float = 0.0
-    """Times Σ s²."""
-    per_token_s: float = 0.0
-    """Times Σ s."""
-    constant_s: float = 0.0
-
-    def __add__(self, other: "CostTerm") -> "CostTerm":
-        return CostTerm(
-            self.per_token2_s + other.per_token2_s,
-            self.per_token_s + other.per_token_s,
-            self.constant_s + other.constant_s,
-        )
-
-    def seconds(self, sum_of_squares: float, num_tokens: float) -> float:
-        """Time of a micro-batch."""
-        return self.per_token2_s * sum_of_squares + self.per_token_s * num_tokens + self.constant_s
-
-    def __rmul__(self, factor: float) -> "CostTerm":
-        return CostTerm(
-            factor * self.per_token2_s, factor * self.per_token_s, factor * self.constant_s
-        )
 
 
 def _of_context_rank(scheme: Scheme, per_token_s: float, constant_s: float) -> CostTerm:
@@ -183,6 +161,8 @@ class AnalyticCostModel(TrainedModel):
 
     cluster: Cluster
     kernels: KernelConstants = KERNELS
+    gradient_bytes: int = FP32_BYTES
+    """Size of a gradient on the wire."""
     regroup: RegroupCosts | None = None
     """Affects the overhead of strategies only."""
 
@@ -196,13 +176,13 @@ class AnalyticCostModel(TrainedModel):
         return self.device.peak(self.precision)
 
     @property
-    def _rates(self) -> Rates:
+    def rates(self) -> Rates:
         """Of this job: its links may differ from the device's usual ones."""
         link_bytes_per_s = self.cluster.intra_node.bytes_per_s
         return replace(self.device.rates(self.precision), link_bytes_per_s=link_bytes_per_s)
 
     @property
-    def _backward_attentions(self) -> float:
+    def backward_attentions(self) -> float:
         """Time of attention's backward in forwards."""
         kernels = self.device.kernels
         return _BACKWARD_ATTENTIONS if kernels is None else kernels.attention.backward_forwards
@@ -243,7 +223,6 @@ class AnalyticCostModel(TrainedModel):
         self,
         tp_degrees: Iterable[int],
         *,
-        gradient_bytes: int = FP32_BYTES,
         overlaps: bool = True,
     ) -> RegroupCosts:
         """Costs of regrouping in this job, with schemes of these tp degrees; see
@@ -254,7 +233,7 @@ class AnalyticCostModel(TrainedModel):
             self.cluster,
             num_atoms=math.lcm(*tp_degrees),
             parameter_bytes=self.parameter_bytes,
-            gradient_bytes=gradient_bytes,
+            gradient_bytes=self.gradient_bytes,
             overlaps=overlaps,
         )
 
@@ -265,12 +244,12 @@ class AnalyticCostModel(TrainedModel):
         """
         stages = [sum(stage.values(), CostTerm()) for stage in self.terms_by_stage(scheme)]
         share = self._forward_share(scheme)
-        hidden = self._hidden_by_stage(scheme)
+        hidden = hidden_by_stage(self, scheme)
         first, *others = dict.fromkeys(
             Coefficients(
-                a_ms_per_token2=_MS_PER_S * max(each.per_token2_s for each in totals),
-                b_ms_per_token=_MS_PER_S * max(each.per_token_s for each in totals),
-                c_ms=_MS_PER_S * max(each.constant_s for each in totals),
+                a_ms_per_token2=_MS_PER_S * max(0.0, *(each.per_token2_s for each in totals)),
+                b_ms_per_token=_MS_PER_S * max(0.0, *(each.per_token_s for each in totals)),
+                c_ms=_MS_PER_S * max(0.0, *(each.constant_s for each in totals)),
                 window=self.shape.window,
                 forward_share=share,
             )
@@ -278,27 +257,6 @@ class AnalyticCostModel(TrainedModel):
             if (totals := [s + -1.0 * less for s, less in zip(stages, of_form, strict=True)])
         )
         return replace(first, others=tuple(others), host_ms=self._host_ms(scheme))
-
-    def _hidden_by_stage(self, scheme: Scheme) -> list[list[CostTerm]]:
-        """What each form hides of `stage_terms` on each stage: shape (num_forms, pp)."""
-        layers = scheme.layers_per_stage(self.shape.num_layers)
-        moved = self._exchange(scheme)
-        if moved.way != "p2p":
-            return [[CostTerm()] * len(layers)]
-        forward, backward = self._context_terms(scheme)
-        attention = self.attention(scheme)
-        # While it attends to all keys and values but those of the last step.
-        overlapping = (1.0 - 1.0 / scheme.cp) * attention
-        overlap = self.kernels.ring_overlap
-        again = self.recompute
-
-        def hidden(num_layers: int, in_forward: CostTerm, in_backward: CostTerm) -> CostTerm:
-            num_again = again.num_layers_again(num_layers) + num_layers * again.drops_core_attention
-            return overlap * ((num_layers + num_again) * in_forward + num_layers * in_backward)
-
-        overlapping_back = self._backward_attentions * overlapping
-        forms = (forward, backward), (overlapping, backward), (overlapping, overlapping_back)
-        return [[hidden(num, *of_passes) for num in layers] for of_passes in forms]
 
     def _forward_share(self, scheme: Scheme) -> float:
         """Share of the forward in the time per token of a stage's layers, rounded so that schemes
@@ -353,14 +311,14 @@ class AnalyticCostModel(TrainedModel):
         weights_s = self.kernels.weight_passes * self._matrix_bytes(scheme)
         backward = {
             "matmul": _BACKWARD_FORWARDS * forward["matmul"],
-            "attention": self._backward_attentions * forward["attention"],
+            "attention": self.backward_attentions * forward["attention"],
             "elementwise": _BACKWARD_FORWARDS * forward["elementwise"]
             + CostTerm(constant_s=weights_s / self.device.memory_bytes_per_s),
             "launch": _BACKWARD_FORWARDS * forward["launch"],
             "tensor_parallel": forward["tensor_parallel"],
             "expert_copies": forward["expert_copies"],
             "expert_parallel": forward["expert_parallel"],
-            "context_parallel": self._context_terms(scheme)[1],
+            "context_parallel": self.context_terms(scheme)[1],
         }
         terms = {cause: num_layers * (term + backward[cause]) for cause, term in forward.items()}
         again = self.recompute
@@ -372,6 +330,9 @@ class AnalyticCostModel(TrainedModel):
             * (forward["attention"] + forward["context_parallel"])
             + num_layers * again.drops_mlp * self._mlp_forward(scheme)
         )
+        if scheme.shares_weights:
+            weights_s = sum(map(sum, shared_weights_s(self, scheme)))
+            terms["shared_weights"] = CostTerm(constant_s=weights_s)
         terms["logits"] = self._logits(scheme) if is_last else CostTerm()
         terms["boundary"] = self.boundary(scheme)
         return terms
@@ -394,7 +355,7 @@ class AnalyticCostModel(TrainedModel):
             "tensor_parallel": self._tp_messages(scheme),
             "expert_copies": self._expert_copies(scheme),
             "expert_parallel": self._expert_exchange(scheme),
-            "context_parallel": self._context_terms(scheme)[0],
+            "context_parallel": self.context_terms(scheme)[0],
         }
 
     def _launches_s(self, scheme: Scheme) -> float:
@@ -505,7 +466,7 @@ class AnalyticCostModel(TrainedModel):
         num_bytes *= self.shape.experts_per_token / scheme.tp
         if kernels is not None and not cluster.uses_network(scheme.ep):
             per_token_s, constant_s = collective_line(
-                kernels, self._rates, "alltoall", scheme.ep, num_bytes
+                kernels, self.rates, "alltoall", scheme.ep, num_bytes
             )
         else:
             num_inside = min(scheme.ep, cluster.linked_ranks) - 1
@@ -521,8 +482,8 @@ class AnalyticCostModel(TrainedModel):
         tokens of their own tp rank, but not the experts that all tokens pass."""
         shape = self.shape
         if scheme.ep == 1 or shape.shared_expert_ffn_hidden_size:
-            return _NUM_TP_COLLECTIVES_FORWARD
-        return _NUM_TP_COLLECTIVES_FORWARD * (1.0 - self._share_with_experts / 2)
+            return NUM_TP_COLLECTIVES_FORWARD
+        return NUM_TP_COLLECTIVES_FORWARD * (1.0 - self._share_with_experts / 2)
 
     def _tp_messages(self, scheme: Scheme) -> CostTerm:
         """Messages in the forward of a layer. With sequence parallelism, latent attention gathers
@@ -530,11 +491,11 @@ class AnalyticCostModel(TrainedModel):
         state where one matrix makes the queries (runtime/model_building.py)."""
         shape, number = self.shape, self._num_tp_collectives(scheme)
         if not (shape.kv_lora_rank and self.sequence_parallel):
-            return self._tp_collectives(scheme, number)
+            return self.tp_collectives(scheme, number)
         num_gathered = shape.q_lora_rank or shape.hidden_size
         num_gathered += shape.kv_lora_rank + shape.qk_pos_emb_head_dim
-        others = self._tp_collectives(scheme, number - 1)
-        messages = self._tp_collectives(scheme, _NUM_LATENT_GATHERS)
+        others = self.tp_collectives(scheme, number - 1)
+        messages = self.tp_collectives(scheme, _NUM_LATENT_GATHERS)
         share = num_gathered / shape.hidden_size / _NUM_LATENT_GATHERS
         return others + replace(messages, per_token_s=share * messages.per_token_s)
 
@@ -544,7 +505,7 @@ class AnalyticCostModel(TrainedModel):
         for each in matrices:
             sizes = each.rows_per_token, each.outputs, each.inputs
             if self.device.kernels is not None:
-                line = product_line(self.device.kernels, self._rates, *sizes)
+                line = product_line(self.device.kernels, self.rates, *sizes)
                 share = self.kernels.product_share
             else:
                 flops = _FLOPS_PER_ENTRY * math.prod(sizes)
@@ -567,7 +528,7 @@ class AnalyticCostModel(TrainedModel):
         return (
             self._products(scheme, *self._mlp_matrices(scheme))
             + self._activation(scheme)
-            + self._tp_collectives(scheme, _NUM_TP_COLLECTIVES_FORWARD // 2)
+            + self.tp_collectives(scheme, NUM_TP_COLLECTIVES_FORWARD // 2)
         )
 
     def attention(self, scheme: Scheme) -> CostTerm:
@@ -579,7 +540,7 @@ class AnalyticCostModel(TrainedModel):
             )
             head_size = shape.score_size / shape.num_attention_heads
             per_token2_s, per_token_s, constant_s = attention_plane(
-                kernels, self._rates, heads, groups, head_size
+                kernels, self.rates, heads, groups, head_size
             )
             return CostTerm(per_token2_s / scheme.cp, per_token_s / scheme.cp, constant_s)
         causal_flops = _FLOPS_PER_ENTRY * shape.score_size / (scheme.tp * scheme.cp)
@@ -594,25 +555,32 @@ class AnalyticCostModel(TrainedModel):
         num_moved = self.kernels.logit_passes * self.shape.vocab_size / (scheme.tp * scheme.cp)
         return self.kernels.logit_products * product + self._moved(num_moved)
 
-    def _tp_collectives(self, scheme: Scheme, number: float) -> CostTerm:
+    def tp_collectives(self, scheme: Scheme, number: float) -> CostTerm:
         """All-gathers or reduce-scatters of a hidden state over the tp ranks."""
         tp, device = scheme.tp, self.device
         if tp == 1:
             return CostTerm()
         if device.kernels is not None and not self.cluster.uses_network(tp):
             num_bytes: float = self.shape.hidden_size * self.parameter_bytes
-            line = collective_line(device.kernels, self._rates, "all_gather", tp, num_bytes)
+            line = collective_line(device.kernels, self.rates, "all_gather", tp, num_bytes)
             return number / self.kernels.tp_link_share * _of_context_rank(scheme, *line)
-        link, latencies = self.cluster.collective(tp), self.kernels.collective_latencies
-        share = device.link_fraction * self.kernels.tp_link_share
-        if self.cluster.uses_network(tp):
-            share, latencies = device.network_fraction, self.kernels.network_latencies
+        link = self.collective_link(tp)
+        share = 1.0 if self.cluster.uses_network(tp) else self.kernels.tp_link_share
         num_bytes = (tp - 1) / tp * self.shape.hidden_size * self.parameter_bytes / scheme.cp
-        return number * CostTerm(
-            0.0, num_bytes / (link.bytes_per_s * share), latencies * link.latency_s
+        return number * CostTerm(0.0, num_bytes / (link.bytes_per_s * share), link.latency_s)
+
+    def collective_link(self, num_ranks: int, stride: int = 1) -> Link:
+        """What collectives that were not measured reach of `Cluster.collective`."""
+        device, latencies = self.device, self.kernels.collective_latencies
+        link, share = self.cluster.collective(num_ranks, stride), device.link_fraction
+        if self.cluster.uses_network(num_ranks):
+            share, latencies = device.network_fraction, self.kernels.network_latencies
+        return replace(
+            link, bytes_per_s=link.bytes_per_s * share, latency_s=latencies * link.latency_s
         )
 
-    def _exchange(self, scheme: Scheme) -> Exchange:
+    def exchange(self, scheme: Scheme) -> Exchange:
+        """How cp ranks exchange keys and values in a layer."""
         return exchange_of(
             self.shape,
             scheme,
@@ -621,9 +589,9 @@ class AnalyticCostModel(TrainedModel):
             has_te=self.has_te_attention,
         )
 
-    def _context_terms(self, scheme: Scheme) -> tuple[CostTerm, CostTerm]:
+    def context_terms(self, scheme: Scheme) -> tuple[CostTerm, CostTerm]:
         """Messages between the cp ranks in the forward of a layer, and in its backward."""
-        moved = self._exchange(scheme)
+        moved = self.exchange(scheme)
         link = self.cluster.point_to_point(scheme.tp * scheme.cp)
         bandwidth = link.bytes_per_s * self.device.link_fraction
         backward_bytes = moved.total_bytes - moved.forward_bytes

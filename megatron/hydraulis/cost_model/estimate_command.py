@@ -94,6 +94,7 @@ def run(namespace: argparse.Namespace) -> int:
             cluster=device.cluster(num_ranks, ranks_per_node),
             precision=precision,
             pool=pool,
+            gradient_bytes=num_gradient_bytes,
             **given_settings(namespace, shape),
         )
         profile = estimated_profile(model, schemes, keeps_all=is_given)

@@ -47,7 +47,7 @@ from megatron.hydraulis.cost_model.model_arguments import (
 )
 from megatron.hydraulis.cost_model.pipeline import StageCosts
 from megatron.hydraulis.cost_model.profile import ProfileCostModel, ProfiledModel, ProfiledScheme
-from megatron.hydraulis.cost_model.regrouping import FP32_BYTES, Hiding, wire_bytes
+from megatron.hydraulis.cost_model.regrouping import Hiding, wire_bytes
 from megatron.hydraulis.cost_model.trained_model import EXPERT_LOAD
 from megatron.hydraulis.errors import ConfigurationError, StrategyError
 from megatron.hydraulis.model_shape import ModelShape
@@ -122,15 +122,11 @@ class JobOptions:
             cluster=replace(cluster, **links),
             precision=precision,
             expert_load=profile.expert_load or EXPERT_LOAD,
+            gradient_bytes=wire_bytes(precision, reduces_in_bf16=self.grad_reduce_in_bf16),
             **{"cp_comm_type": "auto"} | dict(self.layers(shape)),
         )
         return JobCosts.of(
-            profile,
-            model,
-            strategies,
-            tp_degrees=tp_degrees,
-            gradient_bytes=wire_bytes(precision, reduces_in_bf16=self.grad_reduce_in_bf16),
-            overlaps=self.overlaps,
+            profile, model, strategies, tp_degrees=tp_degrees, overlaps=self.overlaps
         )
 
     def costs_of_pool(
@@ -182,7 +178,6 @@ class JobCosts:
         strategies: Iterable[Strategy] = (),
         *,
         tp_degrees: Iterable[int] | None = None,
-        gradient_bytes: int = FP32_BYTES,
         overlaps: bool = True,
     ) -> JobCosts:
         """Costs from a profile to which computed overheads are added.
@@ -192,7 +187,6 @@ class JobCosts:
             model: see the field.
             strategies: see `ProfileCostModel.with_regrouping`.
             tp_degrees: of all schemes in use; by default those of the profile with room in the job.
-            gradient_bytes: of a gradient on the wire.
             overlaps: false for --no-regroup-overlap.
         """
         if model is None:
@@ -201,7 +195,7 @@ class JobCosts:
             num_ranks = model.cluster.num_ranks
             rows = (row.scheme for row in profile.schemes)
             tp_degrees = (scheme.tp for scheme in rows if scheme.num_ranks <= num_ranks)
-        regroup = model.regroup_costs(tp_degrees, gradient_bytes=gradient_bytes, overlaps=overlaps)
+        regroup = model.regroup_costs(tp_degrees, overlaps=overlaps)
         return cls(profile=profile.with_regrouping(regroup, strategies), model=model)
 
     @property
@@ -270,11 +264,8 @@ class JobCosts:
         rows = tuple(row for row in here.profile.schemes if not row.is_assumed)
         profile = replace(self.profile, schemes=rows)
         if (known := profile.regroup) is not None:
-            regroup = model.regroup_costs(
-                (known.num_atoms,),
-                gradient_bytes=known.gradient_bytes,
-                overlaps=known.hiding is not Hiding.NOTHING,
-            )
+            overlaps = known.hiding is not Hiding.NOTHING
+            regroup = model.regroup_costs((known.num_atoms,), overlaps=overlaps)
             if corner is Corner.LOW and regroup.hiding is Hiding.MANY_QUEUES:
                 regroup = replace(regroup, hiding=Hiding.ONE_QUEUE)  # streams share one
             profile = profile.with_regrouping(regroup)

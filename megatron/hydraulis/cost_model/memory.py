@@ -2,7 +2,9 @@
 
 Between iterations a tensor-parallel rank holds its *state* (`state_bytes`):
 
-- its parameters in the training precision and their gradients in fp32;
+- its parameters in the training precision and their gradients in fp32; of those that it shares with
+  other cp ranks (``fs``) its share, and slots where they are whole while they are used: for a layer
+  and each that is gathered ahead, for the embedding and for the output layer;
 - its canonical shard: fp32 master weights, two moments and the gradient over all ranks of the job;
 - staging of transfers (`PoolFootprint`);
 - workspaces of cuBLAS.
@@ -533,16 +535,28 @@ class MemoryModel(TrainedModel):
         return scheme.layers_per_stage(self.shape.num_layers)[stage]
 
     def role_bytes(self, scheme: Scheme, stage: int, num_layers: int | None = None) -> float:
-        """Parameters and gradients of a rank of a stage; num_layers: instead of the scheme's."""
+        """Parameters and gradients of a rank of a stage, with slots for those that it shares.
+
+        num_layers: instead of the scheme's.
+        """
         shape, num_layers = self.shape, num_layers or self._num_layers(scheme, stage)
         is_first, is_last = stage == 0, stage == scheme.pp - 1
         num_embeddings = int(is_first)
         # With one stage, tied embeddings are one matrix.
         if is_last and not (shape.tied_embeddings and is_first):
             num_embeddings += 1
-        num_parameters = self.num_layer_parameters(scheme, num_layers, are_first=is_first)
-        num_parameters += num_embeddings * shape.num_embedding_parameters / scheme.tp
-        num_parameters += is_last * shape.hidden_size
+        num_parameters = self.num_layer_parameters(
+            scheme, num_layers, are_first=is_first, as_share=True
+        )
+        others = num_embeddings * shape.num_embedding_parameters / scheme.tp
+        others += is_last * shape.hidden_size
+        num_parameters += others / scheme.fs
+        if scheme.shares_weights:
+            largest = max(
+                sum(self.gathered_parameters(scheme, has_experts=has_experts))
+                for has_experts in self.kinds_of_layers
+            )
+            num_parameters += (1 + self.fs_prefetch) * largest + others
         return num_parameters * (self.parameter_bytes + self.has_optimizer * FP32_BYTES)
 
     def activation_bytes(self, scheme: Scheme, stage: int, num_tokens: int) -> float:

@@ -145,13 +145,13 @@ def _bucket_parts(shape: ModelShape | None, num_groups: int) -> list[_Floats]:
 
 
 def _held_fractions(scheme: Scheme, ep_rank: int, num_groups: int) -> _Floats:
-    """What a rank holds of each part."""
-    held = np.full(num_groups + 3, 1 / scheme.tp)
-    held[-1] = 1.0
+    """What a rank holds of each part; of a part that cp ranks share, where in it is neglected."""
+    held = np.full(num_groups + 3, 1 / (scheme.tp * scheme.fs))
+    held[-1] = 1 / scheme.fs
     if scheme.ep > 1:
         in_each = num_groups // scheme.ep
         held[1:-2] = 0.0
-        held[1 + ep_rank * in_each : 1 + (ep_rank + 1) * in_each] = 1.0
+        held[1 + ep_rank * in_each : 1 + (ep_rank + 1) * in_each] = 1 / scheme.fs_of_experts
     return held
 
 
@@ -179,7 +179,7 @@ def _shares(
     (`transfer.collective`); in_fp32: whether gradients travel in fp32."""
     num_ranks, ranks_per_node = strategy.num_ranks, strategy.ranks_per_node
     schemes = [replica.scheme for replica in strategy.replicas]
-    is_everywhere = all(scheme.tp == scheme.pp == scheme.ep == 1 for scheme in schemes)
+    is_everywhere = all(s.tp == s.pp == s.ep == s.fs == 1 for s in schemes)
     num_groups = math.lcm(*(scheme.ep for scheme in schemes))
     buckets = _bucket_parts(shape, num_groups)
     largest = max(float(sizes.sum()) for sizes in buckets)

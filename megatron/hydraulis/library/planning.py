@@ -136,7 +136,9 @@ class Planning:
         cost_model: CostModel
         model = analytic_cost_model(resolved, device, core_attention)
         model = replace(model, has_optimizer=has_optimizer)
-        regroup = model.regroup_costs([resolved.pool.tp_lcm], **regroup_settings(resolved))
+        regroup = model.regroup_costs(
+            [resolved.pool.tp_lcm], overlaps=not resolved.hydraulis.no_regroup_overlap
+        )
         if profile is not None:
             cost_model = profile.with_regrouping(regroup, resolved.pool.strategies)
             where = resolved.hydraulis.cost_profile or profile.source
@@ -302,17 +304,10 @@ def analytic_cost_model(
         recompute=recompute_of(args),
         cp_comm_type=args.cp_comm_type[0],
         loss_chunk_tokens=hydraulis.loss_chunk_tokens,
+        gradient_bytes=gradient_bytes(args),
         pool=PoolFootprint.of(pool, resolved.shape, gradient_bytes=gradient_bytes(args)),
         **layer_settings(args, resolved.shape, core_attention or hydraulis.core_attention),
     )
-
-
-def regroup_settings(resolved: Resolved) -> dict[str, Any]:
-    """The flags' settings of gradients and overlap, as arguments of `JobCosts.of`."""
-    return {
-        "gradient_bytes": gradient_bytes(resolved.args),
-        "overlaps": not resolved.hydraulis.no_regroup_overlap,
-    }
 
 
 def _limits(resolved: Resolved, cost_model: CostModel) -> Limits:

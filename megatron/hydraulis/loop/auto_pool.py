@@ -28,7 +28,6 @@ from megatron.hydraulis.library.devices import constants_of_this_rank
 from megatron.hydraulis.library.planning import (
     analytic_cost_model,
     profiled_model,
-    regroup_settings,
     row_quantum_tokens,
 )
 from megatron.hydraulis.loop.startup import made_by_rank_0
@@ -171,7 +170,7 @@ def _proposed(resolved: Resolved, device: DeviceConstants, counts: LengthCounts)
         if hydraulis.max_tokens_per_micro_batch is None and not hydraulis.elastic:
             profile.check_num_ranks(num_ranks, ranks_per_node, hydraulis.cost_profile)
         profile = _allowed(resolved, profile)
-    costs = JobCosts.of(profile, model, **regroup_settings(resolved))
+    costs = JobCosts.of(profile, model, overlaps=not resolved.hydraulis.no_regroup_overlap)
     request = ProposalRequest(
         corpus=counts,
         sizes=resolved.sizes,

@@ -5,7 +5,6 @@ from dataclasses import replace
 import pytest
 
 from megatron.hydraulis.cost_model import AnalyticCostModel, ModelShape, device_constants
-from megatron.hydraulis.cost_model.analytic import CostTerm
 from megatron.hydraulis.cost_model.context import (
     all_to_all_elements,
     all_to_all_refusal,
@@ -13,6 +12,7 @@ from megatron.hydraulis.cost_model.context import (
     exchange_of,
     gather_elements,
 )
+from megatron.hydraulis.cost_model.overlap import CostTerm
 from megatron.hydraulis.cost_model.trained_model import EVERY_LAYER
 from megatron.hydraulis.errors import ConfigurationError
 from megatron.hydraulis.strategy import Scheme

@@ -1,0 +1,165 @@
+"""What hides behind something else in a micro-batch: a ring's messages, and weights of ``fs``.
+
+What one rank of a ring of c does to the keys and values that it has overlaps with their exchange,
+but for the last of c steps: max(attention, exchange + attention/c), in the forward and, with
+figures of its own, in the backward. Other exchanges come before attention and add up.
+
+Weights that cp ranks share are gathered while the layer before computes, and their gradients are
+reduce-scattered while the next one does. A pass takes the longer of its compute, with the messages
+for which it waits, and all its messages, which share the links. What nothing precedes or follows
+adds up: gathers of embedding and first layer, and their scatters. The output layer is gathered
+once, as its slot is its own, and its products hide nothing.
+
+The sums of all choices are the forms of `Coefficients`.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING
+
+from megatron.hydraulis.cost_model.kernels import Operation
+from megatron.hydraulis.strategy import Scheme
+
+if TYPE_CHECKING:
+    from megatron.hydraulis.cost_model.analytic import AnalyticCostModel
+
+NUM_TP_COLLECTIVES_FORWARD = 4
+"""Around attention and around the MLP; the backward has as many."""
+# Causes that use links.
+_MESSAGES = ("tensor_parallel", "expert_parallel", "context_parallel")
+
+
+@dataclass(frozen=True, slots=True)
+class CostTerm:
+    """Seconds of a cause, of a micro-batch on a stage: a polynomial in the lengths."""
+
+    per_token2_s: float = 0.0
+    """Times Σ s²."""
+    per_token_s: float = 0.0
+    """Times Σ s."""
+    constant_s: float = 0.0
+
+    def __add__(self, other: CostTerm) -> CostTerm:
+        return CostTerm(
+            self.per_token2_s + other.per_token2_s,
+            self.per_token_s + other.per_token_s,
+            self.constant_s + other.constant_s,
+        )
+
+    def seconds(self, sum_of_squares: float, num_tokens: float) -> float:
+        """Time of a micro-batch."""
+        return self.per_token2_s * sum_of_squares + self.per_token_s * num_tokens + self.constant_s
+
+    def __rmul__(self, factor: float) -> CostTerm:
+        return CostTerm(
+            factor * self.per_token2_s, factor * self.per_token_s, factor * self.constant_s
+        )
+
+
+def hidden_by_stage(model: AnalyticCostModel, scheme: Scheme) -> list[list[CostTerm]]:
+    """What each form hides of `AnalyticCostModel.stage_terms`: shape (num_forms, pp)."""
+    layers = scheme.layers_per_stage(model.shape.num_layers)
+    overlap, rings, again = model.kernels.overlap, list(_by_ring(model, scheme)), model.recompute
+
+    def num_again(num_layers: int) -> int:
+        return again.num_layers_again(num_layers) + num_layers * again.drops_core_attention
+
+    if not (scheme.shares_weights and model.fs_prefetch):
+        return [
+            [overlap * ((num + num_again(num)) * forward + num * backward) for num in layers]
+            for forward, backward in rings
+        ]
+    # In each pass compute hides weights, and a ring, or messages hide all compute of the layers.
+    (num,) = layers
+    in_forward, in_backward = (
+        CostTerm(constant_s=hidden_s) for hidden_s, _ in shared_weights_s(model, scheme)
+    )
+    forwards = [num * ring + in_forward for ring, _ in rings]
+    backwards = [num_again(num) * ring + num * back + in_backward for ring, back in rings]
+    compute, compute_back = _compute(model, scheme, num)
+    pairs = itertools.product([*forwards, compute], [*backwards, compute_back])
+    return [[overlap * (forward + backward)] for forward, backward in dict.fromkeys(pairs)]
+
+
+def _by_ring(model: AnalyticCostModel, scheme: Scheme) -> Iterator[tuple[CostTerm, CostTerm]]:
+    """What is hidden in forward and backward of a layer, in each form."""
+    if model.exchange(scheme).way != "p2p":
+        yield CostTerm(), CostTerm()
+        return
+    forward, backward = model.context_terms(scheme)
+    # While it attends to all keys and values but those of the last step.
+    overlapping = (1.0 - 1.0 / scheme.cp) * model.attention(scheme)
+    overlapping_back = model.backward_attentions * overlapping
+    yield forward, backward
+    yield overlapping, backward
+    yield overlapping, overlapping_back
+
+
+def _compute(
+    model: AnalyticCostModel, scheme: Scheme, num_layers: int
+) -> tuple[CostTerm, CostTerm]:
+    """Forward and backward of so many layers, the only stage, without messages."""
+    again, forward = model.recompute, model.forward_terms(scheme)
+    terms = model.stage_terms(scheme, num_layers, is_last=False)
+    in_forward, both = CostTerm(), terms["recompute"]
+    messages_again = again.drops_core_attention * forward["context_parallel"]
+    if again.drops_mlp:
+        messages_again += model.tp_collectives(scheme, NUM_TP_COLLECTIVES_FORWARD // 2)
+    if again.granularity == "full":
+        messages_again = sum((forward[cause] for cause in _MESSAGES), CostTerm())
+    for cause, term in forward.items():
+        if cause not in _MESSAGES:
+            in_forward += num_layers * term
+            both += terms[cause]
+    num_again = again.num_layers_again(num_layers) or num_layers
+    return in_forward, both + -1.0 * (in_forward + num_again * messages_again)
+
+
+def shared_weights_s(
+    model: AnalyticCostModel, scheme: Scheme
+) -> tuple[tuple[float, float], tuple[float, float]]:
+    """Messages of the weights that cp ranks share, in forward and backward of a micro-batch.
+
+    Returns for each (those that compute can hide, those that add up), in s.
+    """
+    shape, num_others = model.shape, model.shape.num_layers - 1
+    embedding = shape.num_embedding_parameters / scheme.tp
+    num_outputs = 0 if shape.tied_embeddings else 1
+
+    def messages_s(operation: Operation, entry_bytes: int) -> tuple[float, float]:
+        """Those of a layer, mean over the layers, and of the embedding."""
+        collective_s = partial(_collective_s, model, scheme, operation)
+        of_layers_s = 0.0
+        for has_experts, number in model.kinds_of_layers.items():
+            others, experts = model.gathered_parameters(scheme, has_experts=has_experts)
+            of_layers_s += number * collective_s(scheme.fs, entry_bytes * others)
+            of_layers_s += number * collective_s(scheme.fs_of_experts, entry_bytes * experts)
+        return of_layers_s / shape.num_layers, collective_s(scheme.fs, entry_bytes * embedding)
+
+    gather_s, embedding_s = messages_s("all_gather", model.parameter_bytes)
+    scatter_s, embedding_back_s = messages_s("reduce_scatter", model.gradient_bytes)
+    in_forward = num_others * gather_s + num_outputs * embedding_s, gather_s + embedding_s
+    in_backward_s = shape.num_layers * gather_s + num_others * scatter_s
+    in_backward_s += num_outputs * embedding_back_s
+    return in_forward, (in_backward_s, scatter_s + embedding_back_s)
+
+
+def _collective_s(
+    model: AnalyticCostModel,
+    scheme: Scheme,
+    operation: Operation,
+    num_ranks: int,
+    num_bytes: float,
+) -> float:
+    """A collective of num_bytes, in all, over cp ranks that share weights."""
+    kernels, span = model.device.kernels, scheme.tp * scheme.fs
+    if num_ranks == 1 or not num_bytes:
+        return 0.0
+    if kernels is not None and not model.cluster.uses_network(span):
+        return kernels.collective_s(model.rates, operation, num_ranks, num_bytes)
+    link = model.collective_link(span, scheme.tp)
+    return link.time_s((num_ranks - 1) / num_ranks * num_bytes)

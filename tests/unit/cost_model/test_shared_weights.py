@@ -1,0 +1,149 @@
+"""Weights that cp ranks share: their memory by hand, their messages, and what hides these."""
+
+import itertools
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from benchmarks.propose import SIZES
+from megatron.hydraulis.cost_model import AnalyticCostModel, ModelShape, device_constants
+from megatron.hydraulis.cost_model.kernels import Operation
+from megatron.hydraulis.cost_model.memory import MemoryModel
+from megatron.hydraulis.cost_model.overlap import shared_weights_s
+from megatron.hydraulis.cost_model.staging import PoolFootprint
+from megatron.hydraulis.cost_model.trained_model import EVERY_LAYER, NO_RECOMPUTE, Recompute
+from megatron.hydraulis.strategy import Pool, Scheme, Strategy
+from megatron.hydraulis.strategy.notation import parse_scheme
+from tests.support.planning import LLAMA_7B
+from tests.unit.test_model_shape import QWEN3_30B_A3B
+
+H100 = device_constants("h100-80")
+LLAMA_8B = SIZES["8B"]
+
+
+def scheme(text: str) -> Scheme:
+    return parse_scheme(text, label="test")
+
+
+def model(shape: ModelShape = LLAMA_8B, num_ranks: int = 8, **settings: Any) -> AnalyticCostModel:
+    return AnalyticCostModel(
+        shape=shape, device=H100, cluster=H100.cluster(num_ranks, 8), **settings
+    )
+
+
+def memory(shape: ModelShape = LLAMA_8B, **settings: Any) -> MemoryModel:
+    return MemoryModel(shape=shape, device=H100, num_ranks=8, ranks_per_node=8, **settings)
+
+
+@pytest.mark.parametrize("prefetch", [0, 1, 2])
+def test_a_share_of_the_model_and_slots_by_hand(prefetch: int) -> None:
+    embedding, hidden = LLAMA_8B.num_embedding_parameters, LLAMA_8B.hidden_size
+    layer = LLAMA_8B.num_parameters_per_layer
+    assert LLAMA_8B.num_parameters == 32 * layer + 2 * embedding + hidden
+    slots = (1 + prefetch) * layer + 2 * embedding + hidden
+    # bf16 and an fp32 gradient of each.
+    expected = 6 * (LLAMA_8B.num_parameters / 8 + slots)
+    of_role = memory(fs_prefetch=prefetch).role_bytes(scheme("cp8fs"), 0)
+    assert of_role == pytest.approx(expected)
+    assert memory(fs_prefetch=prefetch).role_bytes(scheme("cp2fs8"), 0) == of_role
+    without = memory(fs_prefetch=prefetch, has_optimizer=False).role_bytes(scheme("cp8fs"), 0)
+    assert without == pytest.approx(expected / 3)
+
+
+def test_whole_experts_are_shared_by_the_ranks_that_have_the_same() -> None:
+    shape = QWEN3_30B_A3B
+    routed = shape.num_layers * shape.num_routed_entries
+    others = shape.num_parameters - routed
+    found = {
+        text: memory(shape, fs_prefetch=0).role_bytes(scheme(text), 0) / 6
+        for text in ("cp8fs", "cp8fsep8", "cp8fsep2")
+    }
+    embeddings = 2 * shape.num_embedding_parameters + shape.hidden_size
+    layer = shape.num_parameters_per_layer - shape.num_routed_entries
+    slots = layer + embeddings
+    assert found["cp8fs"] == pytest.approx((others + routed) / 8 + slots + shape.num_routed_entries)
+    assert found["cp8fsep8"] == pytest.approx(others / 8 + routed / 8 + slots)
+    of_ep2 = shape.num_routed_entries / 2
+    assert found["cp8fsep2"] == pytest.approx(others / 8 + routed / 2 / 4 + slots + of_ep2)
+
+
+def test_limits_of_an_8b_model_on_eight_gpus() -> None:
+    plain, shared = memory().max_tokens(scheme("cp8")), memory().max_tokens(scheme("cp8fs"))
+    assert plain < 4_000
+    assert shared >= 60_000
+    # Groups of a wave hold as many tokens a rank.
+    assert [memory().max_tokens(scheme(each)) for each in ("cp4fs8", "fs8")] == [
+        shared // 2,
+        pytest.approx(shared // 8, rel=0.001),
+    ]
+
+
+def test_regrouping_moves_a_share() -> None:
+    def footprint(text: str) -> PoolFootprint:
+        return PoolFootprint.of(Pool.of(Strategy.parse(text, 8)), LLAMA_8B)
+
+    whole, shared = footprint("tp2cp4"), footprint("tp2cp4fs")
+    for share in ("share_as_owner", "share_as_role"):
+        assert getattr(shared, share) == pytest.approx(getattr(whole, share) / 4)
+
+
+def test_messages_of_a_micro_batch_by_hand() -> None:
+    of_8 = model(LLAMA_7B)
+    ((hidden, exposed), (hidden_back, exposed_back)) = shared_weights_s(of_8, scheme("cp8fs"))
+    layer, embedding = LLAMA_7B.num_parameters_per_layer, LLAMA_7B.num_embedding_parameters
+
+    def seconds(operation: Operation, num_bytes: float) -> float:
+        assert H100.kernels is not None
+        return H100.kernels.collective_s(of_8.rates, operation, 8, num_bytes)
+
+    gather, scatter = seconds("all_gather", 2 * layer), seconds("reduce_scatter", 4 * layer)
+    ends = seconds("all_gather", 2 * embedding), seconds("reduce_scatter", 4 * embedding)
+    assert exposed == pytest.approx(gather + ends[0])
+    assert hidden == pytest.approx(31 * gather + ends[0])
+    assert exposed_back == pytest.approx(scatter + ends[1])
+    assert hidden_back == pytest.approx(32 * gather + 31 * scatter + ends[1])
+    in_bf16 = shared_weights_s(replace(of_8, gradient_bytes=2), scheme("cp8fs"))[1]
+    assert in_bf16[1] == pytest.approx(gather + ends[0], rel=0.01)
+
+
+def test_columns_of_several_nodes_share_the_network_of_all_their_ranks() -> None:
+    across = model(num_ranks=64)
+    inside_s, wide_s, of_tp_s = (
+        shared_weights_s(across, scheme(each))[0][0] for each in ("cp8fs", "cp64fs", "tp8cp8fs")
+    )
+    assert inside_s < wide_s
+    # Eight groups share a node's links: each has an eighth of them, for an eighth of the weights.
+    assert of_tp_s == pytest.approx(wide_s, rel=0.15)
+
+
+@pytest.mark.parametrize("recompute", [NO_RECOMPUTE, EVERY_LAYER], ids=["kept", "recomputed"])
+@pytest.mark.parametrize("text", ["cp8fs", "tp2cp4fs", "cp2fs8"])
+def test_a_pass_takes_the_longer_of_compute_and_messages(text: str, recompute: Recompute) -> None:
+    shared = model(cp_comm_type="auto", recompute=recompute)
+    whole = shared.coefficients(replace(scheme(text), fs=1))
+    times = shared.coefficients(scheme(text))
+    assert whole.others == ()
+    assert len(times.forms) == 4
+    ((hidden, exposed), (hidden_back, exposed_back)) = shared_weights_s(shared, scheme(text))
+    exposed_ms = 1e3 * (exposed + exposed_back)
+    all_ms = exposed_ms + 1e3 * (hidden + hidden_back)
+    # Much compute hides all that something precedes or follows; little is hidden by the messages.
+    assert times.time_ms([65536]) == pytest.approx(whole.time_ms([65536]) + exposed_ms)
+    assert times.time_ms([8]) == pytest.approx(all_ms, rel=0.2)  # with those of tp
+    assert max(form.c_ms for form in times.forms) < all_ms + whole.c_ms
+    at_once = replace(shared, fs_prefetch=0).coefficients(scheme(text))
+    assert at_once.others == ()
+    assert at_once.time_ms([4096]) == pytest.approx(whole.time_ms([4096]) + all_ms)
+
+
+def test_a_ring_and_weights_hide_in_every_combination() -> None:
+    shared = model(has_te_attention=True, has_te_layers=True, cp_comm_type="p2p")
+    ring, times = (shared.coefficients(scheme(each)) for each in ("cp8", "cp8fs"))
+    (hidden, exposed), (hidden_back, exposed_back) = shared_weights_s(shared, scheme("cp8fs"))
+    for length, number in itertools.product((256, 1024, 4096, 16384, 65536), (1, 4, 16)):
+        lengths = [length] * number
+        least = ring.time_ms(lengths) + 1e3 * (exposed + exposed_back)
+        most = least + 1e3 * (hidden + hidden_back)
+        assert least - 1e-9 <= times.time_ms(lengths) <= most
+    assert len(times.forms) == 9
