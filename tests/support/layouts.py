@@ -168,7 +168,9 @@ def cases(draw: st.DrawFn) -> Case:
         pp = draw(st.integers(1, min(num_layers, len(free) // (tp * cp))))
         divided = math.gcd(tp * cp, num_experts) if num_experts else 1
         ep = draw(st.sampled_from([n for n in range(1, divided + 1) if divided % n == 0]))
-        scheme = Scheme(tp=tp, cp=cp, pp=pp, layers=draw(_layers(num_layers, pp)), ep=ep)
+        may_share = cp > 1 and pp == 1 and ep == 1
+        fs = cp if may_share and draw(st.booleans(), label="shared weights") else 1
+        scheme = Scheme(tp=tp, cp=cp, pp=pp, layers=draw(_layers(num_layers, pp)), ep=ep, fs=fs)
         replicas.append(Replica(scheme, tuple(free[: scheme.num_ranks])))
         del free[: scheme.num_ranks]
     strategy = Strategy("drawn", tuple(replicas), num_ranks, num_ranks)
@@ -184,7 +186,25 @@ def _layers(draw: st.DrawFn, num_layers: int, pp: int) -> tuple[int, ...]:
 
 
 def local_ids(case: Case, parameter: int, role: Role) -> Ids:
-    """The oracle: numbers of the elements in the role's part of a parameter, in its shape."""
+    """The oracle: numbers of the elements in the role's part of a parameter, in its shape; -1 for
+    those that another column keeps."""
+    ids = _whole_local_ids(case, parameter, role)
+    if role.column is None:
+        return ids
+    column, num_columns = role.column
+    unit = case.layout.parameters[parameter].unit
+    run: list[Ids] = []
+    for index in parameters_of(case, role):
+        if case.layout.parameters[index].unit == unit:
+            run.append(np.full(-sum(map(len, run)) % vars(transfer_role)["ALIGNMENT_ELEMENTS"], -1))
+            run.append(_whole_local_ids(case, index, role).reshape(-1))
+    share = math.ceil(sum(map(len, run)) / num_columns)
+    share += -share % vars(transfer_role)["UNIT_ALIGNMENT_ELEMENTS"]
+    kept = np.concatenate(run)[column * share : (column + 1) * share]
+    return np.where(np.isin(ids, kept), ids, -1)
+
+
+def _whole_local_ids(case: Case, parameter: int, role: Role) -> Ids:
     spec = case.layout.parameters[parameter]
     first = case.first_id(parameter)
     whole = np.arange(first, first + spec.num_elements).reshape(spec.shape)
@@ -228,8 +248,9 @@ def block_positions(case: Case, bucket: Bucket, role: Role, *, contributed: bool
             continue
         block = case.layout.block(piece, *cut)
         rows = np.arange(block.num_rows)[:, None] * block.row_stride
-        positions = block.offset + rows + np.arange(block.row_length)[None, :]
-        found.append((block.parameter, positions.reshape(-1)))
+        positions = (block.offset + rows + np.arange(block.row_length)[None, :]).reshape(-1)
+        is_kept = local_ids(case, block.parameter, role).reshape(-1)[positions] >= 0
+        found.append((block.parameter, positions[is_kept]))
     return found
 
 
@@ -264,7 +285,8 @@ def expected_counts(case: Case) -> Ids:
             spec = case.layout.parameters[index]
             if spec.contribution is Contribution.REPLICATED and role.tp_rank > 0:
                 continue
-            counts[local_ids(case, index, role)] += 1
+            ids = local_ids(case, index, role)
+            counts[ids[ids >= 0]] += 1
     return counts
 
 

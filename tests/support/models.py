@@ -191,6 +191,8 @@ class Job:
     """One node if None."""
     overlap: bool = True
     num_slots: int = 2
+    num_layers_ahead: int = 1
+    """Gathered ahead where columns share weights."""
     owners_for: str | None = None
     """A strategy; if None, rank r owns share r."""
     gradient_dtype: torch.dtype | None = None
@@ -364,6 +366,7 @@ def build_engine(job: Job, spans: SpanRecorder = NO_SPANS) -> RuntimeEngine:
         gradient_dtype=job.gradient_dtype,
         overlap=job.overlap,
         num_slots=job.num_slots,
+        num_layers_ahead=job.num_layers_ahead,
         spans=spans,
     )
 

@@ -71,7 +71,7 @@ def probe_memory(job: Job) -> MemoryProbe:
             arenas[strategy.name] = engine.memory.num_bytes
             arena = engine.runtime_of(strategy.name).arena
             item_bytes = engine.dtype.itemsize + engine.shards.gradients.element_size()
-            needed[strategy.name] = 0 if arena is None else arena.num_elements * item_bytes
+            needed[strategy.name] = 0 if arena is None else arena.num_parameters * item_bytes
     models = {id(engine.runtime_of(s.name).model) for s in engine.pool.strategies}
     models.discard(id(None))
     return MemoryProbe(arenas, needed, engine.staging.num_bytes, len(models))
@@ -98,9 +98,9 @@ def probe_change(job: Job) -> ChangeProbe:
     after_update: list[int] = []
     reaching = engine.memory.reaching
 
-    def noted(num_elements: int) -> Any:
+    def noted(num_parameters: int, num_gradients: int) -> Any:
         while_built.append(engine.memory.num_bytes)
-        return reaching(num_elements)
+        return reaching(num_parameters, num_gradients)
 
     with patch.object(engine.memory, "reaching", noted):
         for i, strategy in enumerate(engine.pool.strategies):
@@ -109,7 +109,9 @@ def probe_change(job: Job) -> ChangeProbe:
             engine.train_step(strategy.name, batches, make_forward_step(), next_strategy=other)
             after_update.append(engine.memory.num_bytes)
     engine.finish_regrouping()
-    needed = [engine.runtime_of(strategy.name).num_elements for strategy in engine.pool.strategies]
+    needed = [
+        engine.runtime_of(strategy.name).num_parameters for strategy in engine.pool.strategies
+    ]
     item_bytes = engine.shards.gradients.element_size()
     return ChangeProbe(
         while_built,
@@ -153,7 +155,7 @@ def bytes_of_iterations(job: Job) -> list[tuple[str, int, int]]:
     engine = build_engine(job)
     group, rank, num_ranks = engine.groups.regroup, engine.rank, dist.get_world_size()
     exchanged: list[int] = []
-    all_to_all, all_gather = dist.all_to_all_single, regroup._all_gather
+    all_to_all, all_gather = dist.all_to_all_single, regroup.all_gather
 
     def counted_all_to_all(
         received: torch.Tensor, sent: torch.Tensor, *sizes: Any, **named: Any
@@ -172,7 +174,7 @@ def bytes_of_iterations(job: Job) -> list[tuple[str, int, int]]:
     found = []
     with (
         patch.object(dist, "all_to_all_single", counted_all_to_all),
-        patch.object(regroup, "_all_gather", counted_all_gather),
+        patch.object(regroup, "all_gather", counted_all_gather),
     ):
         for i, which in enumerate(job.schedule):
             strategy = engine.pool.strategies[which]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -13,15 +13,11 @@ from torch import Tensor
 
 from megatron.hydraulis.errors import ConfigurationError
 from megatron.hydraulis.runtime.model_building import global_name
-from megatron.hydraulis.transfer.canonical import CanonicalLayout
-from megatron.hydraulis.transfer.role import Role
+from megatron.hydraulis.transfer.canonical import UNIT_ALIGNMENT_ELEMENTS, CanonicalLayout, Unit
+from megatron.hydraulis.transfer.role import Role, UnitPlaces, aligned
 
-UNIT_ALIGNMENT_ELEMENTS = 64
-"""A layer starts at a multiple of this: 256 bytes in fp32, as CUDA kernels prefer. Its matrices,
-which come first, usually have such sizes."""
-ALIGNMENT_ELEMENTS = 8
-"""Every parameter starts at a multiple of this: 16 bytes in bf16, which CUDA kernels need. Norms of
-a head's size leave no gaps then, so that a layer travels without staging."""
+NUM_GRADIENT_SLOTS = 2
+"""Layers whose gradients are whole at a time: one is scattered while the next is computed."""
 
 
 class ArenaMemory:
@@ -57,23 +53,25 @@ class ArenaMemory:
         ):
             _resize(self._gradients, 0)
 
-    def views(self, num_elements: int) -> tuple[Tensor, Tensor]:
+    def views(self, num_parameters: int, num_gradients: int) -> tuple[Tensor, Tensor]:
         """Flat parameters and gradients from the start of the storages; only within `reaching`."""
+        flats = ((self._parameters, num_parameters), (self._gradients, num_gradients))
         return tuple(
             torch.empty(0, dtype=flat.dtype, device=flat.device).set_(
                 flat.untyped_storage(), 0, (num_elements,), (1,)
             )
-            for flat in (self._parameters, self._gradients)
+            for flat, num_elements in flats
         )  # type: ignore[return-value]
 
     @contextmanager
-    def reaching(self, num_elements: int) -> Iterator[None]:
+    def reaching(self, num_parameters: int, num_gradients: int) -> Iterator[None]:
         """Enlarge both storages temporarily, keeping their contents, so that views can be created.
 
         torch refuses a view beyond its storage, but allows a storage to shrink below its views.
         """
         before = []
-        for flat in (self._parameters, self._gradients):
+        flats = ((self._parameters, num_parameters), (self._gradients, num_gradients))
+        for flat, num_elements in flats:
             storage = flat.untyped_storage()
             before.append(storage.nbytes())
             storage.resize_(max(storage.nbytes(), num_elements * flat.element_size()))
@@ -100,28 +98,89 @@ class BoundParameter:
     gradient: Tensor
 
 
-class Arena:
-    """One role's layout of the shared memory: the offset of every parameter and gradient."""
+@dataclass(frozen=True)
+class Slot:
+    """Memory of a storage in which one of several units is whole at a time."""
 
-    def __init__(self, layout: CanonicalLayout, role: Role, memory: ArenaMemory) -> None:
+    start: int
+    num_elements: int
+
+
+class Arena:
+    """One role's layout of the shared memory: the offset of every parameter and gradient.
+
+    Each storage begins with what regrouping fills or sends: the role's parameters, unit after unit,
+    or where columns share them this column's shares. In the latter case slots follow, in which a
+    unit is whole while it is used: layers take turns, and always get the same slot, because
+    autograd keeps addresses; other units have their own. Gradients have two slots for layers; those
+    of the output layer are in the place of the embedding's, unless these are tied.
+
+    Args:
+        num_slots: slots for the weights of layers, where columns share them.
+    """
+
+    def __init__(
+        self, layout: CanonicalLayout, role: Role, memory: ArenaMemory, *, num_slots: int = 1
+    ) -> None:
         self._layout = layout
         self._role = role
         self._memory = memory
-        self._offsets: dict[int, int] = {}
-        units = role.units
-        end, before = 0, None
-        for index, spec in enumerate(layout.parameters):
-            cut = role.cut_of(spec) if spec.unit in units else None
-            if cut is not None:
-                step = ALIGNMENT_ELEMENTS if spec.unit == before else UNIT_ALIGNMENT_ELEMENTS
-                self._offsets[index] = -(-end // step) * step
-                end, before = self._offsets[index] + math.prod(spec.local_shape(cut[0])), spec.unit
-        self.num_elements = end
-        """Elements that the role needs of each storage."""
+        self.places = {
+            unit: UnitPlaces.of(layout, role, unit)
+            for unit in layout.parameters_of
+            if unit in role.units
+        }
+        """By unit, in canonical order."""
+        self.starts: dict[Unit, int] = {}
+        """First element of what is regrouped of each unit, in both storages."""
+        end = 0
+        for unit, places in self.places.items():
+            self.starts[unit] = aligned(end, UNIT_ALIGNMENT_ELEMENTS)
+            end = self.starts[unit] + places.share_elements
+        self.num_parameters = self.num_gradients = end
+        """Elements that the role needs of the storage of parameters, and of gradients."""
+        self.weight_slots: dict[Unit, Slot] = {}
+        """By unit, where it is whole; empty unless columns share it."""
+        self.gradient_slots: dict[Unit, Slot] = {}
+        if role.column is not None:
+            first = aligned(end, UNIT_ALIGNMENT_ELEMENTS)
+            self.weight_slots, self.num_parameters = self._slots(first, num_slots, {})
+            ends = {Unit.output(): Unit.embedding()}
+            self.gradient_slots, self.num_gradients = self._slots(
+                first, NUM_GRADIENT_SLOTS, {} if role.tied_embeddings else ends
+            )
         with self.in_memory():
-            self.parameters, self.gradients = memory.views(end)
+            self.parameters, self.gradients = memory.views(self.num_parameters, self.num_gradients)
         self.bound: dict[int, BoundParameter] = {}
         """Keys are indices into ``layout.parameters``."""
+
+    def _slots(
+        self, first: int, num_slots: int, instead_of: Mapping[Unit, Unit]
+    ) -> tuple[dict[Unit, Slot], int]:
+        """The slot of each unit, and the end of all.
+
+        Args:
+            first: their first element.
+            num_slots: for layers.
+            instead_of: for each unit that shares the slot of another one, this other unit.
+        """
+        keys = {
+            unit: unit.order % num_slots if unit.is_layer else instead_of.get(unit, unit)
+            for unit in self.places
+        }
+        slots: dict[int | Unit, Slot] = {}
+        for key in dict.fromkeys(keys.values()):
+            size = max(self.places[unit].num_elements for unit in keys if keys[unit] == key)
+            slots[key] = Slot(first, size)
+            first += size
+        return {unit: slots[key] for unit, key in keys.items()}, first
+
+    def regrouped_start(self, parameter: int) -> int:
+        """Place in both storages where element 0 of a local parameter is regrouped, or would be if
+        it were in this column's share."""
+        unit = self._layout.parameters[parameter].unit
+        places = self.places[unit]
+        return self.starts[unit] + places.offsets[parameter] - places.share_start
 
     def bind(self, model: torch.nn.Module) -> dict[int, torch.nn.Parameter]:
         """Give every parameter of a model on `meta`, and its gradient, memory of the arena.
@@ -154,10 +213,17 @@ class Arena:
 
     def in_memory(self) -> AbstractContextManager[None]:
         """Within, views of the arena can be created, whatever the current size of the memory."""
-        return self._memory.reaching(self.num_elements)
+        return self._memory.reaching(self.num_parameters, self.num_gradients)
 
     def zero_gradients(self) -> None:
+        """Set all gradients to 0, and those in slots."""
         self.gradients.zero_()
+
+    def _start(self, parameter: int, slots: Mapping[Unit, Slot]) -> int:
+        """The first element of a parameter where it is whole."""
+        unit = self._layout.parameters[parameter].unit
+        start = slots[unit].start if slots else self.starts[unit]
+        return start + self.places[unit].offsets[parameter]
 
     def _bound(
         self, local_name: str, original: torch.nn.Parameter
@@ -165,7 +231,7 @@ class Arena:
         name = global_name(local_name, self._role)
         index = self._layout.index_of.get(name)
         cut = None if index is None else self._role.cut_of(self._layout.parameters[index])
-        if index is None or index not in self._offsets or cut is None:
+        if index is None or self._layout.parameters[index].unit not in self.places or cut is None:
             raise ConfigurationError(
                 f"parameter '{name}' of the stage is not in the whole model; every stage must "
                 "be a part of the model that one rank would build"
@@ -177,9 +243,15 @@ class Arena:
                 f"parameter '{name}' has shape {tuple(original.shape)} on this stage, but "
                 f"{spec.shape} cut over tp={cut[0]} gives {shape}"
             )
-        start = self._offsets[index]
-        place = slice(start, start + math.prod(shape))
-        bound = BoundParameter(self.parameters[place], self.gradients[place])
+        bound = BoundParameter(
+            *(
+                flat[start : start + math.prod(shape)]
+                for flat, start in (
+                    (self.parameters, self._start(index, self.weight_slots)),
+                    (self.gradients, self._start(index, self.gradient_slots)),
+                )
+            )
+        )
         # `Parameter(view)` would share the arena's version counter: autograd would raise as soon
         # as the gather of another parameter writes to the arena.
         parameter = torch.nn.Parameter(torch.empty(0, dtype=bound.values.dtype))

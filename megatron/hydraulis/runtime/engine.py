@@ -82,6 +82,7 @@ class RuntimeEngine:
             or with an fp64 model fp64.
         overlap: overlap regrouping with compute; the results are the same bit by bit.
         num_slots: staging slots: buckets that may be rearranged at the same time.
+        num_layers_ahead: layers whose weights are gathered ahead where columns share them.
         spans: records gathers, scatters, waits, and the work of the schedules.
 
     Raises:
@@ -103,6 +104,7 @@ class RuntimeEngine:
         gradient_dtype: torch.dtype | None = None,
         overlap: bool = True,
         num_slots: int = NUM_STAGING_SLOTS,
+        num_layers_ahead: int = 1,
         spans: SpanRecorder = NO_SPANS,
     ) -> None:
         self.definition = definition
@@ -153,6 +155,7 @@ class RuntimeEngine:
             self.routers = RouterState(definition.transformer, self.device)
         self._spans = spans
         self._track = make_track(self.device, self.staging, spans)
+        self._column_track = make_track(self.device, Staging(self.device, 1))
         stamp = CudaStamp if self.device.type == "cuda" else HostStamp
         self.gather_timer = StallTimer("gather wait", spans, stamp)
         self.scatter_timer = StallTimer("scatter wait", spans, stamp)
@@ -165,6 +168,8 @@ class RuntimeEngine:
             self.memory,
             gradient_dtype or wide,
             self.routers,
+            self._column_track,
+            num_layers_ahead,
         )
         self.num_changes = 0
         """Number of times that parameters have changed."""
@@ -254,7 +259,7 @@ class RuntimeEngine:
         runtime = self.runtime_of(strategy_name)
         out_of_memory: OutOfMemory | None = None
         with self._in_phase("forward-backward", strategy_name, phase):
-            self.memory.size_gradients(runtime.num_elements)
+            self.memory.size_gradients(runtime.num_gradients)
             if runtime.arena is not None:
                 runtime.arena.zero_gradients()
             scatter = self._scatter_pass(runtime)
@@ -467,6 +472,7 @@ class RuntimeEngine:
         """
         self.finish_regrouping()
         self._track.close()
+        self._column_track.close()
         self._runtimes.release()
         if self._owns_groups:
             self.groups.destroy()
@@ -531,8 +537,8 @@ class RuntimeEngine:
             self.memory.size_gradients(0)
         runtime = self.runtime_of(strategy_name)
         # Free what is no longer needed first: never hold both.
-        self.memory.release_gradients_unless(runtime.num_elements)
-        self.memory.size_parameters(runtime.num_elements)
+        self.memory.release_gradients_unless(runtime.num_gradients)
+        self.memory.size_parameters(runtime.num_parameters)
         gather = GatherPass(
             runtime.regrouper,
             len(self.layout.buckets),

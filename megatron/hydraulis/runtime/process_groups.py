@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import replace
 from datetime import timedelta
 from typing import Any
 
@@ -110,6 +109,7 @@ class GroupRegistry:
         self._timeout = timeout
         self._rank = dist.get_rank()
         self._groups: dict[GroupRanks, dist.ProcessGroup] = {}
+        self._columns: dict[GroupRanks, dist.ProcessGroup] = {}
         self._groups[(self._rank,)] = group_of_self(timeout, "hydraulis_self")
         self.regroup: dist.ProcessGroup = _new_group(
             timeout=timeout, group_desc="hydraulis_regroup"
@@ -126,13 +126,18 @@ class GroupRegistry:
     def add_strategy(self, strategy: Strategy) -> None:
         """Create the groups of ``strategy`` that do not exist yet. Collective over all ranks.
 
-        Raises StrategyError, on all ranks, for a scheme whose cp ranks share its weights.
+        Raises StrategyError, on all ranks, for a scheme whose cp ranks share weights and experts.
         """
         for scheme in strategy.schemes:
-            if scheme.shares_weights:
+            if scheme.shares_weights and _uses_nccl():
                 raise StrategyError(
                     f"strategy {strategy.name!r}: {scheme} shares weights among its cp ranks, "
-                    f"which is planned but not yet run; use {replace(scheme, fs=1)}"
+                    "which runs on CPUs but not yet on CUDA; drop the fs"
+                )
+            if scheme.shares_weights and scheme.ep > 1:
+                raise StrategyError(
+                    f"strategy {strategy.name!r}: {scheme} shares weights among its cp ranks, "
+                    f"which ep gives different experts; drop the fs or the ep"
                 )
         for ranks in strategy.rank_groups:
             if ranks in self._groups:
@@ -141,6 +146,16 @@ class GroupRegistry:
                 list(ranks), timeout=self._timeout, sort_ranks=False, group_desc="hydraulis"
             )
             self.num_created += 1
+        for replica in strategy.replicas:
+            for ranks in replica.column_groups:
+                if ranks not in self._columns:
+                    self._columns[ranks] = _new_group(
+                        list(ranks),
+                        timeout=self._timeout,
+                        sort_ranks=False,
+                        group_desc="hydraulis_columns",
+                    )
+                    self.num_created += 1
         logger.info("process groups after strategy '%s': %d", strategy, self.num_created)
 
     def group(self, ranks: Sequence[int]) -> dist.ProcessGroup:
@@ -163,9 +178,10 @@ class GroupRegistry:
         Nothing may use the groups afterwards. gloo releases a group when the last reference to it
         is gone.
         """
-        for group in self._groups.values():
-            dist.destroy_process_group(group)
-        self._groups.clear()
+        for groups in (self._groups, self._columns):
+            for group in groups.values():
+                dist.destroy_process_group(group)
+            groups.clear()
         dist.destroy_process_group(self.regroup)
         del self.regroup
 
@@ -195,6 +211,21 @@ class GroupRegistry:
             collection.ep = collection.tp_ep = self.group(ranks)
         collection.pp = self.group(replica.pp_ranks(position.cp, position.tp))
         return collection
+
+    def columns(self, strategy: Strategy) -> dist.ProcessGroup:
+        """The ranks that share this rank's weights, for exchanging these only: attention may use
+        its own group of the same ranks at the same time.
+
+        Raises StrategyError if no rank does.
+        """
+        replica = strategy.replica_of(self._rank)
+        for ranks in () if replica is None else replica.column_groups:
+            if self._rank in ranks:
+                return self._columns[ranks]
+        raise StrategyError(
+            f"rank {self._rank} shares no weights in strategy '{strategy.name}'; only the cp ranks "
+            "of a scheme with fs do"
+        )
 
     def context_group(self, strategy: Strategy, size: int, place: int) -> dist.ProcessGroup:
         """The group of ``size`` cp ranks in which this rank is number ``place``, from 0.

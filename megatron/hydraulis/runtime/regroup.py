@@ -37,15 +37,15 @@ from megatron.hydraulis.transfer.plan import (
     arrival_segments,
     departure_segments,
 )
-from megatron.hydraulis.transfer.ranges import held_pieces
+from megatron.hydraulis.transfer.ranges import held_blocks
 from megatron.hydraulis.transfer.role import Role
 
 Run = tuple[int, int]
 """Elements [start, stop) of the rank's shard of a bucket."""
 
 # Newer versions of torch give these two collectives other names.
-_all_gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
-_reduce_scatter = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
+all_gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
+reduce_scatter = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
 
 
 class Regrouper:
@@ -379,7 +379,7 @@ class EqualSharesRoute(Route):
             received.copy_(send)
             yield None
         else:
-            yield _all_gather(received, send, group=group, async_op=True)
+            yield all_gather(received, send, group=group, async_op=True)
         self._unpack(received)
 
     def scatter(self, slot: StagingSlot, *, adds: bool = False) -> Iterator[Step]:
@@ -398,7 +398,7 @@ class EqualSharesRoute(Route):
         received = gradients
         if adds or not self._owns_whole_share:
             received = slot.take("received", self._share, gradients.dtype)
-        yield _reduce_scatter(received, send, group=group, async_op=True)
+        yield reduce_scatter(received, send, group=group, async_op=True)
         if adds:
             gradients += received[: gradients.numel()]
         elif not self._owns_whole_share:
@@ -539,14 +539,12 @@ def canonical_copies(
     """
     copies: list[Copy] = []
     at = 0
-    for piece, _, cut in held_pieces(layout, bucket, role, contributed=gradients):
-        block = layout.block(piece, *cut)
-        bound = arena.bound[block.parameter]
-        flat = bound.gradient if gradients else bound.values
+    flat = arena.gradients if gradients else arena.parameters
+    for _, block in held_blocks(layout, bucket, role, contributed=gradients):
         view = flat.as_strided(
             (block.num_rows, block.row_length),
             (block.row_stride, 1),
-            flat.storage_offset() + block.offset,
+            arena.regrouped_start(block.parameter) + block.offset,
         )
         copies.append(Copy(at, at + view.numel(), view))
         at += view.numel()

@@ -11,18 +11,21 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from megatron.core.process_groups_config import ProcessGroupCollection
+from torch.utils._pytree import tree_leaves
 
 from megatron.hydraulis.errors import HydraulisError
 from megatron.hydraulis.optimizer.shards import CanonicalShards
 from megatron.hydraulis.runtime.arena import Arena, ArenaMemory
+from megatron.hydraulis.runtime.columns import ColumnExchange, ColumnShares
 from megatron.hydraulis.runtime.executor import RoleModel
 from megatron.hydraulis.runtime.experts import RouterState
 from megatron.hydraulis.runtime.model_building import ModelDefinition, build_role_model
 from megatron.hydraulis.runtime.passes import GatherPass, ScatterPass, at_exit
 from megatron.hydraulis.runtime.process_groups import GroupRegistry
 from megatron.hydraulis.runtime.regroup import Regrouper
+from megatron.hydraulis.runtime.track import Track
 from megatron.hydraulis.strategy import Pool, Strategy
-from megatron.hydraulis.transfer.canonical import CanonicalLayout
+from megatron.hydraulis.transfer.canonical import CanonicalLayout, Unit
 from megatron.hydraulis.transfer.role import Role
 
 
@@ -43,9 +46,14 @@ class StrategyRuntime:
         return None if self.bound is None else self.bound.arena
 
     @property
-    def num_elements(self) -> int:
-        """Elements of each arena storage."""
-        return 0 if self.bound is None else self.bound.arena.num_elements
+    def num_parameters(self) -> int:
+        """Elements of the arena's storage of parameters."""
+        return 0 if self.bound is None else self.bound.arena.num_parameters
+
+    @property
+    def num_gradients(self) -> int:
+        """Elements of the arena's storage of gradients."""
+        return 0 if self.bound is None else self.bound.arena.num_gradients
 
 
 @dataclass
@@ -64,6 +72,10 @@ class StrategyRuntimes:
     """Dtype in which gradients travel."""
     routers: RouterState | None
     """State that the routers of all models share; None without experts."""
+    column_track: Track
+    """Runs the gathers and scatters of columns that share weights."""
+    num_layers_ahead: int
+    """Layers that such columns gather ahead."""
     _built: dict[str, StrategyRuntime] = field(default_factory=dict, init=False)
     _bound_roles: dict[object, BoundRole] = field(default_factory=dict, init=False)
     _is_training: bool = field(default=True, init=False)
@@ -110,14 +122,20 @@ class StrategyRuntimes:
         assert groups is not None
         replica = strategy.replica_of(dist.get_rank())
         is_uneven = replica is not None and replica.scheme.ep > 1 and replica.scheme.splits_cp
-        neighbours = (groups.tp, groups.pp, groups.ep)
+        columns = None if role.column is None else self.groups.columns(strategy)
+        neighbours = [groups.tp, groups.pp, groups.ep] + ([] if columns is None else [columns])
         ranks = (tuple(dist.get_process_group_ranks(group)) for group in neighbours)
         key = (role, is_uneven, *ranks)
         found = self._bound_roles.get(key)
         if found is None:
             definition = self.definition
             definition = definition.for_uneven_columns if is_uneven else definition
-            found = BoundRole(definition, role, groups, self.layout, self.memory)
+            exchange = None
+            if columns is not None:
+                exchange = ColumnExchange(
+                    columns, self.column_track, self.gradient_dtype, self.num_layers_ahead
+                )
+            found = BoundRole(definition, role, groups, self.layout, self.memory, exchange)
             found.model.model.train(self._is_training)
             if self.routers is not None:
                 self.routers.attach(found.model.model)
@@ -133,6 +151,7 @@ class BoundRole:
 
     Args:
         groups: that the role's modules communicate in.
+        exchange: of the columns that share the role's weights, if any.
     """
 
     def __init__(
@@ -142,10 +161,12 @@ class BoundRole:
         groups: ProcessGroupCollection,
         layout: CanonicalLayout,
         memory: ArenaMemory,
+        exchange: ColumnExchange | None,
     ) -> None:
         self.role = role
         module = build_role_model(definition, role, groups)
-        self.arena = Arena(layout, role, memory)
+        num_slots = 1 if exchange is None else 1 + exchange.num_ahead
+        self.arena = Arena(layout, role, memory, num_slots=num_slots)
         parameters = self.arena.bind(module)
         self.model = RoleModel(module, groups)
         held: dict[int, dict[int, None]] = {index: {} for index in parameters}
@@ -158,10 +179,20 @@ class BoundRole:
         self._gather: GatherPass | None = None
         self._scatter: ScatterPass | None = None
         self._held_buckets = sorted({b for buckets in self.buckets_of.values() for b in buckets})
+        self._columns: ColumnShares | None = None
+        if exchange is not None:
+            self._columns = ColumnShares(self.arena, exchange, self.buckets_of)
         index_of = {id(parameter): index for index, parameter in parameters.items()}
-        for part, members in _parts(module, lambda p: layout.parameters[index_of[id(p)]].unit):
+
+        def unit_of(parameter: Any) -> Unit:
+            return layout.parameters[index_of[id(parameter)]].unit
+
+        for part, members in _parts(module, unit_of):
             buckets = sorted({b for p in members for b in self.buckets_of[index_of[id(p)]]})
-            part.register_forward_pre_hook(partial(self._before_forward, tuple(buckets)))
+            units = sorted({unit_of(p) for p in members})
+            part.register_forward_pre_hook(partial(self._before_forward, tuple(buckets), units))
+            if self._columns is not None:
+                part.register_forward_hook(partial(self._after_forward, units))
         self._gradient_hooks = [
             parameters[index].register_post_accumulate_grad_hook(
                 partial(self._after_gradient, index)
@@ -179,10 +210,22 @@ class BoundRole:
         """Within, forward waits for the gather, and the last backward posts the scatter."""
         config: Any = self.model.model.config
         self._gather, self._scatter = gather, scatter
+        columns = self._columns
+        if columns is not None:
+            columns.begin(gather, scatter)
+
+        def begin_last_backward() -> None:
+            assert scatter is not None
+            if columns is not None:
+                columns.finish_backward()  # of the micro-batches before
+            scatter.begin_last_backward()
+
         if scatter is not None:
-            config.no_sync_func = partial(at_exit, scatter.begin_last_backward)
+            config.no_sync_func = partial(at_exit, begin_last_backward)
         try:
             yield
+            if columns is not None:
+                columns.finish()
             if gather.num_missing_of(self._held_buckets):
                 raise HydraulisError(
                     "parameters of the model were used without the module that holds them being "
@@ -192,13 +235,34 @@ class BoundRole:
         finally:
             self._gather = self._scatter = config.no_sync_func = None
 
-    def _before_forward(self, buckets: Sequence[int], module: Any, inputs: Any) -> None:
-        if self._gather is not None:
+    def _before_forward(
+        self, buckets: Sequence[int], units: Sequence[Unit], module: Any, inputs: Any
+    ) -> None:
+        if self._gather is None:
+            return
+        if self._columns is None:
             self._gather.need(buckets)
+        else:
+            for unit in units:
+                self._columns.before_forward(unit)
+
+    def _after_forward(self, units: Sequence[Unit], module: Any, inputs: Any, outputs: Any) -> None:
+        for output in tree_leaves(outputs):
+            if isinstance(output, torch.Tensor) and output.requires_grad:
+                output.register_hook(partial(self._before_backward, units))
+
+    def _before_backward(self, units: Sequence[Unit], gradient: torch.Tensor) -> None:
+        if self._columns is not None and self._gather is not None:
+            for unit in units:
+                self._columns.before_backward(unit)
 
     def _after_gradient(self, index: int, parameter: torch.Tensor) -> None:
-        if self._scatter is not None:
+        if self._scatter is None:
+            return
+        if self._columns is None:
             self._scatter.arrived(index)
+        else:
+            self._columns.arrived(index)
 
 
 def _parts(module: torch.nn.Module, unit_of: Any) -> Iterator[tuple[torch.nn.Module, list[Any]]]:

@@ -302,6 +302,16 @@ class Replica:
         """The context-parallel group of a stage and tp coordinate, by cp: shape (cp,)."""
         return tuple(self.rank_at(stage, cp, tp) for cp in range(self.scheme.cp))
 
+    @property
+    def column_groups(self) -> tuple[tuple[int, ...], ...]:
+        """The ranks that share weights, each group by cp; empty without ``fs``."""
+        scheme = self.scheme
+        return tuple(
+            self.cp_ranks(stage, tp)
+            for stage in range(scheme.pp if scheme.shares_weights else 0)
+            for tp in range(scheme.tp)
+        )
+
     def ep_ranks(self, stage: int, cp: int, tp: int) -> tuple[int, ...]:
         """The ranks of a stage that share out the experts with this one, in the order of their
         experts: consecutive by cp, then tp; shape (ep,)."""

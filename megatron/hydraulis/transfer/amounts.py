@@ -82,7 +82,10 @@ class LayoutAmounts:
         """Elements of each owner's share that at least one of some roles holds or contributes:
         shape (num_ranks,)."""
         holders = {role.cut: role for role in members if bucket.unit in role.units}
-        key = self.layout.cuts[bucket.index], contributed, frozenset(holders)
+        are_shared = any(role.column is not None for role in holders.values())
+        cuts = self.layout.places if are_shared else self.layout.cuts
+        # A number of one kind may equal one of the other, but then the holders differ.
+        key = cuts[bucket.index], contributed, frozenset(holders)
         if key not in self._known:
             find = contributed_ranges if contributed else held_ranges
             ranges = union(find(self.layout, bucket, role) for role in holders.values())

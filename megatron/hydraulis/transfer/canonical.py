@@ -27,6 +27,12 @@ from megatron.hydraulis.model_shape import ModelShape
 
 DEFAULT_BUCKET_CAP_ELEMENTS = 40_000_000
 """Maximum size of the buckets of embedding and output, in elements (160 MB in fp32)."""
+UNIT_ALIGNMENT_ELEMENTS = 64
+"""A layer, and a column's share of it, starts in a rank's memory at a multiple of this: 256 bytes
+in fp32, as CUDA kernels prefer. Its matrices, which come first, usually have such sizes."""
+ALIGNMENT_ELEMENTS = 8
+"""Every parameter starts at a multiple of this: 16 bytes in bf16, which CUDA kernels need. Norms of
+a head's size leave no gaps then, so that a layer travels without staging."""
 
 
 class Contribution(enum.IntEnum):
@@ -46,6 +52,10 @@ class Unit:
 
     order: int
     name: str
+
+    @property
+    def is_layer(self) -> bool:
+        return self == Unit.layer(self.order)
 
     @staticmethod
     def embedding() -> Unit:
@@ -157,6 +167,10 @@ class Block:
     num_rows: int
     row_length: int
     row_stride: int
+
+    @property
+    def num_elements(self) -> int:
+        return self.num_rows * self.row_length
 
 
 @dataclass(frozen=True)
@@ -271,6 +285,14 @@ class CanonicalLayout:
         return {parameter.name: i for i, parameter in enumerate(self.parameters)}
 
     @cached_property
+    def parameters_of(self) -> dict[Unit, tuple[int, ...]]:
+        """Indices into `parameters` of every unit's, ascending."""
+        found: dict[Unit, list[int]] = {}
+        for index, parameter in enumerate(self.parameters):
+            found.setdefault(parameter.unit, []).append(index)
+        return {unit: tuple(indices) for unit, indices in found.items()}
+
+    @cached_property
     def cuts(self) -> tuple[int, ...]:
         """A number for each bucket; equal for buckets that are cut and owned in the same way, of
         which roles that hold them and have the same `Role.cut` hold the same ranges."""
@@ -279,12 +301,33 @@ class CanonicalLayout:
         for bucket in self.buckets:
             pieces = [(each, self.parameters[each.parameter]) for each in bucket.pieces]
             cut = tuple(
-                (each.num_elements, each.atom, of.tp_dim is None, of.contribution, of.experts)
+                (
+                    each.num_elements,
+                    each.row_length,
+                    each.atom,
+                    of.tp_dim,
+                    of.contribution,
+                    of.experts,
+                )
                 for each, of in pieces
             )
             key = (cut, bucket.shard_borders, bucket.owner_order)
             cuts.append(numbers.setdefault(key, len(numbers)))
         return tuple(cuts)
+
+    @cached_property
+    def places(self) -> tuple[int, ...]:
+        """As `cuts`, for roles of which columns keep shares: equal for buckets that are also at the
+        same place in units of equal buckets."""
+        in_unit: dict[Unit, list[int]] = {}
+        for bucket, cut in zip(self.buckets, self.cuts, strict=True):
+            in_unit.setdefault(bucket.unit, []).append(cut)
+        numbers: dict[object, int] = {}
+        places = []
+        for cuts in in_unit.values():  # in the order of the buckets
+            for place in range(len(cuts)):
+                places.append(numbers.setdefault((place, *cuts), len(numbers)))
+        return tuple(places)
 
     @property
     def num_elements(self) -> int:

@@ -6,14 +6,14 @@ Functions take and return sequences of ascending, disjoint ranges; returned rang
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import numpy.typing as npt
 
 from megatron.hydraulis.errors import PlanError
-from megatron.hydraulis.transfer.canonical import Bucket, CanonicalLayout, Piece
-from megatron.hydraulis.transfer.role import Role
+from megatron.hydraulis.transfer.canonical import Block, Bucket, CanonicalLayout
+from megatron.hydraulis.transfer.role import Role, UnitPlaces
 
 Amounts = npt.NDArray[np.int64]
 
@@ -101,24 +101,55 @@ def contributed_ranges(
 def _ranges(
     layout: CanonicalLayout, bucket: Bucket, role: Role | None, *, contributed: bool
 ) -> tuple[Range, ...]:
-    pieces = held_pieces(layout, bucket, role, contributed=contributed)
-    return union([[Range(start, start + piece.num_elements) for piece, start, _ in pieces]])
+    blocks = held_blocks(layout, bucket, role, contributed=contributed)
+    return union([[Range(start, start + block.num_elements) for start, block in blocks]])
 
 
-def held_pieces(
+def held_blocks(
     layout: CanonicalLayout, bucket: Bucket, role: Role | None, *, contributed: bool
-) -> Iterator[tuple[Piece, int, tuple[int, int]]]:
-    """Yields the pieces that the role holds of the bucket, or contributes to its gradients: each
-    with its first element in the bucket and `Role.cut_of` its parameter."""
+) -> Iterator[tuple[int, Block]]:
+    """Yields the blocks that the role holds of the bucket, or contributes to its gradients, in
+    canonical order: each with its first element in the bucket. Blocks may be parts of pieces, and
+    of their rows, where columns share the role's parameters."""
     if role is None or bucket.unit not in role.units:
         return
+    places = None if role.column is None else UnitPlaces.of(layout, role, bucket.unit)
     for piece, start in zip(bucket.pieces, bucket.piece_offsets, strict=False):
         parameter = layout.parameters[piece.parameter]
         cut = role.cut_of(parameter)
         if cut is None or not layout.holds(piece, *cut):
             continue
-        if not contributed or role.contributes(parameter):
-            yield piece, start, cut
+        if contributed and not role.contributes(parameter):
+            continue
+        block = layout.block(piece, *cut)
+        if places is None:
+            yield start, block
+        else:
+            first = places.share_start - places.offsets[piece.parameter]
+            for skipped, part in _within(block, first, first + places.share_elements):
+                yield start + skipped, part
+
+
+def _within(block: Block, first: int, stop: int) -> Iterator[tuple[int, Block]]:
+    """The block's elements at flat indices [first, stop) of the local parameter, as blocks: each
+    with the number of the block's elements before it."""
+    if block.row_stride == block.row_length:
+        num = block.num_elements
+        block = replace(block, num_rows=1, row_length=num, row_stride=num)
+
+    def num_before(index: int) -> int:
+        row, column = divmod(index - block.offset, block.row_stride)
+        before = row * block.row_length + min(column, block.row_length)
+        return min(max(before, 0), block.num_elements)
+
+    at, end = num_before(first), num_before(stop)
+    while at < end:
+        row, column = divmod(at, block.row_length)
+        num_rows = max(1, (end - at) // block.row_length) if column == 0 else 1
+        length = min(block.row_length - column, end - at)
+        offset = block.offset + row * block.row_stride + column
+        yield at, replace(block, offset=offset, num_rows=num_rows, row_length=length)
+        at += num_rows * length
 
 
 def buckets_with_equal_plans(
@@ -131,7 +162,9 @@ def buckets_with_equal_plans(
     """
     distinct = [role for role in dict.fromkeys(roles) if role is not None]
     groups: dict[object, list[Bucket]] = {}
-    for bucket, cut in zip(layout.buckets, layout.cuts, strict=True):
+    are_shared = any(role.column is not None for role in distinct)
+    cuts = layout.places if are_shared else layout.cuts
+    for bucket, cut in zip(layout.buckets, cuts, strict=True):
         holders = tuple(bucket.unit in role.units for role in distinct)
         groups.setdefault((cut, holders), []).append(bucket)
     return tuple(map(tuple, groups.values()))

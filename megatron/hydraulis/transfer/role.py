@@ -3,12 +3,20 @@
 from __future__ import annotations
 
 import itertools
+import math
 from dataclasses import dataclass
 from functools import cached_property
 
 from megatron.hydraulis.errors import PlanError
 from megatron.hydraulis.strategy import Strategy
-from megatron.hydraulis.transfer.canonical import Contribution, ParameterSpec, Unit
+from megatron.hydraulis.transfer.canonical import (
+    ALIGNMENT_ELEMENTS,
+    UNIT_ALIGNMENT_ELEMENTS,
+    CanonicalLayout,
+    Contribution,
+    ParameterSpec,
+    Unit,
+)
 
 
 @dataclass(frozen=True)
@@ -23,6 +31,8 @@ class Role:
     tied_embeddings: bool
     experts: tuple[int, int] | None = None
     """Experts [start, stop) of every layer, which the rank holds whole; None if tp cuts all."""
+    column: tuple[int, int] | None = None
+    """(number of this cp rank, number of them) if each keeps a share of the weights; else None."""
 
     @property
     def has_embedding(self) -> bool:
@@ -49,7 +59,7 @@ class Role:
     @property
     def cut(self) -> tuple[object, ...]:
         """Properties that decide, with its units, which ranges of a bucket it holds."""
-        return self.tp, self.tp_rank, self.experts
+        return self.tp, self.tp_rank, self.experts, self.column
 
     def cut_of(self, parameter: ParameterSpec) -> tuple[int, int] | None:
         """The tp degree and TP rank that this rank's part of a parameter of its units has: (1, 0)
@@ -78,6 +88,48 @@ class Role:
         return parameter.contribution is not Contribution.REPLICATED or self.tp_rank == 0
 
 
+@dataclass(frozen=True)
+class UnitPlaces:
+    """Places of a role's parameters of a unit in one flat run, of which a column keeps a share."""
+
+    offsets: dict[int, int]
+    """First element of each parameter, by index into ``CanonicalLayout.parameters``."""
+    share_elements: int
+    """Elements that each column keeps, equal for all: those of the run where none is shared."""
+    num_columns: int
+    column: int
+
+    @classmethod
+    def of(cls, layout: CanonicalLayout, role: Role, unit: Unit) -> UnitPlaces:
+        """The places of a unit that the role holds."""
+        offsets, end = {}, 0
+        for index in layout.parameters_of[unit]:
+            cut = role.cut_of(layout.parameters[index])
+            if cut is not None:
+                offsets[index] = aligned(end, ALIGNMENT_ELEMENTS)
+                end = offsets[index] + math.prod(layout.parameters[index].local_shape(cut[0]))
+        if role.column is None:
+            return cls(offsets, end, 1, 0)
+        column, num_columns = role.column
+        share = aligned(-(-end // num_columns), UNIT_ALIGNMENT_ELEMENTS)
+        return cls(offsets, share, num_columns, column)
+
+    @property
+    def num_elements(self) -> int:
+        """Elements of the run, with the padding behind the last parameter."""
+        return self.share_elements * self.num_columns
+
+    @property
+    def share_start(self) -> int:
+        """First element of the run that is kept."""
+        return self.share_elements * self.column
+
+
+def aligned(num_elements: int, step: int) -> int:
+    """The number rounded up to a multiple of the step."""
+    return -(-num_elements // step) * step
+
+
 def roles_of(
     strategy: Strategy, num_layers: int, tied_embeddings: bool, num_experts: int = 0
 ) -> list[Role | None]:
@@ -104,5 +156,6 @@ def roles_of(
                 num_layers_of_model=num_layers,
                 tied_embeddings=tied_embeddings,
                 experts=(first_expert, first_expert + in_each) if scheme.ep > 1 else None,
+                column=(cp, scheme.cp) if scheme.shares_weights else None,
             )
     return roles

@@ -42,12 +42,12 @@ def test_two_roles_use_the_memory_in_turn() -> None:
         arenas.append(arena)
         models.append(model)
     whole, half = arenas
-    assert whole.num_elements > half.num_elements > 0
+    assert whole.num_parameters > half.num_parameters > 0
 
     for arena, model in [*zip(arenas, models, strict=True)] * 2:
-        memory.size_parameters(arena.num_elements)
-        memory.size_gradients(arena.num_elements)
-        assert memory.num_bytes == (BF16_BYTES + FP32_BYTES) * arena.num_elements
+        memory.size_parameters(arena.num_parameters)
+        memory.size_gradients(arena.num_gradients)
+        assert memory.num_bytes == (BF16_BYTES + FP32_BYTES) * arena.num_parameters
         arena.parameters.fill_(3.0)
         arena.gradients.fill_(5.0)
         for name, parameter in model.named_parameters():
@@ -72,8 +72,8 @@ def test_two_roles_use_the_memory_in_turn() -> None:
 def test_the_same_size_again_keeps_what_is_there() -> None:
     memory = ArenaMemory(dtype=torch.float32, grad_dtype=torch.float32, device=torch.device("cpu"))
     memory.size_parameters(4)
-    with memory.reaching(4):
-        parameters, _ = memory.views(4)
+    with memory.reaching(4, 4):
+        parameters, _ = memory.views(4, 4)
     parameters.fill_(2.0)
     memory.size_parameters(4)
     assert parameters.tolist() == [2.0] * 4
@@ -82,7 +82,7 @@ def test_the_same_size_again_keeps_what_is_there() -> None:
     assert memory.num_bytes == 32
     memory.release_gradients_unless(5)
     assert memory.num_bytes == 16
-    with memory.reaching(1000):
+    with memory.reaching(1000, 1000):
         assert parameters.tolist() == [2.0] * 4
     assert memory.num_bytes == 16
     assert parameters.tolist() == [2.0] * 4

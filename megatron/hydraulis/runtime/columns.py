@@ -1,0 +1,208 @@
+"""Columns that share their weights: a unit is gathered before use, its gradient scattered after.
+
+The arena of a column holds a share of every unit. A unit's weights are gathered within the columns'
+group into the unit's slot, where the model reads them, and stay until another layer needs the slot.
+The unit's gradient is computed in a slot and scattered after its backward: each column adds up the
+parts of its share.
+
+All columns run the same modules in the same order, so these calls are one sequence in each group.
+Nothing here depends on what has arrived: units are gathered ahead at fixed places.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from megatron.hydraulis.runtime.arena import Arena, Slot
+from megatron.hydraulis.runtime.passes import GatherPass, ScatterPass
+from megatron.hydraulis.runtime.regroup import all_gather, reduce_scatter
+from megatron.hydraulis.runtime.track import StagingSlot, Step, Ticket, Track, TrackJob
+from megatron.hydraulis.transfer.canonical import Unit
+
+
+@dataclass(frozen=True)
+class ColumnExchange:
+    """How columns that share their weights exchange them."""
+
+    group: dist.ProcessGroup
+    """The columns, in their order, used for this only."""
+    track: Track
+    """Runs these jobs only."""
+    wire_dtype: torch.dtype
+    """Dtype in which gradients travel; they are added up in that of the arena."""
+    num_ahead: int
+    """Layers that are gathered ahead."""
+
+
+class ColumnShares:
+    """The gathers and scatters of one role's units within its columns' group.
+
+    Args:
+        arena: with ``exchange.num_ahead`` + 1 slots.
+        buckets_of: buckets of each parameter of the role, by index into ``layout.parameters``.
+    """
+
+    def __init__(
+        self, arena: Arena, exchange: ColumnExchange, buckets_of: Mapping[int, Sequence[int]]
+    ) -> None:
+        self._arena = arena
+        self._exchange = exchange
+        self._units = tuple(arena.places)
+        self._parameters_of = {unit: tuple(arena.places[unit].offsets) for unit in self._units}
+        self._buckets_of = {
+            unit: sorted({bucket for index in indices for bucket in buckets_of[index]})
+            for unit, indices in self._parameters_of.items()
+        }
+        self._unit_of = {index: unit for unit in self._units for index in self._parameters_of[unit]}
+        self._gather: GatherPass | None = None
+        self._scatter: ScatterPass | None = None
+        self._is_backward = False
+        self._in_slot: dict[Slot, Unit] = {}
+        """The unit that each slot of weights holds or will hold."""
+        self._gathers: dict[Unit, Ticket] = {}
+        """Gathers of those units that have not been waited for."""
+        self._has_gradient: dict[Unit, None] = {}
+        """Units whose gradients are in their slots, and have not been scattered."""
+        self._scatters: dict[Slot, tuple[Unit, Ticket]] = {}
+        """Scatters that have not been waited for, by slot of gradients."""
+
+    def begin(self, gather: GatherPass, scatter: ScatterPass | None) -> None:
+        """Begin to run micro-batches: wait for the one, and report complete gradients to the other.
+
+        Slots of gradients must be 0.
+        """
+        self._gather, self._scatter = gather, scatter
+        self._is_backward = False
+        for state in (self._in_slot, self._gathers, self._has_gradient, self._scatters):
+            state.clear()  # of micro-batches that failed
+
+    def finish_backward(self) -> None:
+        """Wait until the gradients of all backwards so far have been added to the shares."""
+        self._scatter_all_but(None)
+        self._wait_for_scatters(tuple(self._scatters))
+
+    def finish(self) -> None:
+        """End all that is under way."""
+        self.finish_backward()
+        for ticket in self._gathers.values():
+            ticket.wait()
+        self._gathers.clear()
+
+    def before_forward(self, unit: Unit) -> None:
+        """A module of the unit is about to run, perhaps as a part of the backward."""
+        is_embedding = unit.order < 0
+        if is_embedding:
+            self._is_backward = False
+        if self._is_backward:  # recomputes
+            self._fetch((unit,))
+            self._scatter_all_but(unit)
+            self._wait_for_gather(unit)
+            return
+        self._scatter_all_but(None)
+        if not (is_embedding or unit.is_layer):
+            # Output layers add to gradients, also to tied ones, before a hook of theirs can run.
+            self._wait_for_scatters(tuple(self._scatters))
+        place = self._units.index(unit)
+        self._fetch(self._units[place : place + 1 + self._exchange.num_ahead])
+        self._wait_for_gather(unit)
+
+    def before_backward(self, unit: Unit) -> None:
+        """The gradient of a module's output is known."""
+        self._is_backward = True
+        place = self._units.index(unit)
+        first = max(0, place - self._exchange.num_ahead)
+        self._fetch(self._units[first : place + 1][::-1])
+        self._scatter_all_but(unit)
+        self._wait_for_gather(unit)
+        self._wait_for_scatters((self._arena.gradient_slots[unit],))
+
+    def arrived(self, parameter: int) -> None:
+        """A backward has added to the gradient of a parameter."""
+        self._is_backward = True
+        self._has_gradient[self._unit_of[parameter]] = None
+
+    def _fetch(self, units: Sequence[Unit]) -> None:
+        """Gather the units that are not in their slots."""
+        assert self._gather is not None
+        for unit in units:
+            slot = self._arena.weight_slots[unit]
+            before = self._in_slot.get(slot)
+            if before == unit:
+                continue
+            if before is not None:
+                self._gathers.pop(before, None)
+            self._gather.need(self._buckets_of[unit])
+            self._in_slot[slot] = unit
+            self._gathers[unit] = self._exchange.track.submit(self._job("gather", unit))
+
+    def _wait_for_gather(self, unit: Unit) -> None:
+        ticket = self._gathers.pop(unit, None)
+        if ticket is not None:
+            ticket.wait()
+
+    def _scatter_all_but(self, unit: Unit | None) -> None:
+        for complete in [each for each in self._has_gradient if each != unit]:
+            del self._has_gradient[complete]
+            ticket = self._exchange.track.submit(self._job("scatter", complete))
+            self._scatters[self._arena.gradient_slots[complete]] = (complete, ticket)
+
+    def _wait_for_scatters(self, slots: Iterable[Slot]) -> None:
+        for slot in slots:
+            if slot in self._scatters:
+                unit, ticket = self._scatters.pop(slot)
+                ticket.wait()
+                if self._scatter is not None:
+                    for parameter in self._parameters_of[unit]:
+                        self._scatter.arrived(parameter)
+
+    def _job(self, what: str, unit: Unit) -> TrackJob:
+        gathers = what == "gather"
+        return TrackJob(
+            span=f"column {what}",
+            detail={"unit": unit.name},
+            num_collectives=1,
+            needs_staging=not gathers,
+            steps=partial(self._gather_steps if gathers else self._scatter_steps, unit),
+        )
+
+    def _whole(self, flat: Tensor, slots: Mapping[Unit, Slot], unit: Unit) -> Tensor:
+        """The unit in its slot."""
+        start = slots[unit].start
+        return flat[start : start + self._arena.places[unit].num_elements]
+
+    def _share(self, flat: Tensor, unit: Unit) -> Tensor:
+        """This column's share of the unit."""
+        start = self._arena.starts[unit]
+        return flat[start : start + self._arena.places[unit].share_elements]
+
+    def _gather_steps(self, unit: Unit, _: StagingSlot) -> Iterator[Step]:
+        arena = self._arena
+        whole = self._whole(arena.parameters, arena.weight_slots, unit)
+        share = self._share(arena.parameters, unit)
+        yield all_gather(whole, share, group=self._exchange.group, async_op=True)
+
+    def _scatter_steps(self, unit: Unit, slot: StagingSlot) -> Iterator[Step]:
+        """A reduce-scatter where NCCL can add up; messages where it would do so in a narrow dtype,
+        and for gloo, whose reduce-scatter moves everything."""
+        arena = self._arena
+        whole = self._whole(arena.gradients, arena.gradient_slots, unit)
+        share = self._share(arena.gradients, unit)
+        if whole.is_cuda and self._exchange.wire_dtype == whole.dtype:
+            received = slot.take("received", share.numel(), whole.dtype)
+            yield reduce_scatter(received, whole, group=self._exchange.group, async_op=True)
+            share += received
+        else:
+            send = whole
+            if self._exchange.wire_dtype != whole.dtype:
+                send = slot.take("sent", whole.numel(), self._exchange.wire_dtype).copy_(whole)
+            received = slot.take("received", whole.numel(), self._exchange.wire_dtype)
+            yield dist.all_to_all_single(received, send, group=self._exchange.group, async_op=True)
+            for part in received.view(-1, share.numel()):
+                share += part
+        whole.zero_()
