@@ -270,12 +270,14 @@ def _mutated(mutation: Mutation | None) -> Iterator[None]:
         yield
 
 
+SHARED_WEIGHTS = OrderCase(("cp4~fs", "tp2cp2fs"), 4, evaluated_in="cp2fs+pp2")
 IN_SUITE = (
     OrderCase(("tp2pp2", "tp2cp2"), 4),
     OrderCase(("pp3:2,1,1+idle", "2*tp1+tp2"), 4),
     OrderCase(("cp4~", "tp2+2*tp1"), 4),
     OrderCase(("pp4", "pp2+tp2"), 4, evaluated_in="2*tp2"),
     OrderCase(("cp2pp2", "2*pp2"), 4, model=FULL_RECOMPUTE),
+    SHARED_WEIGHTS,
     OrderCase(("tp2pp2",), 4, model=PLAIN_MODEL),
 )
 """All but the last, with a pool of one, gather for the next strategy during the update."""
@@ -298,6 +300,15 @@ NIGHTLY = (
     OrderCase(("tp2pp2", "pp2+tp2"), 4, model=replace(MODEL, granularity="selective")),
     OrderCase(("2*tp2+4*tp1", "4*pp2", "tp2pp2+4*tp1"), 8, ranks_per_node=4),
     OrderCase(("2*tp2+4*tp1", "8*tp1"), 8, ranks_per_node=4, gradient_dtype=torch.bfloat16),
+    OrderCase(("cp8~fs", "tp2cp4fs"), 8),
+    OrderCase(("cp4~fs+pp4", "tp2cp2fs+2*tp2"), 8, evaluated_in="cp8~fs"),
+    OrderCase(("cp4~fs+tp2pp2", "2*cp2fs+cp4fs"), 8, model=FULL_RECOMPUTE),
+    OrderCase(("tp2cp2~fs@3,1,2,0", "cp4"), 4, model=replace(MODEL, granularity="selective")),
+    OrderCase(("cp4fs", "cp2fs+2*idle"), 4, model=replace(MODEL, tied=True), knows_next=False),
+    OrderCase(("cp4~fs", "2*cp2fs"), 4, gradient_dtype=torch.bfloat16, overlap=False),
+    OrderCase(("tp2cp2fs", "pp2+cp2fs"), 4, model=LATENT_MODEL),
+    OrderCase(("tp2cp2fs", "cp4~fs"), 4, model=PLAIN_MODEL),
+    OrderCase(("cp4fs", "cp4~fs"), 4, model=replace(MODEL, num_groups=2), ranks_per_node=2),
 )
 
 

@@ -21,6 +21,7 @@ from tests.cuda_stand_in.lone_ranks import log_of, run_alone
 from tests.cuda_stand_in.orders import (
     IN_SUITE,
     NIGHTLY,
+    SHARED_WEIGHTS,
     WITH_EXPERTS,
     OrderCase,
     run_case,
@@ -148,6 +149,18 @@ WAITS = {
     "the track's stream for scatters' collectives": RemovableWait(
         _WORK, partial(_track_does_not_wait_for_collectives_of, "scatter")
     ),
+    "compute for gathers of columns": RemovableWait(
+        _TICKET, partial(_compute_does_not_wait_for, "column gather wait")
+    ),
+    "compute for scatters of columns": RemovableWait(
+        _TICKET, partial(_compute_does_not_wait_for, "column scatter wait")
+    ),
+    "the track's stream for collectives of columns' gathers": RemovableWait(
+        _WORK, partial(_track_does_not_wait_for_collectives_of, "column gather")
+    ),
+    "the track's stream for collectives of columns' scatters": RemovableWait(
+        _WORK, partial(_track_does_not_wait_for_collectives_of, "column scatter")
+    ),
 }
 """What waits for what."""
 
@@ -177,7 +190,10 @@ CANNOT_RACE = {
 def print_table() -> None:
     """All jobs, then one job without each wait, for docs/results.md."""
     print("| job | ranks | races |\n|---|---|---|")
-    runs = [*((case, "") for case in CASES), *((IN_SUITE[0], removed) for removed in WAITS)]
+    runs = [(case, "") for case in CASES]
+    runs += [
+        (SHARED_WEIGHTS if "columns" in removed else IN_SUITE[0], removed) for removed in WAITS
+    ]
     for case, removed in runs:
         with TemporaryDirectory() as folder:
             found = races_of(case, Path(folder), removed)

@@ -51,6 +51,10 @@ JOBS: dict[str, Callable[[SmallModel], Job]] = {
     "tp2pp2": _of("tp2pp2"),
     "cp4~": lambda model: waves(list(SPLITS.values()), replace(model, num_layers=2)),
     "changing": lambda model: changing(("tp2+2*tp1", "cp2@2,0+tp2@3,1", "pp3:2,1,1+idle"), model),
+    "cp4~fs": lambda model: replace(waves(list(SPLITS.values()), model), strategies=("cp4~fs",)),
+    "changing with shared weights": lambda model: changing(
+        ("tp2cp2fs", "2*cp2fs", "cp2fs@2,0+pp2@3,1"), model
+    ),
     "pp2+tp2": _of("pp2+tp2"),
     "cp2+pp2": _of("cp2+pp2"),
     "tp2cp2": _of("tp2cp2"),
@@ -66,7 +70,7 @@ JOBS: dict[str, Callable[[SmallModel], Job]] = {
     "owners chosen": _of("tp2@0,3+pp2@2,1", owners_for="tp2@0,3+pp2@2,1"),
     "without overlap": _of("tp2@0,3+pp2@2,1", overlap=False),
 }
-BY_DEFAULT = ("tp2+2*tp1", "tp2pp2", "cp4~", "changing")
+BY_DEFAULT = ("tp2+2*tp1", "tp2pp2", "cp4~", "changing", "cp4~fs", "changing with shared weights")
 NAMES = [
     pytest.param(name, marks=() if name in BY_DEFAULT else pytest.mark.nightly) for name in JOBS
 ]

@@ -20,7 +20,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron.hydraulis.runtime.arena import Arena, Slot
-from megatron.hydraulis.runtime.passes import GatherPass, ScatterPass
+from megatron.hydraulis.runtime.passes import GatherPass, ScatterPass, StallTimer
 from megatron.hydraulis.runtime.regroup import all_gather, reduce_scatter
 from megatron.hydraulis.runtime.track import StagingSlot, Step, Ticket, Track, TrackJob
 from megatron.hydraulis.transfer.canonical import Unit
@@ -60,6 +60,8 @@ class ColumnShares:
             for unit, indices in self._parameters_of.items()
         }
         self._unit_of = {index: unit for unit in self._units for index in self._parameters_of[unit]}
+        self._gather_timer = StallTimer("column gather wait")
+        self._scatter_timer = StallTimer("column scatter wait")
         self._gather: GatherPass | None = None
         self._scatter: ScatterPass | None = None
         self._is_backward = False
@@ -79,6 +81,8 @@ class ColumnShares:
         """
         self._gather, self._scatter = gather, scatter
         self._is_backward = False
+        self._gather_timer.forget()
+        self._scatter_timer.forget()
         for state in (self._in_slot, self._gathers, self._has_gradient, self._scatters):
             state.clear()  # of micro-batches that failed
 
@@ -90,9 +94,8 @@ class ColumnShares:
     def finish(self) -> None:
         """End all that is under way."""
         self.finish_backward()
-        for ticket in self._gathers.values():
-            ticket.wait()
-        self._gathers.clear()
+        for unit in tuple(self._gathers):
+            self._wait_for_gather(unit)
 
     def before_forward(self, unit: Unit) -> None:
         """A module of the unit is about to run, perhaps as a part of the backward."""
@@ -144,7 +147,7 @@ class ColumnShares:
     def _wait_for_gather(self, unit: Unit) -> None:
         ticket = self._gathers.pop(unit, None)
         if ticket is not None:
-            ticket.wait()
+            self._gather_timer.wait_for(ticket)
 
     def _scatter_all_but(self, unit: Unit | None) -> None:
         for complete in [each for each in self._has_gradient if each != unit]:
@@ -156,7 +159,7 @@ class ColumnShares:
         for slot in slots:
             if slot in self._scatters:
                 unit, ticket = self._scatters.pop(slot)
-                ticket.wait()
+                self._scatter_timer.wait_for(ticket)
                 if self._scatter is not None:
                     for parameter in self._parameters_of[unit]:
                         self._scatter.arrived(parameter)

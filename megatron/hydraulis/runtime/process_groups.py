@@ -129,11 +129,6 @@ class GroupRegistry:
         Raises StrategyError, on all ranks, for a scheme whose cp ranks share weights and experts.
         """
         for scheme in strategy.schemes:
-            if scheme.shares_weights and _uses_nccl():
-                raise StrategyError(
-                    f"strategy {strategy.name!r}: {scheme} shares weights among its cp ranks, "
-                    "which runs on CPUs but not yet on CUDA; drop the fs"
-                )
             if scheme.shares_weights and scheme.ep > 1:
                 raise StrategyError(
                     f"strategy {strategy.name!r}: {scheme} shares weights among its cp ranks, "
