@@ -4,6 +4,7 @@ import argparse
 import datetime
 import itertools
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 
 from rich.table import Table
 
@@ -46,6 +47,8 @@ from megatron.hydraulis.terminal import (
 _NS_PER_MS, _US_PER_MS = 1e6, 1e3
 _MOST_OF_A_SIZE = 3
 """Schemes of one number of ranks in the table, if none were named."""
+_LEAST_MORE_TOKENS = 1.25
+"""Tokens of a micro-batch over those without fs from which it is offered: it saves memory alone."""
 _MOST_STAGES = 8
 """Longest pipelines of schemes that are not named: others rarely win with few micro-batches."""
 
@@ -137,7 +140,7 @@ def estimated_profile(
     """
     device, cluster = model.device, model.cluster
     if schemes is None:
-        schemes = possible_schemes(model.shape, cluster.num_ranks, cluster.ranks_per_node)
+        schemes = possible_schemes(model)
     for scheme in schemes:
         replica = scheme.as_replica
         Strategy.parse(str(replica), replica.num_ranks).check_model(model.shape)
@@ -183,12 +186,15 @@ def _nothing_fits(model: AnalyticCostModel, schemes: Sequence[Scheme]) -> Config
     )
 
 
-def possible_schemes(shape: ModelShape, num_ranks: int, ranks_per_node: int) -> list[Scheme]:
+def possible_schemes(model: AnalyticCostModel) -> list[Scheme]:
     """All schemes of powers of two that can divide the model and have room in the job, and the
-    groups of fewer than ep ranks that replicas with separate sequences, ``cp8~ep8``, have.
+    groups of fewer than ep or fs ranks that replicas with separate sequences, ``cp8~ep8``, have.
 
-    tp spans at most two nodes, pp at most `_MOST_STAGES` stages.
+    tp spans at most two nodes, pp at most `_MOST_STAGES` stages. ``fs`` saves memory alone, so it
+    is among them where a micro-batch then holds `_LEAST_MORE_TOKENS` times as many tokens.
     """
+    shape, num_ranks = model.shape, model.cluster.num_ranks
+    ranks_per_node = model.cluster.ranks_per_node
     found = []
     degrees_of_ep = powers_of_two(num_ranks if shape.num_experts else 1)
     for tp, cp, pp, ep in itertools.product(*[powers_of_two(num_ranks)] * 3, degrees_of_ep):
@@ -203,6 +209,10 @@ def possible_schemes(shape: ModelShape, num_ranks: int, ranks_per_node: int) -> 
         except StrategyError:
             continue
         found.append(scheme)
+        if replica == scheme and cp > 1 and pp == ep == 1:
+            shared = replace(scheme, fs=cp)
+            if model.max_tokens(shared) > _LEAST_MORE_TOKENS * model.max_tokens(scheme):
+                found += replace(shared, splits_cp=True).group_schemes
     return found
 
 
@@ -225,9 +235,9 @@ def powers_of_two(most: int) -> list[int]:
 
 def _schemes(
     namespace: argparse.Namespace, shape: ModelShape, *, gradient_bytes: int
-) -> tuple[list[Scheme], int, int, PoolFootprint | None]:
-    """The distinct schemes, with all groups of ``cp8~``; ranks of the job and of a node; footprint
-    of the pool if one was given."""
+) -> tuple[list[Scheme] | None, int, int, PoolFootprint | None]:
+    """The distinct schemes that are given, with all groups of ``cp8~``; ranks of the job and of a
+    node; footprint of the pool if one was given."""
     footprint = None
     if namespace.pool is not None:
         if namespace.num_ranks is not None or namespace.ranks_per_node is not None:
@@ -247,9 +257,8 @@ def _schemes(
             )
         num_ranks, ranks_per_node = job_ranks(namespace)
         if namespace.schemes is None:
-            found = possible_schemes(shape, num_ranks, ranks_per_node)
-        else:
-            found = [parse_scheme(text, label="--schemes") for text in namespace.schemes]
+            return None, num_ranks, ranks_per_node, None
+        found = [parse_scheme(text, label="--schemes") for text in namespace.schemes]
     return schemes_of_job(found, num_ranks), num_ranks, ranks_per_node, footprint
 
 

@@ -12,8 +12,9 @@ runtime would (context.py), before attention:
     c = c_m                                     launches do not become fewer
     max_tokens = M_m · min(cp/m, P(cp)/P(m))    padding of the sequences included
 
-Every measured form changes in this way. Where a ring overlaps with attention, the forms are the
-analytic model's, a, b and c times what was measured over what it says of the row. x is the analytic
+Every measured form changes in this way. Where a ring overlaps with attention, or cp ranks share
+weights, the forms are the analytic model's, a, b and c times what was measured over what it says of
+the row. With shared weights that no row has, the limit is P. x is the analytic
 exchange per token in the longest stage, P the limit of the memory model: parameters are not split
 by cp. Without model and device x is 0, and limits grow as cp.
 """
@@ -309,13 +310,15 @@ class JobCosts:
             )
 
         coefficients = of_width(times)
-        if self.model is not None and self.model.has_te_attention:
+        if self.model is not None and (self.model.has_te_attention or scheme.shares_weights):
             wanted, model_row = self.model.coefficients(scheme), self.model.coefficients(row.scheme)
-            if wanted.others or model_row.others:
+            if wanted.others or model_row.others or scheme.shares_weights:
                 coefficients = _as_measured(wanted, model_row, times)
         limit = row.max_tokens * scheme.cp // row.scheme.cp
         # A limit of 0 of a measured row: the memory model is too strict here.
-        if self.model is not None and (of_row := self.model.max_tokens(row.scheme)):
+        if self.model is not None and scheme.shares_weights and not row.scheme.shares_weights:
+            limit = self.model.max_tokens(scheme)
+        elif self.model is not None and (of_row := self.model.max_tokens(row.scheme)):
             limit = min(limit, row.max_tokens * self.model.max_tokens(scheme) // of_row)
         return ProfiledScheme(
             scheme=scheme,
@@ -325,12 +328,21 @@ class JobCosts:
         )
 
     def _nearest(self, scheme: Scheme) -> ProfiledScheme:
-        """The measured width fewest doublings away; the narrower of two equally near ones."""
-        same_shape = (scheme.tp, scheme.ep, scheme.pp, scheme.layers)
+        """The measured width fewest doublings away; the narrower of two equally near ones. Shared
+        weights follow from others where the model gives their messages, but not the reverse."""
+
+        def shape_of(each: Scheme) -> tuple[object, ...]:
+            return each.tp, each.ep, each.pp, each.layers
+
         rows = [
             row
             for row in self.profile.schemes
-            if (row.scheme.tp, row.scheme.ep, row.scheme.pp, row.scheme.layers) == same_shape
+            if shape_of(row.scheme) == shape_of(scheme)
+            and (
+                row.scheme == scheme
+                or (self.model is not None and scheme.shares_weights)
+                or not (scheme.shares_weights or row.scheme.shares_weights)
+            )
         ]
         if not rows:
             known = ", ".join(str(row.scheme) for row in self.profile.schemes)
@@ -340,8 +352,11 @@ class JobCosts:
                 f"{scheme.of_context_group(1)}, or take strategies of these schemes"
             )
 
-        def order(row: ProfiledScheme) -> tuple[float, int]:
-            return abs(math.log2(row.scheme.cp / scheme.cp)), row.scheme.cp
+        def order(row: ProfiledScheme) -> tuple[bool, bool, float, int]:
+            of_row = row.scheme
+            is_other = of_row.shares_weights != scheme.shares_weights
+            doublings = abs(math.log2(of_row.cp / scheme.cp))
+            return of_row.fs != scheme.fs, is_other, doublings, of_row.cp
 
         return min(rows, key=order)
 

@@ -3,8 +3,9 @@
 Between iterations a tensor-parallel rank holds its *state* (`state_bytes`):
 
 - its parameters in the training precision and their gradients in fp32; of those that it shares with
-  other cp ranks (``fs``) its share, and slots where they are whole while they are used: for a layer
-  and each that is gathered ahead, for the embedding and for the output layer;
+  other cp ranks (``fs``) its share, and slots where they are whole while they are used: weights of
+  a layer and each that is gathered ahead, of the embedding and of the output layer; gradients of
+  two layers, and of embedding or output layer; and what it receives of a gradient;
 - its canonical shard: fp32 master weights, two moments and the gradient over all ranks of the job;
 - staging of transfers (`PoolFootprint`);
 - workspaces of cuBLAS.
@@ -83,6 +84,8 @@ _BATCH_BYTES_PER_TOKEN = 3 * 8 + FP32_BYTES
 _LOSS_BYTES_PER_TOKEN = 6 * 8 + 4 * FP32_BYTES
 # As wide as the MLP, in the backward of its activation, less the input of fc2, which is freed.
 _GATED_ACTIVATION_TENSORS, _PLAIN_ACTIVATION_TENSORS, _SEPARATE_ACTIVATION_TENSORS = 4, 6, 2
+NUM_GRADIENT_SLOTS = 2
+"""Layers whose shared gradients are whole at a time: one is scattered while another computes."""
 LOSS_CHUNK_BYTES = 2**30
 """Size of the fp32 logits of a chunk on a rank. A chunk's products then take ten times as long as
 adding to the weight's gradient once, or longer, with up to 128K columns on a rank."""
@@ -548,16 +551,25 @@ class MemoryModel(TrainedModel):
         num_parameters = self.num_layer_parameters(
             scheme, num_layers, are_first=is_first, as_share=True
         )
-        others = num_embeddings * shape.num_embedding_parameters / scheme.tp
-        others += is_last * shape.hidden_size
-        num_parameters += others / scheme.fs
-        if scheme.shares_weights:
-            largest = max(
-                sum(self.gathered_parameters(scheme, has_experts=has_experts))
-                for has_experts in self.kinds_of_layers
-            )
-            num_parameters += (1 + self.fs_prefetch) * largest + others
-        return num_parameters * (self.parameter_bytes + self.has_optimizer * FP32_BYTES)
+        embedding = shape.num_embedding_parameters / scheme.tp
+        final_norm = is_last * shape.hidden_size
+        num_parameters += (num_embeddings * embedding + final_norm) / scheme.fs
+        gradient_bytes = self.has_optimizer * FP32_BYTES
+        num_bytes = num_parameters * (self.parameter_bytes + gradient_bytes)
+        if not scheme.shares_weights:
+            return num_bytes
+        layer = max(
+            sum(self.gathered_parameters(scheme, has_experts=has_experts))
+            for has_experts in self.kinds_of_layers
+        )
+        weights = (1 + self.fs_prefetch) * layer + num_embeddings * embedding + final_norm
+        # Gradients of embedding and output layer take turns.
+        gradients = NUM_GRADIENT_SLOTS * layer + embedding + final_norm
+        if (wire_bytes := self.footprint(scheme).gradient_bytes) == FP32_BYTES:
+            received = max(layer, embedding) / scheme.fs
+        else:  # also what is sent, in that precision
+            received = 2 * max(layer, embedding) * wire_bytes / FP32_BYTES
+        return num_bytes + weights * self.parameter_bytes + (gradients + received) * gradient_bytes
 
     def activation_bytes(self, scheme: Scheme, stage: int, num_tokens: int) -> float:
         """What micro-batches in flight keep for their backward, of num_tokens over all cp ranks."""

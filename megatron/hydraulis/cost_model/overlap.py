@@ -7,8 +7,9 @@ figures of its own, in the backward. Other exchanges come before attention and a
 Weights that cp ranks share are gathered while the layer before computes, and their gradients are
 reduce-scattered while the next one does. A pass takes the longer of its compute, with the messages
 for which it waits, and all its messages, which share the links. What nothing precedes or follows
-adds up: gathers of embedding and first layer, and their scatters. The output layer is gathered
-once, as its slot is its own, and its products hide nothing.
+adds up: gathers of embedding and first layer, and their scatters; this is for the first and the
+last micro-batch, and an upper bound for others. The output layer is gathered once, as its slot is
+its own, and its products hide nothing. Layers that are still in their slots are not gathered again.
 
 The sums of all choices are the forms of `Coefficients`.
 """
@@ -127,6 +128,7 @@ def shared_weights_s(
     Returns for each (those that compute can hide, those that add up), in s.
     """
     shape, num_others = model.shape, model.shape.num_layers - 1
+    num_gathered = max(0, num_others - model.fs_prefetch)
     embedding = shape.num_embedding_parameters / scheme.tp
     num_outputs = 0 if shape.tied_embeddings else 1
 
@@ -142,8 +144,8 @@ def shared_weights_s(
 
     gather_s, embedding_s = messages_s("all_gather", model.parameter_bytes)
     scatter_s, embedding_back_s = messages_s("reduce_scatter", model.gradient_bytes)
-    in_forward = num_others * gather_s + num_outputs * embedding_s, gather_s + embedding_s
-    in_backward_s = shape.num_layers * gather_s + num_others * scatter_s
+    in_forward = num_gathered * gather_s + num_outputs * embedding_s, gather_s + embedding_s
+    in_backward_s = num_gathered * gather_s + num_others * scatter_s
     in_backward_s += num_outputs * embedding_back_s
     return in_forward, (in_backward_s, scatter_s + embedding_back_s)
 

@@ -20,7 +20,6 @@ from megatron.hydraulis.cost_model.analytic import AnalyticCostModel
 from megatron.hydraulis.cost_model.device import Precision, device_constants
 from megatron.hydraulis.cost_model.estimate_command import (
     estimated_profile,
-    possible_schemes,
     schemes_of_job,
 )
 from megatron.hydraulis.cost_model.job_costs import (
@@ -89,7 +88,7 @@ def estimate(
     StrategyError for a scheme that cannot divide the model.
     """
     shape, constants = as_shape(model), device_constants(device)
-    footprint = None
+    footprint = wanted = None
     if isinstance(schemes, Pool):
         num_ranks, ranks_per_node = schemes.num_ranks, schemes.ranks_per_node
         footprint = PoolFootprint.of(schemes, shape)
@@ -101,11 +100,7 @@ def estimate(
         )
     else:
         ranks_per_node = _ranks_per_node(num_ranks, ranks_per_node)
-        wanted = (
-            possible_schemes(shape, num_ranks, ranks_per_node)
-            if schemes is None
-            else _schemes(schemes)
-        )
+        wanted = None if schemes is None else _schemes(schemes)
     analytic = AnalyticCostModel(
         shape=shape,
         device=constants,
@@ -115,8 +110,8 @@ def estimate(
         cp_comm_type="auto",
         pool=footprint,
     )
-    given = schemes_of_job(wanted, num_ranks)
-    return estimated_profile(analytic, given, keeps_all=schemes is not None)
+    given = None if wanted is None else schemes_of_job(wanted, num_ranks)
+    return estimated_profile(analytic, given, keeps_all=given is not None)
 
 
 def plan(

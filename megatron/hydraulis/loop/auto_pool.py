@@ -161,8 +161,7 @@ def _proposed(resolved: Resolved, device: DeviceConstants, counts: LengthCounts)
     # The pool is unknown: each scheme as if it filled the job.
     model = replace(analytic_cost_model(resolved, device), pool=None)
     if hydraulis.cost_profile is None:
-        possible = possible_schemes(resolved.shape, num_ranks, ranks_per_node)
-        allowed = [scheme for scheme in possible if _is_allowed(resolved, scheme)]
+        allowed = [each for each in possible_schemes(model) if _is_allowed(resolved, each)]
         profile = estimated_profile(model, allowed)
     else:
         profile = ProfileCostModel.read(hydraulis.cost_profile)
@@ -211,6 +210,8 @@ def _is_allowed(resolved: Resolved, scheme: Scheme) -> bool:
     """The vocabulary and --cp-comm-type allow a scheme, or the smallest replica with it as a group,
     of at most the job's ranks."""
     scheme = scheme.as_replica
+    if scheme.shares_weights:  # not yet run on CUDA
+        return False
     if scheme.num_ranks > resolved.pool.num_ranks or resolved.vocabulary.padded_size % scheme.tp:
         return False
     try:

@@ -26,8 +26,8 @@ sequences only the rank time counts."""
 _LEAST_CONSTANT_MS = 1e-3
 
 _NUM_SPLITTING = 3
-"""Schemes with ``~`` and ep that are bounded and planned, for each of two lengths they must hold:
-there are over a hundred on 64 ranks."""
+"""Schemes with ``~`` and ep or fs that are bounded and planned, for each of two lengths that they
+must hold: there are over a hundred on 64 ranks."""
 _NUM_WEIGHED = 64
 """Lengths, each of an equal share of the tokens, at which these are compared."""
 
@@ -204,14 +204,20 @@ class Candidates:
 def _splitting(cost_model: ProfileCostModel, num_ranks: int) -> tuple[Scheme, ...]:
     """Schemes with ``~`` for which all widths of groups are among the schemes.
 
-    With ep they are Megatron's usual layout, expert parallelism over data-parallel ranks. Without,
-    narrower ones than half of the job hardly differ from groups of fixed widths.
+    With ep they are Megatron's usual layout, expert parallelism over data-parallel ranks. Without
+    it, and without fs, which makes room for groups that are no replicas, narrower ones than half of
+    the job hardly differ from groups of fixed widths.
     """
     return tuple(
         scheme
         for scheme in cost_model.splitting_schemes
-        if scheme.ep > 1 or (scheme.pp == 1 and 2 * scheme.num_ranks >= num_ranks)
+        if _is_usual(scheme) or (scheme.pp == 1 and 2 * scheme.num_ranks >= num_ranks)
     )
+
+
+def _is_usual(scheme: Scheme) -> bool:
+    """Whether a scheme with ``~`` has groups that would be no replicas."""
+    return scheme.ep > 1 or scheme.shares_weights
 
 
 def _cost(scheme: Scheme, cost_model: ProfileCostModel) -> SchemeCost:
@@ -309,7 +315,7 @@ def _without_slow_waves(
     batches: Sequence[Sequence[int]],
     longest: int,
 ) -> list[_Rated]:
-    """All but the slower schemes with ``~`` and ep.
+    """All but the slower schemes with ``~`` and ep or fs.
 
     The fastest `_NUM_SPLITTING` that hold the longest sequence of all remain, and as many that hold
     that of half of the batches. Of schemes that differ in cp only the narrowest counts, whose
@@ -319,28 +325,33 @@ def _without_slow_waves(
     lengths = np.sort(np.concatenate([np.asarray(batch, dtype=np.float64) for batch in batches]))
     share = np.cumsum(lengths) / lengths.sum()
     weighed = lengths[np.searchsorted(share, (np.arange(_NUM_WEIGHED) + 0.5) / _NUM_WEIGHED)]
-    split = [one for one in rated if one.scheme.splits_cp and one.scheme.ep > 1]
+    split = [one for one in rated if one.scheme.splits_cp and _is_usual(one.scheme)]
     of_batches = [max(batch) for batch in batches]
     kept: list[_Rated] = [one for one in rated if one not in split]
     for limit in (max(longest, *of_batches), int(np.median(of_batches))):
-        narrowest: dict[Scheme, _Rated] = {}
+        narrowest: dict[tuple[int, int, int, bool], _Rated] = {}
         for one in split:  # narrow ones first
             if one.cost.longest >= limit:
-                narrowest.setdefault(one.scheme.of_context_group(1), one)
+                narrowest.setdefault(_column(one.scheme), one)
         paces_ms = {
             one: _wave_pace_ms(one.scheme, one.cost, weighed[weighed <= limit], iteration_ms)
             + one.overhead_ms * num_ranks / (lengths.sum() / len(batches))
             for one in narrowest.values()
         }
         fastest = sorted(paces_ms, key=lambda one: paces_ms[one])[:_NUM_SPLITTING]
-        of_fastest = {one.scheme.of_context_group(1) for one in fastest[:1]}
+        of_fastest = {_column(one.scheme) for one in fastest[:1]}
         widest = [
             one
             for one in split
-            if one.scheme.num_ranks == num_ranks and one.scheme.of_context_group(1) in of_fastest
+            if one.scheme.num_ranks == num_ranks and _column(one.scheme) in of_fastest
         ]
         kept += [one for one in dict.fromkeys((*fastest, *widest)) if one not in kept]
     return kept
+
+
+def _column(scheme: Scheme) -> tuple[int, int, int, bool]:
+    """What schemes have in common that differ in cp only."""
+    return scheme.tp, scheme.ep, scheme.pp, scheme.shares_weights
 
 
 def _wave_pace_ms(

@@ -308,8 +308,7 @@ def _carried(costs: JobCosts, model: AnalyticCostModel) -> JobCosts:
     profile = costs.profile
     if not profile.is_estimated:
         return costs.by(model)
-    cluster = model.cluster
-    possible = possible_schemes(model.shape, cluster.num_ranks, cluster.ranks_per_node)
+    possible = possible_schemes(model)
     rows = (
         ProfiledScheme(
             scheme=scheme,

@@ -476,7 +476,8 @@ class Ways:
         """Yields a variant for every tp, ep and limit of a rank."""
         num_ranks, per_node = self.pool.num_ranks, self.pool.ranks_per_node
         made: list[tuple[Callable[[], Works], float]] = []
-        plain = (row.scheme for row in self.profile.schemes if row.scheme.pp == 1)
+        rows = (row.scheme for row in self.profile.schemes)
+        plain = (scheme for scheme in rows if scheme.pp == scheme.fs == 1)
         for tp, ep in sorted({(scheme.tp, scheme.ep) for scheme in plain}):
             width, rest = divmod(num_ranks, tp)
             if rest or num_ranks % ep or width < 2 or width & (width - 1):
@@ -520,7 +521,7 @@ class Ways:
         schemes = {row.scheme for row in self.profile.schemes if row.scheme.num_ranks <= num_ranks}
         schemes.update(self.pool.groups)
         if self.costs.knows_exchange:
-            for scheme in [scheme for scheme in schemes if scheme.pp == 1]:
+            for scheme in [scheme for scheme in schemes if scheme.pp == scheme.fs == 1]:
                 schemes.update(
                     scheme.of_context_group(1 << i)
                     for i in range((num_ranks // scheme.tp).bit_length())

@@ -27,6 +27,7 @@ _H100 = device_constants("h100-80g")
 _DEVICE = replace(_H100, kernels=None, matmul_fraction=0.7, attention_fraction=0.5)
 """By its data sheet."""
 _MODEL = AnalyticCostModel(shape=QWEN3_30B_A3B, device=_DEVICE, cluster=_DEVICE.cluster(64, 8))
+_ON_16 = replace(_MODEL, cluster=_DEVICE.cluster(16, 8))
 FLAGS = (*FLAGS_WITHOUT_EXPERTS, *EXPERTS)
 _ROUTED = 128 * 3 * 2048 * 768
 """Entries of a layer's experts."""
@@ -114,15 +115,14 @@ def test_whole_experts_leave_room_for_more_tokens() -> None:
 
 
 def test_schemes_of_a_model_with_experts_have_every_ep() -> None:
-    found = {str(scheme) for scheme in possible_schemes(QWEN3_30B_A3B, 16, 8)}
+    found = {str(scheme) for scheme in possible_schemes(_ON_16)}
     assert {"tp4", "tp4ep2", "tp4ep4", "tp2cp4ep8", "cp16ep16"} <= found
     assert {"tp4ep8", "ep2"} <= found  # groups of tp4cp2~ep8 and cp2~ep2
     assert not {"ep32", "tp4ep16pp2"} & found
 
 
 def test_expert_parallelism_over_data_parallel_ranks_is_offered_and_compared() -> None:
-    schemes = possible_schemes(QWEN3_30B_A3B, 16, 8)
-    profile = estimated_profile(replace(_MODEL, cluster=_DEVICE.cluster(16, 8)), schemes)
+    profile = estimated_profile(_ON_16)
     batches = [[2048, *[500] * 60], [1024, *[300] * 100]]
     every = {str(scheme) for scheme in Candidates.of(profile, 16, 8).schemes}
     assert {"cp8~ep8", "cp8~ep8pp2", "tp2cp4~ep8"} <= every

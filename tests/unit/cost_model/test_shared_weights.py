@@ -8,11 +8,15 @@ import pytest
 
 from benchmarks.propose import SIZES
 from megatron.hydraulis.cost_model import AnalyticCostModel, ModelShape, device_constants
+from megatron.hydraulis.cost_model.estimate_command import estimated_profile
+from megatron.hydraulis.cost_model.job_costs import JobCosts
 from megatron.hydraulis.cost_model.kernels import Operation
 from megatron.hydraulis.cost_model.memory import MemoryModel
 from megatron.hydraulis.cost_model.overlap import shared_weights_s
 from megatron.hydraulis.cost_model.staging import PoolFootprint
 from megatron.hydraulis.cost_model.trained_model import EVERY_LAYER, NO_RECOMPUTE, Recompute
+from megatron.hydraulis.errors import StrategyError
+from megatron.hydraulis.proposal.candidates import Candidates
 from megatron.hydraulis.strategy import Pool, Scheme, Strategy
 from megatron.hydraulis.strategy.notation import parse_scheme
 from tests.support.planning import LLAMA_7B
@@ -41,14 +45,19 @@ def test_a_share_of_the_model_and_slots_by_hand(prefetch: int) -> None:
     embedding, hidden = LLAMA_8B.num_embedding_parameters, LLAMA_8B.hidden_size
     layer = LLAMA_8B.num_parameters_per_layer
     assert LLAMA_8B.num_parameters == 32 * layer + 2 * embedding + hidden
-    slots = (1 + prefetch) * layer + 2 * embedding + hidden
-    # bf16 and an fp32 gradient of each.
-    expected = 6 * (LLAMA_8B.num_parameters / 8 + slots)
+    weights = (1 + prefetch) * layer + 2 * embedding + hidden
+    # Embedding and output layer take turns; what is received is the share of the largest.
+    gradients = 2 * layer + embedding + hidden + embedding / 8
+    share = LLAMA_8B.num_parameters / 8
+    expected = 2 * (share + weights) + 4 * (share + gradients)
     of_role = memory(fs_prefetch=prefetch).role_bytes(scheme("cp8fs"), 0)
     assert of_role == pytest.approx(expected)
     assert memory(fs_prefetch=prefetch).role_bytes(scheme("cp2fs8"), 0) == of_role
     without = memory(fs_prefetch=prefetch, has_optimizer=False).role_bytes(scheme("cp8fs"), 0)
-    assert without == pytest.approx(expected / 3)
+    assert without == pytest.approx(2 * (share + weights))
+    in_bf16 = replace(memory().footprint(scheme("cp8fs")), gradient_bytes=2)
+    of_bf16 = memory(fs_prefetch=prefetch, pool=in_bf16).role_bytes(scheme("cp8fs"), 0)
+    assert of_bf16 - of_role == pytest.approx((2 * 2 * embedding) - 4 * embedding / 8)
 
 
 def test_whole_experts_are_shared_by_the_ranks_that_have_the_same() -> None:
@@ -56,12 +65,11 @@ def test_whole_experts_are_shared_by_the_ranks_that_have_the_same() -> None:
     routed = shape.num_layers * shape.num_routed_entries
     others = shape.num_parameters - routed
     found = {
-        text: memory(shape, fs_prefetch=0).role_bytes(scheme(text), 0) / 6
+        text: memory(shape, fs_prefetch=0, has_optimizer=False).role_bytes(scheme(text), 0) / 2
         for text in ("cp8fs", "cp8fsep8", "cp8fsep2")
     }
-    embeddings = 2 * shape.num_embedding_parameters + shape.hidden_size
-    layer = shape.num_parameters_per_layer - shape.num_routed_entries
-    slots = layer + embeddings
+    slots = shape.num_parameters_per_layer - shape.num_routed_entries
+    slots += 2 * shape.num_embedding_parameters + shape.hidden_size
     assert found["cp8fs"] == pytest.approx((others + routed) / 8 + slots + shape.num_routed_entries)
     assert found["cp8fsep8"] == pytest.approx(others / 8 + routed / 8 + slots)
     of_ep2 = shape.num_routed_entries / 2
@@ -100,9 +108,9 @@ def test_messages_of_a_micro_batch_by_hand() -> None:
     gather, scatter = seconds("all_gather", 2 * layer), seconds("reduce_scatter", 4 * layer)
     ends = seconds("all_gather", 2 * embedding), seconds("reduce_scatter", 4 * embedding)
     assert exposed == pytest.approx(gather + ends[0])
-    assert hidden == pytest.approx(31 * gather + ends[0])
+    assert hidden == pytest.approx(30 * gather + ends[0])
     assert exposed_back == pytest.approx(scatter + ends[1])
-    assert hidden_back == pytest.approx(32 * gather + 31 * scatter + ends[1])
+    assert hidden_back == pytest.approx(30 * gather + 31 * scatter + ends[1])
     in_bf16 = shared_weights_s(replace(of_8, gradient_bytes=2), scheme("cp8fs"))[1]
     assert in_bf16[1] == pytest.approx(gather + ends[0], rel=0.01)
 
@@ -132,7 +140,9 @@ def test_a_pass_takes_the_longer_of_compute_and_messages(text: str, recompute: R
     assert times.time_ms([65536]) == pytest.approx(whole.time_ms([65536]) + exposed_ms)
     assert times.time_ms([8]) == pytest.approx(all_ms, rel=0.2)  # with those of tp
     assert max(form.c_ms for form in times.forms) < all_ms + whole.c_ms
-    at_once = replace(shared, fs_prefetch=0).coefficients(scheme(text))
+    shared = replace(shared, fs_prefetch=0)
+    all_ms = 1e3 * sum(map(sum, shared_weights_s(shared, scheme(text))))
+    at_once = shared.coefficients(scheme(text))
     assert at_once.others == ()
     assert at_once.time_ms([4096]) == pytest.approx(whole.time_ms([4096]) + all_ms)
 
@@ -147,3 +157,39 @@ def test_a_ring_and_weights_hide_in_every_combination() -> None:
         most = least + 1e3 * (hidden + hidden_back)
         assert least - 1e-9 <= times.time_ms(lengths) <= most
     assert len(times.forms) == 9
+
+
+def test_shared_weights_are_offered_where_they_save_memory() -> None:
+    rows = {str(row.scheme): row.max_tokens for row in estimated_profile(model()).schemes}
+    assert {"cp8fs", "cp4fs8", "cp2fs8", "fs8", "tp2cp4fs", "tp2fs4"} <= set(rows)
+    # Over four tp ranks weights take a tenth of the memory.
+    assert "tp4cp2" in rows
+    assert "tp4cp2fs" not in rows
+    schemes = Candidates.of(estimated_profile(model()), 8, 8).schemes
+    assert {"cp8~fs", "cp8fs"} <= {str(each) for each in schemes}
+
+
+def test_rows_of_shared_weights_follow_from_others_if_the_model_is_known() -> None:
+    estimated = estimated_profile(model(), [scheme("tp1"), scheme("cp8")], keeps_all=True)
+    slower = replace(
+        estimated,
+        schemes=tuple(
+            replace(row, coefficients=row.coefficients.scaled(a=1.2, b=1.3, c=1.1))
+            for row in estimated.schemes
+        ),
+    )
+    groups = scheme("cp8~fs").group_schemes
+    costs = JobCosts.of(slower, model()).with_rows(groups)
+    for group in groups:
+        row = costs.profile.find(group)
+        assert row is not None
+        assert row.is_assumed
+        assert row.max_tokens == model().max_tokens(group)
+        expected = model().coefficients(group).scaled(a=1.2, b=1.3, c=1.1)
+        assert row.coefficients.time_ms([4096]) == pytest.approx(expected.time_ms([4096]))
+    with pytest.raises(StrategyError, match="cp8fs"):
+        JobCosts(profile=slower).coefficients(scheme("cp8fs"))
+    # Others never follow from shared weights.
+    shared = estimated_profile(model(), [scheme("cp8fs")])
+    with pytest.raises(StrategyError, match="cp8"):
+        JobCosts.of(shared, model()).coefficients(scheme("cp8"))
