@@ -30,8 +30,8 @@ it;
 copies and messages of tp once more and those of cp as context.py has it; twice the launches. It
 gathers the weights of fs again and reduce-scatters their gradients. It
 moves the weights weight_passes times to accumulate their gradients. Recomputation runs a forward
-and its messages once more: of a layer, its core attention (with the exchange of cp) or its MLP
-(with two of the collectives).
+and its messages once more: of a layer, its core attention (with the exchange of cp), its MLP (with
+two of the collectives), its norms or the activation of its experts.
 
 The last stage also computes logits and loss: logit_products · 2·V·h/(tp·cp) · Σ s / matmul rate for
 V padded entries, and logit_passes rows of logits through memory. Stages send activations and
@@ -69,7 +69,11 @@ from megatron.hydraulis.cost_model.overlap import (
 )
 from megatron.hydraulis.cost_model.pipeline import StageCosts, split_layers
 from megatron.hydraulis.cost_model.regrouping import FP32_BYTES, RegroupCosts
-from megatron.hydraulis.cost_model.trained_model import SAFE_EXPERT_LOAD, TrainedModel
+from megatron.hydraulis.cost_model.trained_model import (
+    SAFE_EXPERT_LOAD,
+    TrainedModel,
+    kept_modules,
+)
 from megatron.hydraulis.strategy import Scheme, Strategy
 
 _MS_PER_S = 1e3
@@ -83,6 +87,8 @@ _NUM_LATENT_GATHERS = 3
 # Tokens go to their experts and come back; their gradients likewise.
 _NUM_EXCHANGES_FORWARD = 2
 _TO_COPIES, _TO_JOIN, _TO_SORT, _TO_SUMS = 2, 2, 4, 3
+# A norm reads a hidden state and writes one.
+_NORM_PASSES = 2
 # The activation to the next stage and its gradient back.
 _NUM_PP_MESSAGES = 2
 # Gate, up and down: ffn_passes is for three matrices.
@@ -156,7 +162,7 @@ class _Matrices(NamedTuple):
 class AnalyticCostModel(TrainedModel):
     """CostModel from the model's shape, device constants and cluster.
 
-    A model with experts keeps the activations of `KEPT_WITH_EXPERTS`, whatever it is to recompute.
+    The activations of `kept_modules` are kept, whatever it is to recompute.
     """
 
     cluster: Cluster
@@ -167,8 +173,12 @@ class AnalyticCostModel(TrainedModel):
     """Affects the overhead of strategies only."""
 
     def __post_init__(self) -> None:
-        if self.shape.num_experts:
-            object.__setattr__(self, "recompute", self.recompute.with_experts)
+        kept = kept_modules(
+            has_experts=self.shape.num_experts > 0,
+            has_te_layers=self.has_te_layers,
+            groups_experts=self.groups_experts,
+        )
+        object.__setattr__(self, "recompute", self.recompute.without(kept))
 
     @property
     def peak_flops_per_s(self) -> float:
@@ -325,10 +335,7 @@ class AnalyticCostModel(TrainedModel):
         terms["recompute"] = (
             again.num_layers_again(num_layers) * sum(forward.values(), CostTerm())
             if again.granularity == "full"
-            else num_layers
-            * again.drops_core_attention
-            * (forward["attention"] + forward["context_parallel"])
-            + num_layers * again.drops_mlp * self._mlp_forward(scheme)
+            else num_layers * self._selected_again(scheme, forward)
         )
         if scheme.shares_weights:
             weights_s = sum(map(sum, shared_weights_s(self, scheme)))
@@ -336,6 +343,20 @@ class AnalyticCostModel(TrainedModel):
         terms["logits"] = self._logits(scheme) if is_last else CostTerm()
         terms["boundary"] = self.boundary(scheme)
         return terms
+
+    def _selected_again(self, scheme: Scheme, forward: dict[str, CostTerm]) -> CostTerm:
+        """What selective recomputation takes for a layer, mean over the layers."""
+        again, shape, share = self.recompute, self.shape, self._share_with_experts
+        of_dense, with_experts = self.num_norms_apart
+        norms = (1.0 - share) * of_dense + share * with_experts
+        norms *= _NORM_PASSES / (scheme.tp if self.sequence_parallel else 1)
+        width = share * shape.experts_per_token * shape.expert_ffn_hidden_size / scheme.tp
+        return (
+            again.drops("core_attn") * (forward["attention"] + forward["context_parallel"])
+            + again.drops("mlp") * self._mlp_forward(scheme)
+            + again.drops("layernorm") * self._moved(norms * shape.hidden_size / scheme.cp)
+            + again.drops("moe_act") * self._activation(scheme, width)
+        )
 
     def forward_terms(self, scheme: Scheme) -> dict[str, CostTerm]:
         """Forward of one layer by cause."""
@@ -350,7 +371,7 @@ class AnalyticCostModel(TrainedModel):
                 scheme, *self._attention_matrices(scheme), *self._mlp_matrices(scheme)
             ),
             "attention": self.attention(scheme),
-            "elementwise": self._moved(row) + self._activation(scheme),
+            "elementwise": self._moved(row) + self._activation(scheme, shape.mlp_width / scheme.tp),
             "launch": CostTerm(constant_s=self._launches_s(scheme) / (1.0 + _BACKWARD_FORWARDS)),
             "tensor_parallel": self._tp_messages(scheme),
             "expert_copies": self._expert_copies(scheme),
@@ -518,16 +539,16 @@ class AnalyticCostModel(TrainedModel):
         num_bytes = num_elements * self.parameter_bytes
         return CostTerm(per_token_s=num_bytes / self.device.memory_bytes_per_s)
 
-    def _activation(self, scheme: Scheme) -> CostTerm:
-        """Elementwise work inside the MLP."""
+    def _activation(self, scheme: Scheme, width: float) -> CostTerm:
+        """Elementwise work inside the MLP, for so many of its columns on a rank."""
         num_matrices = _NUM_GATED_MATRICES if self.shape.gated_mlp else _NUM_GATED_MATRICES - 1
         passes = self.kernels.ffn_passes * num_matrices / _NUM_GATED_MATRICES
-        return self._moved(passes * self.shape.mlp_width / (scheme.tp * scheme.cp))
+        return self._moved(passes * width / scheme.cp)
 
     def _mlp_forward(self, scheme: Scheme) -> CostTerm:
         return (
             self._products(scheme, *self._mlp_matrices(scheme))
-            + self._activation(scheme)
+            + self._activation(scheme, self.shape.mlp_width / scheme.tp)
             + self.tp_collectives(scheme, NUM_TP_COLLECTIVES_FORWARD // 2)
         )
 

@@ -134,8 +134,9 @@ class LayerMemory:
     not the fused output; so do local ones in fp32.
 
     Full recompute keeps the inputs of the recomputed chunks and all of one chunk. Selective
-    recompute of the MLP keeps its inside for one layer only; that of core attention keeps the
-    linear layer's output and, with grouped queries, a copy of the queries, so it saves nothing.
+    recompute of the MLP keeps its inside for one layer only, that of norms and of the activation of
+    experts their outputs; that of core attention keeps the linear layer's output and, with grouped
+    queries, a copy of the queries, so it saves nothing.
     """
 
     model: TrainedModel
@@ -183,11 +184,16 @@ class LayerMemory:
     def kept_by(self, num_layers: int, *, are_first: bool) -> float:
         """What so many layers keep that are not fully recomputed; are_first: of the model."""
         model, kept = self.model, 0.0  # of a layer, besides all that it has
-        if model.recompute.drops_mlp:
+        number = self._num_with_experts(num_layers, are_first=are_first) / max(num_layers, 1)
+        kept -= number * self._discarded_by_experts
+        if model.recompute.drops("layernorm"):
+            of_dense, with_experts = model.num_norms_apart
+            kept -= ((1 - number) * of_dense + number * with_experts) * self.hidden_part
+        if model.recompute.drops("mlp"):
             kept -= self.kept_by_mlp
             if model.has_te_layers:  # the norm before it is a part of its first matrix
                 kept -= self.hidden_part
-        if model.recompute.drops_core_attention:
+        if model.recompute.drops("core_attn"):
             kept += self._given_to_attention
             kept += 0.0 if model.pads_values else self.query * model.value_share  # its output
             if model.fuses_rope:  # before what is recomputed
@@ -209,10 +215,11 @@ class LayerMemory:
         if recompute.num_layers_again(num_layers) == num_layers:
             # The chunk's input was kept, its output is recomputed.
             return self.whole(recompute.num_layers_at_once(num_layers))
-        if not recompute.drops_mlp:
-            return 0.0
+        norms = max(self.model.num_norms_apart) * recompute.drops("layernorm") * self.hidden_part
+        if not recompute.drops("mlp"):
+            return norms + self._discarded_by_experts
         num_outputs = 2 if self.model.has_te_layers else 1  # of the MLP, and of the norm in it
-        return self.kept_by_mlp + num_outputs * self.hidden_part
+        return norms + self.kept_by_mlp + num_outputs * self.hidden_part
 
     def whole(self, num_layers: int, *, are_first: bool = False) -> float:
         """What so many layers keep without recompute."""
@@ -238,23 +245,39 @@ class LayerMemory:
     @cached_property
     def _kept_by_experts(self) -> float:
         """What the experts of a layer keep, and the router."""
-        shape, tp = self.model.shape, self.scheme.tp
-        routed = self.model.num_copies(self.scheme) * shape.expert_ffn_hidden_size
-        if self.scheme.ep == 1:
-            routed /= tp
-        width = routed + shape.shared_expert_ffn_hidden_size / tp
+        shape = self.model.shape
+        width = self._routed_width + shape.shared_expert_ffn_hidden_size / self.scheme.tp
         inside = self.model.num_inside_tensors * width * self.model.parameter_bytes
         scores = self.model.num_score_tensors * FP32_BYTES
         routing = (_ROUTING_BYTES_PER_EXPERT + scores) * shape.num_experts
         routing += _ROUTING_BYTES_PER_CHOICE * shape.experts_per_token
         return inside + self.copies + routing / self.num_shares
 
+    @property
+    def _routed_width(self) -> float:
+        """Columns of routed experts that a token passes on a rank."""
+        width = self.model.num_copies(self.scheme) * self.model.shape.expert_ffn_hidden_size
+        return width if self.scheme.ep > 1 else width / self.scheme.tp
+
+    @property
+    def _discarded_by_experts(self) -> float:
+        """What recomputed activations of a layer's experts do not keep: all but fc1's output."""
+        model = self.model
+        if not model.recompute.drops("moe_act"):
+            return 0.0
+        num_tensors = model.num_inside_tensors - (2 if model.shape.gated_mlp else 1)
+        return num_tensors * self._routed_width * model.parameter_bytes
+
+    def _num_with_experts(self, num_layers: int, *, are_first: bool) -> int:
+        """Layers with experts among so many, such that most is kept."""
+        return self.model.shape.num_with_experts(
+            num_layers, are_first=are_first, most=self._kept_by_experts > self.kept_by_mlp
+        )
+
     def kept_by_mlps(self, num_layers: int, *, are_first: bool = False) -> float:
         """What the MLPs and experts of so many layers keep at most; are_first: of the model."""
-        mlp, experts = self.kept_by_mlp, self._kept_by_experts
-        shape = self.model.shape
-        number = shape.num_with_experts(num_layers, are_first=are_first, most=experts > mlp)
-        return number * experts + (num_layers - number) * mlp
+        number = self._num_with_experts(num_layers, are_first=are_first)
+        return number * self._kept_by_experts + (num_layers - number) * self.kept_by_mlp
 
     def kept_by_last_mlp(self, num_layers: int, *, are_first: bool) -> float:
         """What is among that of the MLP or experts of the last of so many layers of a stage."""
@@ -355,7 +378,7 @@ class LayerMemory:
         concatenated.
         """
         model, again = self.model, 0.0
-        if model.recompute.drops_core_attention:
+        if model.recompute.drops("core_attn"):
             again = self._kept_by_attention + self.query
         if model.has_te_attention and self.scheme.cp > 1:
             return again + self._needed_by_te_exchange

@@ -15,10 +15,10 @@ from megatron.hydraulis.cost_model.device import Precision
 from megatron.hydraulis.cost_model.regrouping import wire_bytes
 from megatron.hydraulis.cost_model.trained_model import (
     CORE_ATTENTIONS,
-    KEPT_WITH_EXPERTS,
     NO_RECOMPUTE,
     SELECTIVE_MODULES,
     Recompute,
+    kept_modules,
 )
 from megatron.hydraulis.errors import ConfigurationError
 from megatron.hydraulis.model_shape import (
@@ -41,7 +41,7 @@ _FFN_OVER_HIDDEN = 4
 _GATED_FFN_MULTIPLE = 64
 _ROUTER_BYTES = {"fp32": 4, "fp64": 8}
 """Size of a score by --moe-router-dtype."""
-_KEPT_MODULES = ("layernorm", "moe_act", "moe", "shared_experts", "mla_up_proj", "gdn_norm_out")
+_KEPT_MODULES = ("moe", "shared_experts", "mla_up_proj", "gdn_norm_out")
 """Modules of upstream's selective recompute that are not recomputed here."""
 KEPT_TEXT = "its activations are kept, which takes more memory"
 """What happens instead to a module that selective recompute names in vain."""
@@ -587,11 +587,17 @@ def given_settings(namespace: argparse.Namespace, shape: ModelShape) -> dict[str
     that is described in part, and for an unknown exchange.
     """
     args = argparse.Namespace(**vars(namespace))
-    for option, instead in drop_kept_modules(args, has_experts=shape.num_experts > 0):
+    layers = given_layers(namespace, shape)
+    kept = kept_modules(
+        has_experts=shape.num_experts > 0,
+        has_te_layers=layers["has_te_layers"],
+        groups_experts=layers["groups_experts"],
+    )
+    for option, instead in drop_kept_modules(args, kept):
         print(f"{option}: {instead}", file=sys.stderr, flush=True)
     check_recompute(args)
     check_cp_comm_type(args.cp_comm_type)
-    return given_layers(namespace, shape) | {
+    return layers | {
         "sequence_parallel": args.sequence_parallel,
         "recompute": recompute_of(args),
         "cp_comm_type": args.cp_comm_type[0],
@@ -628,15 +634,16 @@ def _num_score_tensors(args: argparse.Namespace) -> int:
 
 
 def drop_kept_modules(
-    args: argparse.Namespace, *, has_experts: bool
+    args: argparse.Namespace, kept_here: tuple[str, ...]
 ) -> tuple[tuple[str, str], ...]:
-    """Remove from ``args.recompute_modules`` those that keep their activations here.
+    """Remove from ``args.recompute_modules`` those that keep their activations.
 
     The update is the same. Returns (option with the module, what happens instead) for each.
+
+    kept_here: of the modules that can be recomputed, those that this model's layers keep.
     """
     modules = args.recompute_modules or []
-    not_recomputed = (*_KEPT_MODULES, *(KEPT_WITH_EXPERTS if has_experts else ()))
-    kept = [module for module in modules if module in not_recomputed]
+    kept = [module for module in modules if module in (*_KEPT_MODULES, *kept_here)]
     if kept:
         args.recompute_modules = [module for module in modules if module not in kept] or None
         if args.recompute_modules is None and _granularity(args) == "selective":

@@ -67,7 +67,7 @@ def hidden_by_stage(model: AnalyticCostModel, scheme: Scheme) -> list[list[CostT
     overlap, rings, again = model.kernels.overlap, list(_by_ring(model, scheme)), model.recompute
 
     def num_again(num_layers: int) -> int:
-        return again.num_layers_again(num_layers) + num_layers * again.drops_core_attention
+        return again.num_layers_again(num_layers) + num_layers * again.drops("core_attn")
 
     if not (scheme.shares_weights and model.fs_prefetch):
         return [
@@ -107,7 +107,7 @@ def _compute(
     again, forward = model.recompute, model.forward_terms(scheme)
     terms = model.stage_terms(scheme, num_layers, is_last=False)
     in_forward, both = CostTerm(), terms["recompute"]
-    messages_again = again.drops_core_attention * forward["context_parallel"]
+    messages_again = again.drops("core_attn") * forward["context_parallel"]
     if again.drops_mlp:
         messages_again += model.tp_collectives(scheme, NUM_TP_COLLECTIVES_FORWARD // 2)
     if again.granularity == "full":

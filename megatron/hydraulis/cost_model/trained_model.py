@@ -24,11 +24,21 @@ tokens on fresh routers, whose loads are nearly equal, so it must not lower the 
 MOST_SCORE_TENSORS = 4
 """What a router may keep of scores, in fp32 tensors of all experts: those by which it chooses
 (sigmoid, or softmax before the choice), two of the balancing loss and one of the z-loss."""
-SELECTIVE_MODULES = ("core_attn", "mlp")
+SELECTIVE_MODULES = ("core_attn", "mlp", "layernorm", "moe_act")
 """Modules that selective recompute can name."""
-KEPT_WITH_EXPERTS = ("mlp",)
-"""Modules that keep their activations in models with experts. Upstream recomputes the MLPs of
-layers without experts; here all layers keep the same modules."""
+
+
+def kept_modules(
+    *, has_experts: bool, has_te_layers: bool, groups_experts: bool
+) -> tuple[str, ...]:
+    """Modules of SELECTIVE_MODULES that keep their activations all the same.
+
+    Upstream recomputes the MLPs of layers without experts, but here all layers keep the same
+    modules. What it recomputes in order to discard an output alone (``CheckpointWithoutOutput``,
+    megatron-core 0.19.2) needs Transformer Engine, the activation of experts grouped products.
+    """
+    are_kept = {"mlp": has_experts, "layernorm": not has_te_layers, "moe_act": not groups_experts}
+    return tuple(module for module, is_kept in are_kept.items() if is_kept)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -43,7 +53,8 @@ class Recompute:
     - ``full``, ``block``: the same for the first num_layers layers of a stage, one by one; the
       others keep everything.
     - ``selective``: recomputes the named modules of every layer, ``core_attn`` (scores and their
-      product with the values) and ``mlp``; their inputs are kept.
+      product with the values), ``mlp``, ``layernorm`` (norms that no product contains) and
+      ``moe_act`` (the activation inside routed experts); their inputs are kept.
 
     Raises ConfigurationError for full recompute without method or number of layers, and for
     selective recompute of no modules or of any outside SELECTIVE_MODULES.
@@ -76,12 +87,11 @@ class Recompute:
         parts = (self.granularity, self.method, self.num_layers or None, *self.modules)
         return " ".join(str(part) for part in parts if part is not None) or "none"
 
-    @property
-    def with_experts(self) -> "Recompute":
-        """The same, without what models with experts keep."""
+    def without(self, kept: tuple[str, ...]) -> "Recompute":
+        """The same, if these modules keep their activations."""
         if self.granularity != "selective":
             return self
-        modules = tuple(module for module in self.modules if module not in KEPT_WITH_EXPERTS)
+        modules = tuple(module for module in self.modules if module not in kept)
         return replace(self, modules=modules) if modules else NO_RECOMPUTE
 
     def num_layers_again(self, num_layers: int) -> int:
@@ -102,13 +112,9 @@ class Recompute:
         num_again = self.num_layers_again(num_layers)
         return min(self.num_layers, num_again) if self.method == "uniform" else min(1, num_again)
 
-    @property
-    def drops_mlp(self) -> bool:
-        return self.granularity == "selective" and "mlp" in self.modules
-
-    @property
-    def drops_core_attention(self) -> bool:
-        return self.granularity == "selective" and "core_attn" in self.modules
+    def drops(self, module: str) -> bool:
+        """Whether the activations of one of SELECTIVE_MODULES are recomputed alone."""
+        return self.granularity == "selective" and module in self.modules
 
 
 EVERY_LAYER = Recompute(granularity="full", method="uniform", num_layers=1)
@@ -191,6 +197,12 @@ class TrainedModel:
     def widening(self) -> float:
         """What norms keep of their inputs in fp32, more than in the model's precision."""
         return FP32_BYTES / self.parameter_bytes - 1 if self.has_wide_norms else 0.0
+
+    @property
+    def num_norms_apart(self) -> tuple[int, int]:
+        """Norms of hidden states that no product contains, of a layer without and with experts."""
+        before_attention = int(not self.has_te_layers or self.shape.kv_lora_rank > 0)
+        return before_attention + (not self.has_te_layers), before_attention + 1
 
     @property
     def num_inside_tensors(self) -> int:

@@ -42,6 +42,7 @@ from megatron.hydraulis.flags.defaults import (
     Vocabulary,
     chosen_layers,
     differences,
+    modules_kept_by,
     resolve_vocabulary,
     runs_here,
     set_defaults,
@@ -133,7 +134,7 @@ def parse_arguments(
     before, run_dir, needs_files = dict(vars(args)), args.run_dir, not args.dry_run
     taken = (
         *flags.taken,
-        *drop_kept_modules(args, has_experts=bool(args.num_experts)),
+        *drop_kept_modules(args, modules_kept_by(flags, args.transformer_impl, has_cuda=has_cuda)),
         *run_as_others(flags),
         *_missing_here(flags, has_cuda=has_cuda),
     )

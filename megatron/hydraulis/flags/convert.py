@@ -321,6 +321,7 @@ def run(namespace: argparse.Namespace) -> int:
     from megatron.hydraulis.flags.config import default_run_dir
     from megatron.hydraulis.flags.defaults import (
         differences,
+        modules_kept_by,
         padded_vocabulary_size,
         set_defaults,
     )
@@ -364,7 +365,9 @@ def run(namespace: argparse.Namespace) -> int:
     before = dict(vars(flags.args))
     taken = (
         *flags.taken,
-        *drop_kept_modules(flags.args, has_experts=bool(flags.args.num_experts)),
+        *drop_kept_modules(
+            flags.args, modules_kept_by(flags, flags.args.transformer_impl, has_cuda=True)
+        ),
         *run_as_others(flags),
     )
     set_defaults(flags, before, default_run_dir(), has_cuda=True)

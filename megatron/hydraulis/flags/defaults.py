@@ -19,6 +19,7 @@ from megatron.hydraulis.cost_model.model_arguments import (
     balances_by_a_loss,
     num_gate_tensors,
 )
+from megatron.hydraulis.cost_model.trained_model import kept_modules
 from megatron.hydraulis.data.tokenizer import (
     build_tokenizer,
     check_made_with,
@@ -224,6 +225,16 @@ def chosen_layers(flags: ParsedFlags, asked: str, *, has_cuda: bool) -> str:
     layers = asked_layers(flags.args, asked if is_given else None)
     is_missing = runs_here(flags) and importlib.util.find_spec(TE_LAYERS) is None
     return "local" if is_missing and not is_given else layers
+
+
+def modules_kept_by(flags: ParsedFlags, asked: str, *, has_cuda: bool) -> tuple[str, ...]:
+    """`kept_modules` of the layers that the job runs; arguments of `chosen_layers`."""
+    has_te_layers = chosen_layers(flags, asked, has_cuda=has_cuda) == TE_LAYERS
+    return kept_modules(
+        has_experts=bool(flags.args.num_experts),
+        has_te_layers=has_te_layers,
+        groups_experts=has_te_layers and bool(flags.args.moe_grouped_gemm),
+    )
 
 
 def runs_here(flags: ParsedFlags) -> bool:

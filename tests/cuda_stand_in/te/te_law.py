@@ -108,6 +108,20 @@ def test_experts_one_by_one_in_fp32(text: str, tmp_path: Path) -> None:
     assert not kernels & GROUPED
 
 
+@pytest.mark.parametrize("text", ["tp2+2*tp1", "pp2+cp2ep2"])
+def test_recomputed_norms_and_activations_in_fp32(text: str, tmp_path: Path) -> None:
+    plain = replace(
+        EXPERT_MODELS["every second layer dense"], dtype=torch.float32, has_te_layers=True
+    )
+    again = (
+        ("recompute_granularity", "selective"),
+        ("recompute_modules", ("layernorm", "moe_act")),
+    )
+    job = law_job(4, text, plain)
+    runs, _ = run(replace(job, model=replace(plain, variant=(*plain.variant, *again))), tmp_path)
+    assert_law(job, runs)
+
+
 @pytest.mark.parametrize("text", [*STRATEGIES, "tp2pp2"])
 def test_layers_and_attention_in_bf16(text: str, tmp_path: Path) -> None:
     kernels = run_in_bf16(job_of(text, BF16_MODEL), tmp_path)
