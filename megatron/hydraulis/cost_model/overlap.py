@@ -108,7 +108,7 @@ def _compute(
     terms = model.stage_terms(scheme, num_layers, is_last=False)
     in_forward, both = CostTerm(), terms["recompute"]
     messages_again = again.drops("core_attn") * forward["context_parallel"]
-    if again.drops_mlp:
+    if again.drops("mlp"):
         messages_again += model.tp_collectives(scheme, NUM_TP_COLLECTIVES_FORWARD // 2)
     if again.granularity == "full":
         messages_again = sum((forward[cause] for cause in _MESSAGES), CostTerm())

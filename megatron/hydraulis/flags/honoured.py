@@ -135,7 +135,8 @@ _DIFFERENT = {
     "than Megatron at the cut",
     "--make-vocab-size-divisible-by": "the vocabulary is padded to a multiple of it under every "
     "strategy",
-    "--recompute-modules": "modules of selective recompute: core_attn, and mlp without biases",
+    "--recompute-modules": "modules of selective recompute: core_attn, mlp without biases, and "
+    "with Transformer Engine layernorm and moe_act",
     "--no-rope-fusion": "three kernels rotate instead of Transformer Engine's one; always so with "
     "layers of megatron-core",
     "--no-gradient-accumulation-fusion": "a separate kernel adds each weight gradient; always so "

@@ -9,8 +9,9 @@ import pytest
 
 from megatron.hydraulis.cost_model.context import te_all_to_all_refusal
 from megatron.hydraulis.cost_model.device import Precision
+from megatron.hydraulis.cost_model.trained_model import Recompute
 from tests.cuda_stand_in.role_memory import Role
-from tests.cuda_stand_in.test_memory import FEW, MORE, check
+from tests.cuda_stand_in.test_memory import FEW, MANY_EXPERTS, MORE, SHARED_EXPERTS, check
 
 pytestmark = pytest.mark.timeout(900)
 
@@ -31,8 +32,16 @@ def runs_on(role: Role) -> bool:
     return can_attend and not has_window_over_ring and not role.has_wide_norms
 
 
+AGAIN = Recompute(granularity="selective", modules=("layernorm", "moe_act"))
+RECOMPUTED = [
+    Role(shape=MANY_EXPERTS, strategy="4*tp2cp4ep8pp2", recompute=AGAIN),
+    Role(shape=SHARED_EXPERTS, strategy="16*tp4", recompute=AGAIN),
+]
+"""What layers of megatron-core do not recompute."""
+
+
 @pytest.mark.parametrize(
-    "role", [with_te(role) for role in (*FEW, *MORE) if runs_on(role)], ids=str
+    "role", [with_te(role) for role in (*RECOMPUTED, *FEW, *MORE) if runs_on(role)], ids=str
 )
 def test_a_run_at_its_limit_takes_what_is_predicted(role: Role) -> None:
     print(check(role))

@@ -243,7 +243,7 @@ def test_recompute_that_is_not_defined() -> None:
         ({"granularity": "full"}, "method and a number of layers"),
         ({"granularity": "full", "method": "block"}, "None and 0|block and 0"),
         ({"granularity": "selective"}, "names none"),
-        ({"granularity": "selective", "modules": ("layernorm",)}, "names layernorm"),
+        ({"granularity": "selective", "modules": ("moe",)}, "names moe"),
     ):
         with pytest.raises(ConfigurationError, match=message):
             Recompute(**wrong)  # type: ignore[arg-type]

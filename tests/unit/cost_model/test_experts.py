@@ -8,12 +8,12 @@ import pytest
 
 from megatron.hydraulis.__main__ import main
 from megatron.hydraulis.cost_model import ProfileCostModel
-from megatron.hydraulis.cost_model.analytic import AnalyticCostModel
+from megatron.hydraulis.cost_model.analytic import KERNELS, AnalyticCostModel
 from megatron.hydraulis.cost_model.device import device_constants
 from megatron.hydraulis.cost_model.estimate_command import estimated_profile, possible_schemes
 from megatron.hydraulis.cost_model.host import LOCAL_LAYERS
 from megatron.hydraulis.cost_model.job_costs import JobCosts
-from megatron.hydraulis.cost_model.trained_model import SAFE_EXPERT_LOAD
+from megatron.hydraulis.cost_model.trained_model import NO_RECOMPUTE, SAFE_EXPERT_LOAD, Recompute
 from megatron.hydraulis.proposal.candidates import Candidates
 from megatron.hydraulis.simulator.ways import FIXED_ROWS, MEGATRON_CP, PACKING, Ways
 from megatron.hydraulis.strategy import Pool, Scheme, Strategy
@@ -192,6 +192,25 @@ def test_recomputing_mlps_frees_nothing_of_experts(
         note = "--recompute-modules mlp: its activations are kept, which takes more memory\n"
         assert (note in capsys.readouterr().err) == ("mlp" in modules)
     assert rows["mlp"] == rows[""] != rows["core_attn"] == rows["core_attn mlp"]
+
+
+def test_norms_and_activations_of_experts_are_recomputed_with_transformer_engine() -> None:
+    again = Recompute(granularity="selective", modules=("layernorm", "moe_act"))
+    scheme = Scheme(cp=8, ep=8)
+    local = replace(_MODEL, recompute=again)
+    assert local.recompute == NO_RECOMPUTE
+    plain = replace(_MODEL, has_te_layers=True, groups_experts=True)
+    less = replace(plain, recompute=again)
+    assert less.max_tokens(scheme) > plain.max_tokens(scheme)
+    seconds = (each.terms_by_stage(scheme)[0]["recompute"].per_token_s for each in (plain, less))
+    # A norm before the experts, and of their 8 gated activations the passes of the MLP's.
+    rows = 2 * 2048 + KERNELS.ffn_passes * 8 * 768
+    expected = 48 * rows * 2 / 8 / _DEVICE.memory_bytes_per_s
+    assert list(seconds) == pytest.approx([0.0, expected])
+    # What is kept is less by the norm's output and the input of the experts' second product.
+    kept = [each.memory.activation_bytes(scheme, 0, 8) for each in (plain, less)]
+    load = plain.memory.rank_load(scheme)
+    assert kept[0] - kept[1] == pytest.approx(48 * 2 * (2048 + load * 8 * 768))
 
 
 def test_limits_allow_for_loads_that_random_tokens_do_not_have() -> None:

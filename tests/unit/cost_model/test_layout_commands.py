@@ -299,7 +299,7 @@ def test_options_of_a_launch_script_are_accepted(capsys: pytest.CaptureFixture[s
         ("--fp16", "--fp16 is not honoured"),
         ("--lr -1", "--lr must be at least 0"),
         ("--cp-comm-type p2p a2a", "takes 1 of auto, p2p, all_gather, a2a for all layers but was"),
-        ("--recompute-activations --recompute-modules all", "core_attn, mlp but names all"),
+        ("--recompute-activations --recompute-modules all", "moe_act but names all"),
         # What training alone reads is checked as there.
         (
             "--num-experts 4 --disable-bias-linear --moe-router-num-groups 3 "

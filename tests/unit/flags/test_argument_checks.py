@@ -67,7 +67,7 @@ _BAD_INPUT = [
         "--recompute-granularity full --recompute-method uniform --recompute-num-layers 0",
         ["--recompute-num-layers must be at least 1 but is 0"],
     ),
-    ("--recompute-activations --recompute-modules mlq", ["core_attn, mlp but names mlq"]),
+    ("--recompute-activations --recompute-modules mlq", ["moe_act but names mlq"]),
     ("--recompute-activations --recompute-modules mlp", ["MLP without biases", "--disable-bias"]),
     ("--num-ranks 8", ["--num-ranks has an effect only with --dry-run", "give --dry-run"]),
     ("--dry-run --num-ranks 4", ["--num-ranks 4", "8 were started", "start one process"]),

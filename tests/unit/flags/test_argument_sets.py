@@ -358,6 +358,21 @@ def test_no_mlp_is_recomputed_in_a_model_with_experts(tmp_path: Path) -> None:
     assert "--recompute-modules mlp" in dict(resolved.taken)
 
 
+@pytest.mark.parametrize(("layers", "kept"), [("local", ["layernorm", "moe_act"]), ("te", [])])
+def test_norms_and_experts_activations_are_recomputed_with_transformer_engine(
+    layers: str, kept: list[str], tmp_path: Path
+) -> None:
+    typed = "--num-experts 4 --disable-bias-linear --recompute-activations --bf16 --dry-run"
+    typed += " --device h100"
+    if layers == "te":
+        typed += " --transformer-impl transformer_engine --moe-grouped-gemm"
+    modules = ["core_attn", "layernorm", "moe_act", "moe"]
+    resolved = parse(tmp_path, *typed.split(), "--recompute-modules", *modules)
+    assert resolved.args.recompute_modules == [m for m in modules[:3] if m not in kept]
+    named = [option for option, _ in resolved.taken if option.startswith("--recompute-modules")]
+    assert named == [f"--recompute-modules {module}" for module in (*kept, "moe")]
+
+
 def test_latent_attention_rotates_whatever_the_position_embedding(tmp_path: Path) -> None:
     typed = ("--rotary-base", "5000", "--rotary-percent", "0.5")
     assert len(parse(tmp_path, *typed).taken) == 2
