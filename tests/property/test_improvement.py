@@ -188,10 +188,7 @@ def test_improving_never_makes_a_pipeline_slower(
         times_ms = [cost.coefficients.time_ms(lengths[i] for i in share) for share in shares]
         return simulated_time_ms(times_ms, cost.num_stages)
 
-    works_ms = [
-        np.array([form.sequence_time_ms(length) for length in lengths])
-        for form in cost.coefficients.forms
-    ]
+    works_ms = works_of_forms_ms(cost, lengths)
     improved = [
         improve_pipeline(
             micro_batches,
@@ -213,18 +210,24 @@ def test_improving_never_makes_a_pipeline_slower(
         assert [sorted(share) for share in after] == [sorted(share) for share in micro_batches]
 
 
+def works_of_forms_ms(cost: SchemeCost, lengths: list[int]) -> np.ndarray:
+    """Shape (num_forms, num_sequences)."""
+    return np.array(
+        [form.sequence_time_ms(np.array(lengths, float)) for form in cost.coefficients.forms]
+    )
+
+
 def test_forms_are_mixed_at_once_or_by_steps() -> None:
     """Both long ones in the first micro-batch take 142 ms there, and 8 ms remain."""
     lengths = [8, 8, *([1] * 16)]
     forms = (Coefficients(1.0, 0.0, 0.0), Coefficients(0.0, 4.0, 0.0))
     cost = SchemeCost(replace(forms[0], others=forms[1:]), 30, 1)
-    works_ms = [[form.sequence_time_ms(length) for length in lengths] for form in forms]
+    works_ms = works_of_forms_ms(cost, lengths)
     mixed = mix(range(18), works_ms, lengths, 30, 2)
     assert mixed is not None
     dense, uneven = [list(range(16)), [16, 17]], [[0, *range(2, 16)], [1, 16, 17]]
-    arrays_ms = list(map(np.array, works_ms))
     in_steps = improve_pipeline(
-        uneven, arrays_ms, np.array(lengths), cost, 40, effort=Effort(PLENTY)
+        uneven, works_ms, np.array(lengths), cost, 40, effort=Effort(PLENTY)
     )
     packer = ReplicaPacker(cost, lengths, Solver(Deadline(None)))
     # Steps end where no single one helps; no packing takes less than a form of all sequences.

@@ -134,10 +134,12 @@ class Coefficients:
         squares, num_tokens: Σ of `squared` lengths and Σ s_i, numbers or arrays of one shape.
         """
         time_ms = self.a_ms_per_token2 * squares + self.b_ms_per_token * num_tokens + self.c_ms
+        if not self.others:
+            return time_ms
+        largest = max if isinstance(time_ms, float) else np.maximum
         for form in self.others:
-            other_ms = form.time_of_sums_ms(squares, num_tokens)
-            larger = max if isinstance(time_ms, float) else np.maximum
-            time_ms = larger(time_ms, other_ms)
+            other_ms = form.a_ms_per_token2 * squares + form.b_ms_per_token * num_tokens + form.c_ms
+            time_ms = largest(time_ms, other_ms)
         return time_ms
 
 

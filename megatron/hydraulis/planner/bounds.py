@@ -646,13 +646,14 @@ def replica_bound_ms(lengths: Sequence[int], cost: SchemeCost) -> float:
     return best_ms if num > len(lengths) else min(best_ms, least_ms)
 
 
-def dual_feasible(shares: NDArray[np.float64], m: int) -> NDArray[np.float64]:
+def dual_feasible(shares: FloatArray, m: int | IntArray) -> FloatArray:
     """Counts what items leave unused because they cannot be divided, in numbers that can be summed.
 
     Dual feasible functions (Fekete and Schepers, Mathematical Programming 91, 2001): with x the
     share of a room that an item takes and ``u_m(x) = x`` where ``(m+1)·x`` is whole, otherwise
     ``⌊(m+1)·x⌋ / m``, items that fit one room together have ``Σ u_m(x) <= 1``. A share in [0, 1]
-    within rounding of a whole fraction counts as that fraction.
+    within rounding of a whole fraction counts as that fraction. m may have a shape that extends
+    the shares.
     """
     scaled = (m + 1) * shares
     whole = np.rint(scaled)

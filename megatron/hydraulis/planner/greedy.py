@@ -211,17 +211,15 @@ def pack(sequences: Sequence[int], lengths: Sequence[int], cost: SchemeCost) -> 
     best = _finish(densest, sequences, lengths, cost)
     if cost.only_number_counts:
         return best
-    forms_ms = [
-        [form.sequence_time_ms(length) for length in own_lengths]
-        for form in cost.coefficients.forms
-    ]
+    some = np.array(own_lengths, dtype=np.float64)
+    forms_ms = np.array([form.sequence_time_ms(some) for form in cost.coefficients.forms])
     if cost.num_stages == 1:
         mixed = mix(places, forms_ms, tokens, cost.max_tokens, len(densest))
         if mixed is not None:
             best = min(best, _finish(mixed, sequences, lengths, cost), key=lambda one: one.time_ms)
         return best
     num_fruitless = 0
-    works_ms = max(forms_ms, key=math.fsum)
+    works_ms = max(forms_ms.tolist(), key=math.fsum)
     for num in _candidates(len(densest), len(sequences), math.fsum(works_ms), cost):
         rooms = [cost.max_tokens] * num
         dealt = deal(places, works_ms, tokens, [[] for _ in range(num)], [0.0] * num, rooms)
@@ -303,7 +301,7 @@ def deal(
 
 def mix(
     sequences: Sequence[int],
-    works_ms: Sequence[Sequence[float]],
+    works_ms: NDArray[np.float64],
     tokens: Sequence[int],
     max_tokens: int,
     num: int,
@@ -316,16 +314,15 @@ def mix(
     that reduce it to where it is largest. The two forms are that with the most work for all
     sequences and that which exceeds it most for some.
 
-    sequences: by falling length; works_ms: by form, of each sequence of the batch; tokens likewise.
+    sequences: by falling length; works_ms, tokens: of each sequence of the batch, works by form.
     """
-    totals_ms = [math.fsum(map(of.__getitem__, sequences)) for of in works_ms]
-    lead = works_ms[totals_ms.index(max(totals_ms))]
-    rivals_ms = [sum(max(0.0, of[s] - lead[s]) for s in sequences) for of in works_ms]
-    rival = works_ms[rivals_ms.index(max(rivals_ms))]
-    if rival is lead:
+    own_ms = works_ms[:, np.array(sequences)]
+    lead = own_ms.sum(axis=1).argmax()
+    rival = np.maximum(0.0, own_ms - own_ms[lead]).sum(axis=1).argmax()
+    if rival == lead:
         return None
-    sign = 1.0 if lead[sequences[0]] >= rival[sequences[0]] else -1.0
-    excess_ms = {s: sign * (lead[s] - rival[s]) for s in sequences}
+    sign = 1.0 if own_ms[lead, 0] >= own_ms[rival, 0] else -1.0
+    excess_ms = dict(zip(sequences, (sign * (own_ms[lead] - own_ms[rival])).tolist(), strict=True))
     first: list[list[int]] = [[] for _ in range(num)]
     rooms = [max_tokens] * num
     exceeding = [s for s in sequences if excess_ms[s] >= 0.0]

@@ -116,16 +116,17 @@ class Assignment:
     def step(self) -> bool:
         """Make the slowest replica faster by one move or swap; False if none is found.
 
-        Estimates are first corrected by what the packings so far take, then not: packings may
-        become better.
+        Estimates are first corrected by what the packings so far take, then not if there are
+        pipelines: their packings may become better.
         """
         slowest = self.slowest
         limit_ms = self._shares[slowest].packed.time_ms * (1.0 - _LEAST_IMPROVEMENT)
         if limit_ms == 0.0:
             return False
+        has_pipelines = any(packer.cost.num_stages > 1 for packer in self._packers)
         return any(
             self._try(slowest, partner, moved, taken, limit_ms)
-            for is_corrected in (True, False)
+            for is_corrected in ((True, False) if has_pipelines else (True,))
             for _, _, partner, moved, taken in self._best_candidates(
                 slowest, limit_ms, is_corrected=is_corrected
             )

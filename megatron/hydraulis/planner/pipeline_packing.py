@@ -101,14 +101,21 @@ class ViewWorks:
         return math.fsum(map(self.works_ms.__getitem__, sequences))
 
     def estimates_ms(
-        self, work_ms: FloatArray, num_tokens: IntArray, longest_ms: FloatArray, num_near: int
+        self,
+        work_ms: FloatArray,
+        fewest: IntArray,
+        longest_ms: FloatArray,
+        num_near: int,
+        least_ms: FloatArray,
     ) -> FloatArray:
-        """See ReplicaPacker.estimates_ms."""
-        cost = self.cost
-        c_ms, num_stages = cost.coefficients.c_ms, cost.num_stages
-        fewest = -(-num_tokens // cost.max_tokens)
-        if num_stages == 1:
-            return work_ms + fewest * c_ms
+        """See ReplicaPacker.estimates_ms; not below least_ms, which other views take.
+
+        fewest: micro-batches that the tokens need.
+        """
+        c_ms = self.cost.coefficients.c_ms
+        if self.cost.num_stages == 1:
+            times_ms: FloatArray = np.maximum(least_ms, work_ms + fewest * c_ms)
+            return times_ms
         best_ms = np.full(work_ms.shape, np.inf)
         first, last = max(1, int(fewest.min())), int(fewest.max())
         start = max(first, min(num_near, MAX_EXACT))
@@ -125,9 +132,13 @@ class ViewWorks:
                         np.maximum(time_ms, shape.bound_ms(total_ms, self.largest_ms), out=time_ms)
                 is_better = (time_ms < best_ms) & (num >= fewest)
                 best_ms = np.where(is_better, time_ms, best_ms)
+                if (best_ms <= least_ms).all():
+                    times_ms = np.maximum(least_ms, best_ms)
+                    return times_ms
                 if not is_better.any() and not start <= num < last:
                     break
-        return np.where(num_tokens == 0, 0.0, best_ms)
+        times_ms = np.maximum(least_ms, np.where(fewest == 0, 0.0, best_ms))
+        return times_ms
 
     def best_num(self, work_ms: float, num_tokens: int, num_sequences: int, longest: int) -> int:
         """The number of micro-batches with the least bound."""
@@ -183,8 +194,8 @@ class ReplicaPacker:
         forms = cost.coefficients.forms
         self._forms = self.views[: len(forms)]
         some = self.lengths_array[:-1].astype(np.float64)
-        self._works_of_forms_ms = [form.sequence_time_ms(some) for form in forms]
-        self._lists_of_forms_ms = [of_form.tolist() for of_form in self._works_of_forms_ms]
+        self._works_of_forms_ms = np.array([form.sequence_time_ms(some) for form in forms])
+        self._squared = list(map(cost.coefficients.squared, lengths))
         self._solver = solver
         self._best_packings: dict[tuple[int, ...], Packing] = {}
         self._tokens_array = np.array(self.tokens, dtype=np.int64)
@@ -248,7 +259,7 @@ class ReplicaPacker:
         """The better of the densest packing for one stage and one as dense that mixes forms."""
         densest = best_fit(sequences, self.tokens, self.cost.max_tokens)
         mixed = mix(
-            sequences, self._lists_of_forms_ms, self.tokens, self.cost.max_tokens, len(densest)
+            sequences, self._works_of_forms_ms, self.tokens, self.cost.max_tokens, len(densest)
         )
         found = [self.packed(each) for each in (mixed, densest) if each is not None]
         return min(found, key=lambda packed: packed.time_ms)
@@ -361,11 +372,11 @@ class ReplicaPacker:
         one shape. num_near: number of micro-batches, from which the best one is sought. Exact for
         one stage and form if no room is left. A share without tokens takes no time.
         """
-        of_views = (
-            view.estimates_ms(work_ms, num_tokens, longest_ms, num_near)
-            for view, (work_ms, longest_ms) in zip(self.views, works_ms, strict=True)
-        )
-        return functools.reduce(np.maximum, of_views)
+        fewest = -(-num_tokens // self.cost.max_tokens)
+        times_ms: FloatArray = np.zeros(())
+        for view, (work_ms, longest_ms) in zip(self.views, works_ms, strict=True):
+            times_ms = view.estimates_ms(work_ms, fewest, longest_ms, num_near, times_ms)
+        return times_ms
 
     def packed(self, micro_batches: Sequence[Sequence[int]]) -> Packing:
         """Micro-batches in this order, with their exact time: infinite where one has no room."""
@@ -375,10 +386,14 @@ class ReplicaPacker:
         return _packing(micro_batches, self._time_ms(micro_batches))
 
     def _time_ms(self, micro_batches: Sequence[Sequence[int]]) -> float:
-        of_lengths, length_of = self.cost.time_ms, self.lengths.__getitem__
-        return self.cost.replica_time_ms(
-            [of_lengths(list(map(length_of, share))) for share in micro_batches]
-        )
+        length_of, squared_of = self.lengths.__getitem__, self._squared.__getitem__
+        rows, time_ms = self.cost.rows, self.cost.coefficients.time_of_sums_ms
+        times_ms = []
+        for share in micro_batches:
+            lengths = map(length_of, share)
+            num_tokens = sum(lengths) if rows is None else rows.row_tokens(lengths)
+            times_ms.append(time_ms(sum(map(squared_of, share)), num_tokens))
+        return self.cost.replica_time_ms(times_ms)
 
     def _in_shapes(
         self, sequences: Sequence[int], view: ViewWorks, nums: Sequence[int]
@@ -456,7 +471,7 @@ def pipeline_times_ms(times_ms: FloatArray, pipeline: Pipeline) -> FloatArray:
 
 def improve_pipeline(
     micro_batches: Sequence[Sequence[int]],
-    works_ms: Sequence[FloatArray],
+    works_ms: FloatArray,
     lengths: IntArray,
     cost: SchemeCost,
     num_steps: int,
@@ -466,20 +481,20 @@ def improve_pipeline(
 ) -> list[list[int]]:
     """The micro-batches after at most num_steps steps, which end below target_ms.
 
-    No micro-batch becomes empty or too large. works_ms: in each form of the cost; lengths: all of
-    shape (num_sequences,), of the whole batch.
+    No micro-batch becomes empty or too large. works_ms: shape (num_forms, num_sequences), of the
+    whole batch; lengths: shape (num_sequences,).
     """
     num = len(micro_batches)
     if num == 1:
         return [list(share) for share in micro_batches]
     members = np.array([sequence for share in micro_batches for sequence in share], dtype=np.int64)
     place = np.array([k for k, share in enumerate(micro_batches) for _ in share], dtype=np.int64)
-    works, tokens = [of_form[members] for of_form in works_ms], lengths[members]
+    works, tokens = works_ms[:, members], lengths[members]
     for _ in range(num_steps):
         rooms = cost.max_tokens - np.bincount(place, weights=tokens, minlength=num).astype(np.int64)
         trial = _Trial(rooms, works, tokens, place, cost)
-        effort.spend(_STEP_EFFORT + trial.loads.size * cost.num_stages)
-        times_ms = pipeline_times_ms(trial.loads, cost.pipeline)
+        times_ms = trial.times_ms
+        effort.spend(_STEP_EFFORT + len(times_ms) * num * cost.num_stages)
         best = int(np.argmin(times_ms))
         if times_ms[-1] < target_ms or times_ms[best] >= times_ms[-1] * (1.0 - _LEAST_IMPROVEMENT):
             break
@@ -490,12 +505,12 @@ def improve_pipeline(
 
 
 class _Trial:
-    """Works of the micro-batches after every possible step; the last row is without a step."""
+    """Times of a replica after every possible step; the last one is without a step."""
 
     def __init__(
         self,
         rooms: IntArray,
-        works: Sequence[FloatArray],
+        works: FloatArray,
         tokens: IntArray,
         place: IntArray,
         cost: SchemeCost,
@@ -528,7 +543,8 @@ class _Trial:
             num_tokens = self._changed(cost.max_tokens - rooms, tokens)
             padding = [cost.rows.rounded(each) - each for each in num_tokens]
         of_forms = []
-        for form, work in zip(cost.coefficients.forms, works, strict=True):
+        times = cost.coefficients
+        for form, work in zip((times, *times.others), works, strict=True):
             loads = np.bincount(place, weights=work, minlength=num) + form.c_ms
             changed = self._changed(loads, work)
             if padding is not None:
@@ -540,7 +556,11 @@ class _Trial:
         before, *after = (
             functools.reduce(np.maximum, each) for each in zip(*of_forms, strict=True)
         )
-        self.loads = self._all(before, after)
+        self.times_ms = (
+            self._sums(before, after)
+            if cost.num_stages == 1
+            else pipeline_times_ms(self._all(before, after), cost.pipeline)
+        )
 
     def _changed[Number: (np.float64, np.int64)](
         self, loads: NDArray[Number], work: NDArray[Number]
@@ -555,6 +575,14 @@ class _Trial:
             loads[place[x]] + (work[y] - work[x]),
             loads[place[y]] + (work[x] - work[y]),
         ]
+
+    def _sums(self, loads: FloatArray, changed: Sequence[FloatArray]) -> FloatArray:
+        """Sums of the loads after every step, from what _changed lists."""
+        giver, taker, one, other = changed
+        place, total = self._place, loads.sum()
+        moved = giver - loads[place[self._i]] + (taker - loads[self._k])
+        swapped = one - loads[place[self._x]] + (other - loads[place[self._y]])
+        return total + np.concatenate((moved, swapped, (0.0,)))
 
     def _all(self, loads: FloatArray, changed: Sequence[FloatArray]) -> FloatArray:
         """Loads after every step, from what _changed lists."""

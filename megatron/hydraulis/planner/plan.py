@@ -20,6 +20,7 @@ has ``strategy_times_s``: by name ``bound_s`` and ``found_s``. The key ``version
 it is 1.
 """
 
+import functools
 import hashlib
 import json
 import math
@@ -258,12 +259,13 @@ class IterationPlan:
         """
         self._check_strategy(strategy)
         self._check_sequences(lengths)
+        limit_of = functools.cache(max_tokens)  # large strategies take long to say theirs
         for index, replica in enumerate(self.replicas):
             for place, micro_batch in enumerate(replica.micro_batches):
                 for scheme, share in replica.shares(micro_batch):
                     if share.lengths or share.row_tokens is not None:
                         where = f"micro-batch {place} of replica {index} ({replica.scheme})"
-                        self._check_limit(where, scheme, share, max_tokens(scheme))
+                        self._check_limit(where, scheme, share, limit_of(scheme))
 
     def _check_limit(self, where: str, scheme: Scheme, share: GroupShare, limit: int) -> None:
         needed = scheme.row_tokens(share.lengths)

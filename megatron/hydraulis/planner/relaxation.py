@@ -48,7 +48,7 @@ from megatron.hydraulis.planner.solver import (
 )
 
 _NUM_BUCKETS = 32
-_DUAL_FEASIBLE_FUNCTIONS = (1, 2, 3, 4)
+_DUAL_FEASIBLE_FUNCTIONS = np.arange(1, 5)[:, None, None]
 # The answer is no if more than this share of the tokens is left over: HiGHS is exact to 1e-7.
 _LEFT_OVER_FRACTION = 1e-6
 # Cost of a token in a pipeline, in tokens left over, for programs that make dispatches.
@@ -96,7 +96,7 @@ class Relaxation:
         self._low = np.array([bucket.low for bucket in self.buckets], dtype=np.float64)
         self._high = np.array([bucket.high for bucket in self.buckets], dtype=np.float64)
         self._works_ms = [
-            [view.coefficients.sequence_time_ms(self._low) for view in each.cost.views]
+            np.array([view.coefficients.sequence_time_ms(self._low) for view in each.cost.views])
             for each in classes
         ]
 
@@ -234,20 +234,18 @@ class Relaxation:
 
     def _model(self, modes: Sequence[Mode], able: NDArray[np.bool_]) -> LinearModel:
         program = ProgramBuilder()
-        for is_able in able.ravel().tolist():
-            program.column(upper=math.inf if is_able else 0.0)
-        num_spread, num_modes = able.size, len(modes)
-        replicas = [program.column() for _ in modes]
+        spread = program.columns(np.where(able, math.inf, 0.0).ravel())
+        num_modes = len(modes)
+        replicas = program.columns([math.inf] * num_modes)
         for place, bucket in enumerate(self.buckets):
-            spread = range(place * num_modes, (place + 1) * num_modes)
+            of_bucket = spread[place * num_modes : (place + 1) * num_modes]
             left_over = program.column(cost=1.0)
-            entries = dict.fromkeys((*spread, left_over), 1.0)
+            entries = dict.fromkeys((*of_bucket, left_over), 1.0)
             program.row(entries, bucket.num_tokens, bucket.num_tokens)
         for place, mode in enumerate(modes):
-            spread = range(place, num_spread, num_modes)
-            for use, room in self._uses(mode):
-                entries = dict(zip(spread, use.tolist(), strict=True))
-                program.row(entries | {replicas[place]: -room}, -math.inf, 0.0)
+            uses, rooms = self._uses(mode)
+            columns = (*spread[place::num_modes], replicas[place])
+            program.rows(columns, np.column_stack((uses, -rooms)), -math.inf, 0.0)
         for index, replica_class in enumerate(self.classes):
             of_class = [
                 (mode.tier.num_least, column)
@@ -262,35 +260,37 @@ class Relaxation:
             program.row(entries, num_least or -math.inf, math.inf)
         return program.model()
 
-    def _uses(self, mode: Mode) -> list[tuple[FloatArray, float]]:
-        """Resources of a mode: what a token of each bucket uses, and how much a replica has."""
+    def _uses(self, mode: Mode) -> tuple[FloatArray, FloatArray]:
+        """What a token of each bucket uses of the resources of a mode, and what a replica has.
+
+        Shapes (num_resources, num_buckets) and (num_resources,).
+        """
         cost = self.classes[mode.replica_class].cost
-        work_shares = [
-            work_ms / max(most_ms, _LEAST_WORK_MS)
-            for work_ms, most_ms in zip(
-                self._works_ms[mode.replica_class], mode.works_ms, strict=True
-            )
-        ]
+        most_ms = np.maximum(mode.works_ms, _LEAST_WORK_MS)[:, None]
         # A row that asks for no more of any bucket than another one is not needed.
-        work_shares = undominated(work_shares, lambda share, other: bool((share >= other).all()))
+        shares = undominated(
+            self._works_ms[mode.replica_class] / most_ms,
+            lambda share, other: bool((share >= other).all()),
+        )
+        rooms = [1.0] * len(shares)
         token_share = self._low / cost.max_tokens
         # A sequence has at least and at most so many tokens.
         shortest, longest = self._low, self._high
         tier = mode.tier
         num_micro_batches = float(mode.num_micro_batches)
-        uses = [(work_share / shortest, 1.0) for work_share in work_shares]
-        uses.append((token_share / shortest, num_micro_batches))
+        uses = [np.array([*shares, token_share]) / shortest]
+        has = [*rooms, num_micro_batches]
         if tier.most_long:
-            uses.append(((self._low >= tier.shortest_long) / longest, float(tier.most_long)))
-        for m in _DUAL_FEASIBLE_FUNCTIONS:
-            shares = [(work_share, 1.0) for work_share in work_shares]
-            if not mode.packs_all:
-                shares.append((token_share, num_micro_batches))
-            for share, room in shares:
-                counted = dual_feasible(share, m) / longest
-                if counted.any():
-                    uses.append((counted, room))
-        return uses
+            uses.append(((self._low >= tier.shortest_long) / longest)[None])
+            has.append(float(tier.most_long))
+        if not mode.packs_all:
+            shares.append(token_share)
+            rooms.append(num_micro_batches)
+        counted = dual_feasible(np.array(shares), _DUAL_FEASIBLE_FUNCTIONS) / longest
+        counts = counted.any(axis=2)
+        uses.append(counted[counts])
+        rooms_of_counted = np.broadcast_to(rooms, counts.shape)[counts]
+        return np.concatenate(uses), np.concatenate((has, rooms_of_counted))
 
 
 def _tier_with_long(cost: SchemeCost, shortest: int, longest: int, time_ms: float) -> Tier:

@@ -17,7 +17,8 @@ import math
 import os
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from array import array
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import highspy
@@ -101,34 +102,51 @@ class LinearModel:
 
 
 class ProgramBuilder:
-    """A program under construction: columns and rows are added one by one."""
+    """A program under construction: columns and rows are added one by one, or many at once."""
 
     def __init__(self) -> None:
-        self._columns: list[tuple[float, float, float]] = []
-        self._columns_of_rows: list[int] = []
-        self._values: list[float] = []
+        self._lower, self._upper, self._cost = array("d"), array("d"), array("d")
+        self._columns_of_rows, self._values = array("q"), array("d")
         self._nums_in_rows: list[int] = []
         self._limits: list[tuple[float, float]] = []
 
     def column(self, *, lower: float = 0.0, upper: float = math.inf, cost: float = 0.0) -> int:
         """Add a column; returns its index."""
-        self._columns.append((lower, upper, cost))
-        return len(self._columns) - 1
+        self._lower.append(lower)
+        self._upper.append(upper)
+        self._cost.append(cost)
+        return len(self._cost) - 1
+
+    def columns(self, uppers: Iterable[float], *, cost: float = 0.0) -> range:
+        """Add a column from 0 to each of these limits; returns their indices."""
+        first = len(self._cost)
+        self._upper.extend(uppers)
+        new = range(first, len(self._upper))
+        self._lower.extend(0.0 for _ in new)
+        self._cost.extend(cost for _ in new)
+        return new
 
     def row(self, entries: Mapping[int, float], lower: float, upper: float) -> None:
         """Add a row; entries: coefficients by column."""
-        self._columns_of_rows += entries
-        self._values += entries.values()
+        self._columns_of_rows.extend(entries)
+        self._values.extend(entries.values())
         self._nums_in_rows.append(len(entries))
         self._limits.append((lower, upper))
 
+    def rows(self, columns: Sequence[int], values: FloatArray, lower: float, upper: float) -> None:
+        """Add rows in the same columns; values: coefficients, shape (num_rows, num_columns)."""
+        num_rows = len(values)
+        self._columns_of_rows.extend(array("q", columns) * num_rows)
+        self._values.frombytes(values.tobytes())
+        self._nums_in_rows += [len(columns)] * num_rows
+        self._limits += [(lower, upper)] * num_rows
+
     def model(self) -> LinearModel:
         """The program."""
-        lower, upper, cost = (np.array(each) for each in zip(*self._columns, strict=True))
+        lower, upper, cost = map(np.array, (self._lower, self._upper, self._cost))
         num_rows = len(self._limits)
         rows = np.repeat(np.arange(num_rows), self._nums_in_rows)
-        columns = np.array(self._columns_of_rows, dtype=np.int64)
-        values = np.array(self._values, dtype=np.float64)
+        columns, values = np.array(self._columns_of_rows), np.array(self._values)
         some = values != 0.0
         matrix = SparseMatrix(rows[some], columns[some], values[some], (num_rows, len(cost)))
         row_lower, row_upper = (np.array(limits) for limits in zip(*self._limits, strict=True))
