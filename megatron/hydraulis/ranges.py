@@ -84,6 +84,7 @@ _OPTIONS: dict[OptionRange, str] = {
     _FROM_0: """
         --lr-warmup-iters --eval-iters --start-eval-at-iter --manual-gc-interval
         --tiktoken-num-special-tokens --null-tokenizer-eod-id --logging-level --plan-ahead
+        --fs-prefetch
         --window-attn-skip-freq --no-rope-freq
         --moe-layer-freq --num-experts""",
     OptionRange(

@@ -63,7 +63,11 @@ from megatron.hydraulis.cost_model.context import (
 )
 from megatron.hydraulis.cost_model.device import Precision
 from megatron.hydraulis.cost_model.regrouping import FP32_BYTES
-from megatron.hydraulis.cost_model.staging import PoolFootprint, footprint_of_scheme
+from megatron.hydraulis.cost_model.staging import (
+    NUM_GRADIENT_SLOTS,
+    PoolFootprint,
+    footprint_of_scheme,
+)
 from megatron.hydraulis.cost_model.trained_model import SAFE_EXPERT_LOAD, TrainedModel
 from megatron.hydraulis.strategy import Scheme
 
@@ -84,8 +88,6 @@ _BATCH_BYTES_PER_TOKEN = 3 * 8 + FP32_BYTES
 _LOSS_BYTES_PER_TOKEN = 6 * 8 + 4 * FP32_BYTES
 # As wide as the MLP, in the backward of its activation, less the input of fc2, which is freed.
 _GATED_ACTIVATION_TENSORS, _PLAIN_ACTIVATION_TENSORS, _SEPARATE_ACTIVATION_TENSORS = 4, 6, 2
-NUM_GRADIENT_SLOTS = 2
-"""Layers whose shared gradients are whole at a time: one is scattered while another computes."""
 LOSS_CHUNK_BYTES = 2**30
 """Size of the fp32 logits of a chunk on a rank. A chunk's products then take ten times as long as
 adding to the weight's gradient once, or longer, with up to 128K columns on a rank."""

@@ -242,6 +242,11 @@ _LAYERS = (
         form={"action": "store_true", "dest": "layernorm_zero_centered_gamma"},
     ),
     ModelFlag("--loss-chunk-tokens", "tokens whose logits exist at the same time"),
+    ModelFlag(
+        "--fs-prefetch",
+        "layers whose weights are gathered ahead where cp ranks share them (default: 1)",
+        form={"type": int, "metavar": "N", "default": 1},
+    ),
     _switch(
         "--moe-grouped-gemm",
         "products of all experts in one call, by layers of Transformer Engine",
@@ -577,7 +582,9 @@ def given_layers(namespace: argparse.Namespace, shape: ModelShape) -> dict[str, 
     args.transformer_impl = asked_layers(args, args.transformer_impl)
     attention = args.core_attention or core_attention_of(args.attention_backend or "auto")
     settings = layer_settings(args, shape, attention)
-    return settings | {"loss_chunk_tokens": namespace.loss_chunk_tokens}
+    return settings | {
+        name: getattr(namespace, name) for name in ("loss_chunk_tokens", "fs_prefetch")
+    }
 
 
 def given_settings(namespace: argparse.Namespace, shape: ModelShape) -> dict[str, Any]:

@@ -34,6 +34,8 @@ from megatron.hydraulis.transfer.collective import LEAST_SAVING_ACROSS
 
 NUM_STAGING_SLOTS = 2
 """Slots of the runtime: one bucket is copied while the next one travels."""
+NUM_GRADIENT_SLOTS = 2
+"""Layers whose shared gradients are whole at a time: one is scattered while another computes."""
 NUM_GROUPS_OF_ALL = 2
 """Groups of all ranks: the job's and that of regrouping."""
 

@@ -102,6 +102,10 @@ class HydraulisConfig:
     logits of a row of several such chunks again. Default: as many as make 1 GiB of fp32 logits on
     a rank."""
 
+    fs_prefetch: int = field(default=1, metadata=_flag("N"))
+    """Layers whose weights are gathered ahead where cp ranks share them, as in cp8fs; each takes
+    memory for one. Default: 1."""
+
     memory_trial: Literal["auto", "on", "off"] = "auto"
     """Before the first iteration, run the largest micro-batch of each strategy without training,
     and reduce limits that exceed the available memory. Default: auto, on with CUDA and off

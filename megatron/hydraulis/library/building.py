@@ -102,6 +102,7 @@ def build_engine(
         owners_for=resolved.hydraulis.regroup_owners_for,
         gradient_dtype=torch.bfloat16 if gradient_bytes(resolved.args) == BF16_BYTES else None,
         overlap=not resolved.hydraulis.no_regroup_overlap,
+        num_layers_ahead=resolved.hydraulis.fs_prefetch,
         spans=spans,
     )
 

@@ -304,6 +304,7 @@ def analytic_cost_model(
         recompute=recompute_of(args),
         cp_comm_type=args.cp_comm_type[0],
         loss_chunk_tokens=hydraulis.loss_chunk_tokens,
+        fs_prefetch=hydraulis.fs_prefetch,
         gradient_bytes=gradient_bytes(args),
         pool=PoolFootprint.of(pool, resolved.shape, gradient_bytes=gradient_bytes(args)),
         **layer_settings(args, resolved.shape, core_attention or hydraulis.core_attention),

@@ -210,8 +210,6 @@ def _is_allowed(resolved: Resolved, scheme: Scheme) -> bool:
     """The vocabulary and --cp-comm-type allow a scheme, or the smallest replica with it as a group,
     of at most the job's ranks."""
     scheme = scheme.as_replica
-    if scheme.shares_weights:  # not yet run on CUDA
-        return False
     if scheme.num_ranks > resolved.pool.num_ranks or resolved.vocabulary.padded_size % scheme.tp:
         return False
     try:

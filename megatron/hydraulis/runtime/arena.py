@@ -11,13 +11,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from megatron.hydraulis.cost_model.staging import NUM_GRADIENT_SLOTS
 from megatron.hydraulis.errors import ConfigurationError
 from megatron.hydraulis.runtime.model_building import global_name
 from megatron.hydraulis.transfer.canonical import UNIT_ALIGNMENT_ELEMENTS, CanonicalLayout, Unit
 from megatron.hydraulis.transfer.role import Role, UnitPlaces, aligned
-
-NUM_GRADIENT_SLOTS = 2
-"""Layers whose gradients are whole at a time: one is scattered while the next is computed."""
 
 
 class ArenaMemory:

@@ -53,7 +53,8 @@ NO_UPDATE_DEPENDS_ON = """
     regroup_owners_for no_regroup_overlap elastic ranks_per_node device
     distributed_backend distributed_timeout_minutes
     cost_profile report_drift memory_trial max_tokens_per_micro_batch
-    row_quantum_tokens loss_chunk_tokens plan_ahead plan_time_limit plan_dir replay_plans
+    row_quantum_tokens loss_chunk_tokens fs_prefetch plan_ahead plan_time_limit plan_dir
+    replay_plans
     skip_nan_iterations max_skipped_in_a_row ignore_unknown_options
     eval_interval eval_iters eval_global_batch_size start_eval_at_iter
     async_save save_interval keep_last
