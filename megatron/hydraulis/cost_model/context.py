@@ -21,7 +21,8 @@ part of the tokens with all heads into all tokens with a part of the heads, and 
 CP_COMM_TYPES = ("auto", "p2p", "all_gather", "a2a")
 """Values of --cp-comm-type: ``auto`` is a ring that hides behind attention, else the way that moves
 less of those that the heads allow. ``p2p`` moves as much as ``all_gather`` does, in steps that
-overlap with attention; only Transformer Engine has it, elsewhere it runs as ``all_gather``."""
+overlap with attention; only Transformer Engine has it, without windows; elsewhere it runs as
+``all_gather``."""
 
 # Sequences for which a group of c ranks is made have so many tokens a rank, or more.
 _TOKENS_PER_RANK = 4096
@@ -174,7 +175,8 @@ def choose_way(
         moves_less &= not ring_is_faster(num_heads, num_groups, context_size, tp * context_size)
     if cp_comm_type == "a2a" or (cp_comm_type == "auto" and refusal is None and moves_less):
         return "a2a"
-    return "p2p" if has_te and cp_comm_type != "all_gather" else "all_gather"
+    takes_ring = cp_comm_type == "p2p" or (cp_comm_type == "auto" and not has_windows)
+    return "p2p" if has_te and takes_ring else "all_gather"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -211,7 +213,9 @@ def exchange_of(
         )
     num_heads = shape.num_attention_heads // scheme.tp
     num_groups = shape.num_query_groups // scheme.tp
-    bytes_per_head = shape.padded_channels * parameter_bytes
+    # Mean over keys and values, or queries and outputs; only Transformer Engine's differ in size.
+    values = shape.value_channels if has_te else shape.padded_channels
+    bytes_per_head = (shape.padded_channels + values) / 2 * parameter_bytes
     way = choose_way(
         cp_comm_type,
         num_heads,

@@ -96,6 +96,8 @@ class DeviceConstants:
     inter_node: Link
     ranks_per_domain: int = 0
     """Ranks that the links inside a node connect, if they are more than a node has; else 0."""
+    most_ranks_per_node: int = 0
+    """GPUs of the nodes that are sold, if these have one size; else 0."""
     kernels: FittedKernels | None = None
     """Times of single kernels, where some were measured."""
     source: str
@@ -116,6 +118,7 @@ class DeviceConstants:
             self.reserve_bytes,
             self.communicator_bytes,
             self.ranks_per_domain,
+            self.most_ranks_per_node,
         )
         if (
             not all(0.0 < value < math.inf for value in rates)
@@ -149,7 +152,17 @@ class DeviceConstants:
         return self.reserve_bytes + num_more * self.communicator_bytes
 
     def cluster(self, num_ranks: int, ranks_per_node: int) -> Cluster:
-        """A cluster of such devices with their usual links."""
+        """A cluster of such devices with their usual links.
+
+        Raises ConfigurationError for more ranks of a node than it has GPUs.
+        """
+        if self.most_ranks_per_node and ranks_per_node > self.most_ranks_per_node:
+            raise ConfigurationError(
+                f"device {self.name!r}: a node has {self.most_ranks_per_node} GPUs but "
+                f"{ranks_per_node} ranks; give --ranks-per-node {self.most_ranks_per_node} (in "
+                f"Python ranks_per_node). NVLink connects {self.ranks_per_domain} ranks whatever "
+                f"the node"
+            )
         return Cluster(
             num_nodes=math.ceil(num_ranks / ranks_per_node),
             ranks_per_node=ranks_per_node,
@@ -293,6 +306,7 @@ DEVICES: tuple[DeviceConstants, ...] = (
         memory_bytes=186e9,
         core_factor=GRACE_CORE_FACTOR,
         ranks_per_domain=72,
+        most_ranks_per_node=4,
     ),
     # One core of a server: 2 fused multiply-adds of 8 fp32 numbers a cycle (AVX2) at 3 GHz make
     # 96 GFLOP/s. All other figures are assumptions for small models that share cores.

@@ -550,6 +550,8 @@ def _check_distinct(noun: str, names: list[str]) -> None:
 def _scheme_row(entry: JsonObject, window: AttentionWindow | None) -> ProfiledScheme:
     share = entry.number("forward_share", default=FORWARD_SHARE)
     forms = entry.array("forms") if entry.has("forms") else []
+    if entry.has("forms") and not forms:
+        raise entry.error("forms lists at least 1 form but has none; remove it or list them")
     others = []
     for index, form in enumerate(forms):
         content = entry.nested(form, f"form {index} of {entry.what}")

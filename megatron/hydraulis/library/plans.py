@@ -381,7 +381,7 @@ def _ranks_per_node(num_ranks: int, given: int | None) -> int:
     for name, value in (("num_ranks", num_ranks), ("ranks_per_node", given or 0)):
         if not isinstance(value, Integral):
             raise _refusal(value, name, "a whole number")
-    return ranks_of_node(num_ranks, given, "ranks_per_node")
+    return ranks_of_node(num_ranks, given, "num_ranks, ranks_per_node")
 
 
 def _schemes(schemes: Iterable[str | Scheme]) -> list[Scheme]:

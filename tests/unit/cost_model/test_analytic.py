@@ -57,7 +57,8 @@ MEASURED_32B_ATTENTION = {
 def model(
     shape: ModelShape = LLAMA_32B, num_ranks: int = 64, constants: DeviceConstants = A800
 ) -> AnalyticCostModel:
-    return AnalyticCostModel(shape=shape, device=constants, cluster=constants.cluster(num_ranks, 8))
+    cluster = constants.cluster(num_ranks, constants.most_ranks_per_node or 8)
+    return AnalyticCostModel(shape=shape, device=constants, cluster=cluster)
 
 
 @pytest.mark.parametrize(("degrees", "measured"), MEASURED_32B.items(), ids=str)
@@ -255,6 +256,13 @@ def test_every_device_gives_usable_coefficients(device: str) -> None:
         Scheme(tp=2, cp=2, pp=2)
     )
     assert min(coefficients.a_ms_per_token2, coefficients.b_ms_per_token, coefficients.c_ms) > 0.0
+
+
+def test_a_node_has_no_more_ranks_than_it_has_gpus() -> None:
+    device = device_constants("gb200")
+    assert device.cluster(144, 4).linked_ranks == 72
+    with pytest.raises(ConfigurationError, match="4 GPUs but 8 ranks; give --ranks-per-node 4"):
+        device.cluster(144, 8)
 
 
 def test_unknown_device_names_the_known_ones() -> None:

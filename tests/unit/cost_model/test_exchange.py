@@ -17,6 +17,7 @@ from megatron.hydraulis.cost_model.trained_model import EVERY_LAYER
 from megatron.hydraulis.errors import ConfigurationError
 from megatron.hydraulis.strategy import Scheme
 from tests.support.planning import LLAMA_7B
+from tests.unit.test_model_shape import DEEPSEEK_V3
 
 PASSES = ("attention", "context_parallel")
 
@@ -118,6 +119,25 @@ def test_the_exchange_is_that_of_training() -> None:
     assert chosen == ring
     with pytest.raises(ConfigurationError, match="a2a over 3"):
         exchange_of(SHAPE, Scheme(cp=3), 2, "a2a")
+
+
+def test_transformer_engine_has_no_ring_for_windows() -> None:
+    """It gathers where `auto` would choose a ring and some layer has a window."""
+    for heads, groups, size in ((3, 1, 2), (8, 2, 4)):  # an all-to-all does not divide these
+        for windows, way in ((False, "p2p"), (True, "all_gather")):
+            found = choose_way("auto", heads, groups, size, has_te=True, has_windows=windows)
+            assert found == way
+    assert choose_way("p2p", 8, 2, 4, has_te=True, has_windows=True) == "p2p"  # refused by name
+
+
+def test_transformer_engine_exchanges_values_without_padding() -> None:
+    for way in ("p2p", "a2a"):
+        padded, values_apart = (
+            exchange_of(DEEPSEEK_V3, Scheme(cp=4), 2, way, has_te=has_te).total_bytes
+            for has_te in (False, True)
+        )
+        # Keys of 192 channels, values of 128.
+        assert values_apart / padded == pytest.approx((192 + 128) / (2 * 192))
 
 
 def test_times_and_limits_follow_the_exchange() -> None:

@@ -76,6 +76,8 @@ def test_further_forms_and_the_host_go_both_ways_and_older_files_have_neither() 
     assert times.time_ms([100]) == 21.0
     assert times.time_ms([5000, 5000]) == max(2e-6 * 5e7 + 1005.0, 2001.0)
     assert times.host_ms == 8.0
+    with pytest.raises(ConfigurationError, match=r"scheme 0 .*at least 1 form"):
+        model(row(forms=[]))
     assert model(version=1).coefficients(Scheme(tp=2)) == model().coefficients(Scheme(tp=2))
 
 
