@@ -134,8 +134,30 @@ FEW = (
     Role(shape=LATENT, strategy="16*tp4", qk_norms=True),
     Role(shape=MIXTRAL, strategy="8*tp4pp2"),
     Role(shape=MANY_EXPERTS, strategy="4*tp2cp4ep8pp2"),
+    Role(shape=M8, strategy="8*cp8fs"),
 )
+TIED = dataclasses.replace(M8, tied_embeddings=True)
+SHARED = (
+    Role(shape=M8, strategy="cp8~fs", num_ranks=8, context_size=1),
+    Role(shape=M8, strategy="8*cp8fs", gradient_bytes=2),
+    Role(shape=M8, strategy="8*cp8~fs", context_size=2, recompute=EVERY_LAYER),
+    Role(shape=M8, strategy="cp64~fs", context_size=1),
+    Role(shape=M8, strategy="cp64~fs", context_size=64),
+    Role(shape=M8, strategy="8*tp2cp4~fs", context_size=2, recompute=ATTENTION),
+    Role(shape=M8, strategy="16*tp2cp2fs", cp_comm_type="a2a", qk_norms=True),
+    Role(shape=TIED, strategy="8*tp2cp4fs"),
+    Role(shape=TIED, strategy="8*cp8fs", gradient_bytes=2),
+    Role(shape=M32, strategy="cp64~fs", context_size=4, recompute=EVERY_LAYER),
+    Role(shape=M32, strategy="4*tp4cp4~fs", context_size=1),
+    Role(shape=M70, strategy="tp8cp8fs", recompute=EVERY_LAYER),
+    Role(shape=M7, strategy="8*tp2cp4~fs", context_size=1, precision=Precision.FP32),
+    Role(shape=LATENT, strategy="4*tp4cp4fs", qk_norms=True),
+    Role(shape=MIXTRAL, strategy="2*tp4cp8~fs", context_size=1),
+    Role(shape=MANY_EXPERTS, strategy="8*tp2cp4fs"),
+)
+"""Their cp ranks share weights."""
 MORE = (
+    *SHARED,
     Role(shape=M32, strategy=MIXED, rank=0),
     Role(shape=M32, strategy=MIXED, rank=24),
     Role(shape=M32, strategy=MIXED, rank=32),

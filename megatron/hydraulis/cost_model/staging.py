@@ -249,5 +249,7 @@ def _num_communicators(strategies: Sequence[Strategy], num_ranks: int) -> int:
     if num_ranks == 1:
         return 0
     groups = dict.fromkeys(ranks for strategy in strategies for ranks in strategy.rank_groups)
-    of_rank = Counter(rank for ranks in groups for rank in ranks)
+    replicas = (replica for strategy in strategies for replica in strategy.replicas)
+    of_columns = dict.fromkeys(ranks for replica in replicas for ranks in replica.column_groups)
+    of_rank = Counter(rank for ranks in (*groups, *of_columns) for rank in ranks)
     return NUM_GROUPS_OF_ALL + max(of_rank.values(), default=0)
