@@ -21,6 +21,7 @@ def schemes(draw: st.DrawFn) -> Scheme:
         layers=draw(st.none() | st.lists(st.integers(1, 40), min_size=pp, max_size=pp).map(tuple)),
         splits_cp=splits_cp,
         fs=cp if shares_weights else 1,
+        recomputes=draw(st.booleans()),
     )
 
 

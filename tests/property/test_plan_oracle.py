@@ -59,6 +59,13 @@ ROWS = [
         *((1, 2, 1, 90), (1, 4, 1, 190)),
     )
 ]
+ROWS += [
+    ROWS[place] | marks | {"max_tokens": limit, "b_ms_per_token": 0.4}
+    for place, limit, marks in (
+        *((0, 50, {"fs": 4}), (3, 110, {"fs": 4}), (4, 230, {"fs": 4})),
+        *((1, 170, {"recomputes": True}), (2, 90, {"recomputes": True})),
+    )
+]
 
 
 FORMS = [
@@ -70,7 +77,20 @@ FORMS = [
 @settings(max_examples=60, deadline=None)
 @given(
     st.lists(st.integers(1, 45), min_size=1, max_size=14),
-    st.sampled_from(["4*tp1", "tp2+2*tp1", "pp2+2*tp1", "cp2+tp2", "cp4~", "cp2~+2*tp1"]),
+    st.sampled_from(
+        [
+            "4*tp1",
+            "tp2+2*tp1",
+            "pp2+2*tp1",
+            "cp2+tp2",
+            "cp4~",
+            "cp2~+2*tp1",
+            "cp4~fs",
+            "tp2r+2*tp1",
+            "tp2r+tp2",
+            "pp2r+pp2",
+        ]
+    ),
     st.sampled_from([1, 2, 7, 16, 64, 1000]),
     st.booleans(),
     st.sampled_from([{}, {"num_windowed_layers": 3, "window_tokens": 10}]),

@@ -117,7 +117,8 @@ def _time_s(
 
 def _row_key(scheme: Content, cp: int) -> tuple[Any, ...]:
     """The key of the profile's row for a context group of a scheme."""
-    return scheme["tp"], cp, scheme["pp"], tuple(scheme.get("layers", ())), scheme.get("ep", 1)
+    marks = scheme.get("ep", 1), scheme.get("fs", 1), scheme.get("recomputes", False)
+    return scheme["tp"], cp, scheme["pp"], tuple(scheme.get("layers", ())), *marks
 
 
 def _figures(row: Content, profile: Content) -> ReplicaFigures:

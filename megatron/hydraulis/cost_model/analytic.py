@@ -331,7 +331,7 @@ class AnalyticCostModel(TrainedModel):
             "context_parallel": self.context_terms(scheme)[1],
         }
         terms = {cause: num_layers * (term + backward[cause]) for cause, term in forward.items()}
-        again = self.recompute
+        again = self.recompute_of(scheme)
         terms["recompute"] = (
             again.num_layers_again(num_layers) * sum(forward.values(), CostTerm())
             if again.granularity == "full"
@@ -346,7 +346,7 @@ class AnalyticCostModel(TrainedModel):
 
     def _selected_again(self, scheme: Scheme, forward: dict[str, CostTerm]) -> CostTerm:
         """What selective recomputation takes for a layer, mean over the layers."""
-        again, shape, share = self.recompute, self.shape, self._share_with_experts
+        again, shape, share = self.recompute_of(scheme), self.shape, self._share_with_experts
         of_dense, with_experts = self.num_norms_apart
         norms = (1.0 - share) * of_dense + share * with_experts
         norms *= _NORM_PASSES / (scheme.tp if self.sequence_parallel else 1)
@@ -391,7 +391,7 @@ class AnalyticCostModel(TrainedModel):
         if core_factor is None:
             return 0.0
         num_layers = max(scheme.layers_per_stage(self.shape.num_layers))
-        num_forwards = 1.0 + self.recompute.num_layers_again(num_layers) / num_layers
+        num_forwards = 1.0 + self.recompute_of(scheme).num_layers_again(num_layers) / num_layers
         return (
             _MS_PER_S
             * num_layers

@@ -48,7 +48,8 @@ _NS_PER_MS, _US_PER_MS = 1e6, 1e3
 _MOST_OF_A_SIZE = 3
 """Schemes of one number of ranks in the table, if none were named."""
 _LEAST_MORE_TOKENS = 1.25
-"""Tokens of a micro-batch over those without fs from which it is offered: it saves memory alone."""
+"""Tokens of a micro-batch over those without fs, or r, from which it is offered: these save memory
+alone."""
 _MOST_STAGES = 8
 """Longest pipelines of schemes that are not named: others rarely win with few micro-batches."""
 
@@ -190,12 +191,17 @@ def possible_schemes(model: AnalyticCostModel) -> list[Scheme]:
     """All schemes of powers of two that can divide the model and have room in the job, and the
     groups of fewer than ep or fs ranks that replicas with separate sequences, ``cp8~ep8``, have.
 
-    tp spans at most two nodes, pp at most `_MOST_STAGES` stages. ``fs`` saves memory alone, so it
-    is among them where a micro-batch then holds `_LEAST_MORE_TOKENS` times as many tokens.
+    tp spans at most two nodes, pp at most `_MOST_STAGES` stages. ``fs`` and, if the model offers
+    it, ``r`` are among them where a micro-batch then holds `_LEAST_MORE_TOKENS` times as many.
     """
     shape, num_ranks = model.shape, model.cluster.num_ranks
     ranks_per_node = model.cluster.ranks_per_node
-    found = []
+    found: list[Scheme] = []
+
+    def offer(scheme: Scheme, instead_of: Scheme) -> None:
+        if model.max_tokens(scheme) > _LEAST_MORE_TOKENS * model.max_tokens(instead_of):
+            found.extend(replace(scheme, splits_cp=scheme.shares_weights).group_schemes)
+
     degrees_of_ep = powers_of_two(num_ranks if shape.num_experts else 1)
     for tp, cp, pp, ep in itertools.product(*[powers_of_two(num_ranks)] * 3, degrees_of_ep):
         if tp > 2 * ranks_per_node or pp > _MOST_STAGES:
@@ -209,10 +215,13 @@ def possible_schemes(model: AnalyticCostModel) -> list[Scheme]:
         except StrategyError:
             continue
         found.append(scheme)
+        plain = [scheme]
         if replica == scheme and cp > 1 and pp == ep == 1:
-            shared = replace(scheme, fs=cp)
-            if model.max_tokens(shared) > _LEAST_MORE_TOKENS * model.max_tokens(scheme):
-                found += replace(shared, splits_cp=True).group_schemes
+            plain.append(replace(scheme, fs=cp))
+            offer(plain[1], instead_of=scheme)
+        if model.offers_recompute and model.recompute.granularity != "full":
+            for each in plain:
+                offer(replace(each, recomputes=True), instead_of=each)
     return found
 
 

@@ -14,7 +14,7 @@ runtime would (context.py), before attention:
 
 Every measured form changes in this way. Where a ring overlaps with attention, or cp ranks share
 weights, the forms are the analytic model's, a, b and c times what was measured over what it says of
-the row. With shared weights that no row has, the limit is P. x is the analytic
+the row. With shared weights or recomputation that no row has, the limit is P. x is the analytic
 exchange per token in the longest stage, P the limit of the memory model: parameters are not split
 by cp. Without model and device x is 0, and limits grow as cp.
 """
@@ -310,13 +310,15 @@ class JobCosts:
             )
 
         coefficients = of_width(times)
-        if self.model is not None and (self.model.has_te_attention or scheme.shares_weights):
+        has_others = _marks(row.scheme) != _marks(scheme)
+        by_model = scheme.shares_weights or has_others
+        if self.model is not None and (self.model.has_te_attention or by_model):
             wanted, model_row = self.model.coefficients(scheme), self.model.coefficients(row.scheme)
-            if wanted.others or model_row.others or scheme.shares_weights:
+            if wanted.others or model_row.others or by_model:
                 coefficients = _as_measured(wanted, model_row, times)
         limit = row.max_tokens * scheme.cp // row.scheme.cp
         # A limit of 0 of a measured row: the memory model is too strict here.
-        if self.model is not None and scheme.shares_weights and not row.scheme.shares_weights:
+        if self.model is not None and has_others:
             limit = self.model.max_tokens(scheme)
         elif self.model is not None and (of_row := self.model.max_tokens(row.scheme)):
             limit = min(limit, row.max_tokens * self.model.max_tokens(scheme) // of_row)
@@ -329,20 +331,18 @@ class JobCosts:
 
     def _nearest(self, scheme: Scheme) -> ProfiledScheme:
         """The measured width fewest doublings away; the narrower of two equally near ones. Shared
-        weights follow from others where the model gives their messages, but not the reverse."""
+        weights and recomputation also follow from rows without, but not the reverse."""
 
         def shape_of(each: Scheme) -> tuple[object, ...]:
             return each.tp, each.ep, each.pp, each.layers
 
+        known_marks = {_marks(scheme)} if self.model is None else {_marks(scheme), _NO_MARKS}
         rows = [
             row
             for row in self.profile.schemes
             if shape_of(row.scheme) == shape_of(scheme)
-            and (
-                row.scheme == scheme
-                or (self.model is not None and scheme.shares_weights)
-                or not (scheme.shares_weights or row.scheme.shares_weights)
-            )
+            and _marks(row.scheme) in known_marks
+            and (row.scheme.fs == scheme.fs or self.model is not None)
         ]
         if not rows:
             known = ", ".join(str(row.scheme) for row in self.profile.schemes)
@@ -354,9 +354,9 @@ class JobCosts:
 
         def order(row: ProfiledScheme) -> tuple[bool, bool, float, int]:
             of_row = row.scheme
-            is_other = of_row.shares_weights != scheme.shares_weights
+            has_others = _marks(of_row) != _marks(scheme)
             doublings = abs(math.log2(of_row.cp / scheme.cp))
-            return of_row.fs != scheme.fs, is_other, doublings, of_row.cp
+            return has_others, of_row.fs != scheme.fs, doublings, of_row.cp
 
         return min(rows, key=order)
 
@@ -368,6 +368,14 @@ class JobCosts:
         model = replace(self.model, cp_comm_type="auto" if way == "a2a" else way)
         stages = model.terms_by_stage(scheme)
         return _MS_PER_S * max(terms["context_parallel"].per_token_s for terms in stages)
+
+
+_NO_MARKS = (False, False)
+
+
+def _marks(scheme: Scheme) -> tuple[bool, bool]:
+    """What changes time and memory besides shape and width."""
+    return scheme.shares_weights, scheme.recomputes
 
 
 def _as_measured(

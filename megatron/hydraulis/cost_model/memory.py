@@ -68,7 +68,11 @@ from megatron.hydraulis.cost_model.staging import (
     PoolFootprint,
     footprint_of_scheme,
 )
-from megatron.hydraulis.cost_model.trained_model import SAFE_EXPERT_LOAD, TrainedModel
+from megatron.hydraulis.cost_model.trained_model import (
+    SAFE_EXPERT_LOAD,
+    Recompute,
+    TrainedModel,
+)
 from megatron.hydraulis.strategy import Scheme
 
 # Master weight, first moment, second moment, summed gradient: all fp32.
@@ -145,6 +149,11 @@ class LayerMemory:
     scheme: Scheme
 
     @cached_property
+    def recompute(self) -> Recompute:
+        """Which activations the backward computes again."""
+        return self.model.recompute_of(self.scheme)
+
+    @cached_property
     def hidden(self) -> float:
         """A hidden state."""
         return float(self.model.shape.hidden_size * self.model.parameter_bytes)
@@ -188,14 +197,14 @@ class LayerMemory:
         model, kept = self.model, 0.0  # of a layer, besides all that it has
         number = self._num_with_experts(num_layers, are_first=are_first) / max(num_layers, 1)
         kept -= number * self._discarded_by_experts
-        if model.recompute.drops("layernorm"):
+        if self.recompute.drops("layernorm"):
             of_dense, with_experts = model.num_norms_apart
             kept -= ((1 - number) * of_dense + number * with_experts) * self.hidden_part
-        if model.recompute.drops("mlp"):
+        if self.recompute.drops("mlp"):
             kept -= self.kept_by_mlp
             if model.has_te_layers:  # the norm before it is a part of its first matrix
                 kept -= self.hidden_part
-        if model.recompute.drops("core_attn"):
+        if self.recompute.drops("core_attn"):
             kept += self._given_to_attention
             kept += 0.0 if model.pads_values else self.query * model.value_share  # its output
             if model.fuses_rope:  # before what is recomputed
@@ -213,7 +222,7 @@ class LayerMemory:
     def again(self, num_layers: int) -> float:
         """What is recomputed for the backward of the last layer of so many, besides what was
         kept."""
-        recompute = self.model.recompute
+        recompute = self.recompute
         if recompute.num_layers_again(num_layers) == num_layers:
             # The chunk's input was kept, its output is recomputed.
             return self.whole(recompute.num_layers_at_once(num_layers))
@@ -265,7 +274,7 @@ class LayerMemory:
     def _discarded_by_experts(self) -> float:
         """What recomputed activations of a layer's experts do not keep: all but fc1's output."""
         model = self.model
-        if not model.recompute.drops("moe_act"):
+        if not self.recompute.drops("moe_act"):
             return 0.0
         num_tensors = model.num_inside_tensors - (2 if model.shape.gated_mlp else 1)
         return num_tensors * self._routed_width * model.parameter_bytes
@@ -283,9 +292,9 @@ class LayerMemory:
 
     def kept_by_last_mlp(self, num_layers: int, *, are_first: bool) -> float:
         """What is among that of the MLP or experts of the last of so many layers of a stage."""
-        num_again = self.model.recompute.num_layers_again(num_layers)
+        num_again = self.recompute.num_layers_again(num_layers)
         if num_again == num_layers:
-            num_kept = self.model.recompute.num_layers_at_once(num_layers)
+            num_kept = self.recompute.num_layers_at_once(num_layers)
         else:
             num_kept = num_layers - num_again
         are_first &= not num_again
@@ -380,7 +389,7 @@ class LayerMemory:
         concatenated.
         """
         model, again = self.model, 0.0
-        if model.recompute.drops("core_attn"):
+        if self.recompute.drops("core_attn"):
             again = self._kept_by_attention + self.query
         if model.has_te_attention and self.scheme.cp > 1:
             return again + self._needed_by_te_exchange
@@ -642,7 +651,8 @@ class MemoryModel(TrainedModel):
         final_norm = 0.0
         if is_last:
             final_norm = (2 + self.widening) * layer.hidden_part
-            is_kept = self.fuses_rope or self.recompute.num_layers_again(num_layers) > 0
+            num_again = self.recompute_of(scheme).num_layers_again(num_layers)
+            is_kept = self.fuses_rope or num_again > 0
             table = 0.0 if is_kept else self._rotary_table_per_token(scheme)
             with_loss = (*always, whole, _LOSS_BYTES_PER_TOKEN)
             num_columns = shape.vocab_size // scheme.tp
@@ -701,7 +711,7 @@ class MemoryModel(TrainedModel):
 
     def _kept_per_token(self, scheme: Scheme, stage: int, num_layers: int) -> float:
         """What one micro-batch keeps on a stage."""
-        recompute, layer = self.recompute, self._layer(scheme)
+        recompute, layer = self.recompute_of(scheme), self._layer(scheme)
         num_again = recompute.num_layers_again(num_layers)
         layers = recompute.num_inputs_kept(num_layers) * layer.hidden_part
         layers += layer.kept_by(num_layers - num_again, are_first=stage == 0 and not num_again)

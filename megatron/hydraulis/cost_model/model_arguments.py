@@ -243,6 +243,12 @@ _LAYERS = (
     ),
     ModelFlag("--loss-chunk-tokens", "tokens whose logits exist at the same time"),
     ModelFlag(
+        "--offer-recompute",
+        "estimate schemes that recompute every layer, too, such as tp8r, where these hold a "
+        "quarter more tokens",
+        form={"action": "store_true", "dest": "offers_recompute"},
+    ),
+    ModelFlag(
         "--fs-prefetch",
         "layers whose weights are gathered ahead where cp ranks share them (default: 1)",
         form={"type": int, "metavar": "N", "default": 1},
@@ -583,7 +589,8 @@ def given_layers(namespace: argparse.Namespace, shape: ModelShape) -> dict[str, 
     attention = args.core_attention or core_attention_of(args.attention_backend or "auto")
     settings = layer_settings(args, shape, attention)
     return settings | {
-        name: getattr(namespace, name) for name in ("loss_chunk_tokens", "fs_prefetch")
+        name: getattr(namespace, name)
+        for name in ("loss_chunk_tokens", "fs_prefetch", "offers_recompute")
     }
 
 

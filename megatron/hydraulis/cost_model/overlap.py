@@ -64,7 +64,8 @@ class CostTerm:
 def hidden_by_stage(model: AnalyticCostModel, scheme: Scheme) -> list[list[CostTerm]]:
     """What each form hides of `AnalyticCostModel.stage_terms`: shape (num_forms, pp)."""
     layers = scheme.layers_per_stage(model.shape.num_layers)
-    overlap, rings, again = model.kernels.overlap, list(_by_ring(model, scheme)), model.recompute
+    rings, again = list(_by_ring(model, scheme)), model.recompute_of(scheme)
+    overlap = model.kernels.overlap
 
     def num_again(num_layers: int) -> int:
         return again.num_layers_again(num_layers) + num_layers * again.drops("core_attn")
@@ -104,7 +105,7 @@ def _compute(
     model: AnalyticCostModel, scheme: Scheme, num_layers: int
 ) -> tuple[CostTerm, CostTerm]:
     """Forward and backward of so many layers, the only stage, without messages."""
-    again, forward = model.recompute, model.forward_terms(scheme)
+    again, forward = model.recompute_of(scheme), model.forward_terms(scheme)
     terms = model.stage_terms(scheme, num_layers, is_last=False)
     in_forward, both = CostTerm(), terms["recompute"]
     messages_again = again.drops("core_attn") * forward["context_parallel"]

@@ -369,11 +369,11 @@ class ProfileCostModel:
 
         limit: of every row, if a user set one that replaces those of the profile.
         """
-        degrees = (scheme.tp, scheme.cp, scheme.ep, scheme.pp)
+        unsplit = replace(scheme.of_context_group(scheme.cp), layers=None)
         rows = [
             row
             for row in self.schemes
-            if (row.scheme.tp, row.scheme.cp, row.scheme.ep, row.scheme.pp) == degrees
+            if replace(row.scheme, layers=None) == unsplit
             and sum(row.scheme.layers or (num_layers,)) == num_layers
         ]
         if not rows:

@@ -132,7 +132,8 @@ class TrainedModel:
     """Type of parameters and activations."""
     sequence_parallel: bool = True
     recompute: Recompute = NO_RECOMPUTE
-    """Which activations the backward computes again, in time and memory."""
+    """Which activations the backward computes again, in time and memory, in schemes without ``r``:
+    see `recompute_of`."""
     cp_comm_type: str = "p2p"
     """How cp ranks exchange keys and values, one of `context.CP_COMM_TYPES`; time and memory."""
     qk_norms: bool = False
@@ -164,6 +165,8 @@ class TrainedModel:
     """Tokens of a layer's busiest expert over the mean of its experts."""
     has_optimizer: bool = True
     """Whether the job trains; otherwise there are no gradients and moments."""
+    offers_recompute: bool = False
+    """Whether schemes with ``r`` are offered where they hold more tokens; nothing else."""
     fs_prefetch: int = 1
     """Layers whose shared weights are gathered before they are used; time and memory."""
 
@@ -208,6 +211,10 @@ class TrainedModel:
     def num_inside_tensors(self) -> int:
         """Tensors as wide as an MLP that it keeps: the output of fc1 and the input of fc2."""
         return self.num_gate_tensors or (3 if self.shape.gated_mlp else 2)
+
+    def recompute_of(self, scheme: Scheme) -> Recompute:
+        """Which activations the backward of a scheme computes again."""
+        return EVERY_LAYER if scheme.recomputes else self.recompute
 
     def rank_load(self, scheme: Scheme) -> float:
         """Tokens of the busiest ep rank over the mean of the ranks; 1 without ep.

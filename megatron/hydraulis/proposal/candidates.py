@@ -329,7 +329,7 @@ def _without_slow_waves(
     of_batches = [max(batch) for batch in batches]
     kept: list[_Rated] = [one for one in rated if one not in split]
     for limit in (max(longest, *of_batches), int(np.median(of_batches))):
-        narrowest: dict[tuple[int, int, int, bool], _Rated] = {}
+        narrowest: dict[tuple[int, int, int, bool, bool], _Rated] = {}
         for one in split:  # narrow ones first
             if one.cost.longest >= limit:
                 narrowest.setdefault(_column(one.scheme), one)
@@ -349,9 +349,9 @@ def _without_slow_waves(
     return kept
 
 
-def _column(scheme: Scheme) -> tuple[int, int, int, bool]:
+def _column(scheme: Scheme) -> tuple[int, int, int, bool, bool]:
     """What schemes have in common that differ in cp only."""
-    return scheme.tp, scheme.ep, scheme.pp, scheme.shares_weights
+    return scheme.tp, scheme.ep, scheme.pp, scheme.shares_weights, scheme.recomputes
 
 
 def _wave_pace_ms(

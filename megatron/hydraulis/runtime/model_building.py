@@ -100,6 +100,14 @@ class ModelDefinition:
             transformer.moe_token_dispatcher_type = "alltoall"
         return dataclasses.replace(self, transformer=transformer)
 
+    @property
+    def recomputing(self) -> ModelDefinition:
+        """The same model, whose backward computes every layer again."""
+        transformer = copy.copy(self.transformer)
+        transformer.recompute_granularity = "full"
+        transformer.recompute_method, transformer.recompute_num_layers = "uniform", 1
+        return dataclasses.replace(self, transformer=transformer)
+
     def roles_of(self, strategy: Strategy) -> list[Role | None]:
         """The role of every rank, None for idle ranks: shape (num_ranks,)."""
         return roles_of(

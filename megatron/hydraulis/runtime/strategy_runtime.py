@@ -121,15 +121,18 @@ class StrategyRuntimes:
         groups = self.groups.collection(strategy)
         assert groups is not None
         replica = strategy.replica_of(dist.get_rank())
-        is_uneven = replica is not None and replica.scheme.ep > 1 and replica.scheme.splits_cp
+        assert replica is not None
+        scheme = replica.scheme
+        is_uneven = scheme.ep > 1 and scheme.splits_cp
         columns = None if role.column is None else self.groups.columns(strategy)
         neighbours = [groups.tp, groups.pp, groups.ep] + ([] if columns is None else [columns])
         ranks = (tuple(dist.get_process_group_ranks(group)) for group in neighbours)
-        key = (role, is_uneven, *ranks)
+        key = (role, is_uneven, scheme.recomputes, *ranks)
         found = self._bound_roles.get(key)
         if found is None:
             definition = self.definition
             definition = definition.for_uneven_columns if is_uneven else definition
+            definition = definition.recomputing if scheme.recomputes else definition
             exchange = None
             if columns is not None:
                 exchange = ColumnExchange(

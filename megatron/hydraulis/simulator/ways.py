@@ -477,7 +477,7 @@ class Ways:
         num_ranks, per_node = self.pool.num_ranks, self.pool.ranks_per_node
         made: list[tuple[Callable[[], Works], float]] = []
         rows = (row.scheme for row in self.profile.schemes)
-        plain = (scheme for scheme in rows if scheme.pp == scheme.fs == 1)
+        plain = (each for each in rows if each.pp == each.fs == 1 and not each.recomputes)
         for tp, ep in sorted({(scheme.tp, scheme.ep) for scheme in plain}):
             width, rest = divmod(num_ranks, tp)
             if rest or num_ranks % ep or width < 2 or width & (width - 1):

@@ -2,12 +2,12 @@
 
     strategy = term ('+' term)*
     term     = [N '*'] (scheme | 'idle')
-    scheme   = degree+ [':' layers (',' layers)*] ['@' rank (',' rank)*]
+    scheme   = degree+ ['r'] [':' layers (',' layers)*] ['@' rank (',' rank)*]
     degree   = 'tp' N | 'cp' N ['~'] | 'fs' [N] | 'ep' N | 'pp' N
 
-``fs`` without a number shares weights among all cp ranks, as in ``cp8fs`` and ``cp8~fs``. Blanks
-are allowed between any two symbols. The ranks after ``@`` are ordered by stage, then cp, then tp;
-with ``N*`` copies, those of the first copy come first.
+``fs`` without a number shares weights among all cp ranks, as in ``cp8fs`` and ``cp8~fs``; ``r``
+recomputes every layer. Blanks are allowed between any two symbols. The ranks after ``@`` are
+ordered by stage, then cp, then tp; with ``N*`` copies, those of the first copy come first.
 """
 
 import re
@@ -23,7 +23,7 @@ _NUMBER = r"[0-9]{1,9}"
 _NUMBERS = rf"{_NUMBER}(?:\s*+,\s*+{_NUMBER})*"
 _DEGREE = rf"(tp|cp|ep|fs|pp)(?:\s*+({_NUMBER})|(?<=fs))\s*+(~?)"
 _TERM = re.compile(
-    rf"\s*+(?:(?P<copies>{_NUMBER})\s*+\*\s*+)?(?:idle|(?P<degrees>(?:{_DEGREE}\s*+)+)"
+    rf"\s*+(?:(?P<copies>{_NUMBER})\s*+\*\s*+)?(?:idle|(?P<degrees>(?:{_DEGREE}\s*+)+)(?P<again>r?)\s*+"
     rf"(?::\s*+(?P<layers>{_NUMBERS})\s*+)?(?:@\s*+(?P<ranks>{_NUMBERS}))?)\s*+"
 )
 _EXAMPLE = "write for example 'tp4+2*tp2pp2+idle'"
@@ -106,7 +106,12 @@ def _term(match: re.Match[str]) -> Term:
             f"fs shares weights among the cp ranks but {match['degrees'].strip()} has 1 of them; "
             f"give cp a degree from 2 on or drop the fs"
         )
-    scheme = Scheme(**degrees, layers=_numbers(match["layers"]), splits_cp=bool(splitting))
+    scheme = Scheme(
+        **degrees,
+        layers=_numbers(match["layers"]),
+        splits_cp=bool(splitting),
+        recomputes=bool(match["again"]),
+    )
     ranks = _numbers(match["ranks"])
     num_needed = num_copies * scheme.num_ranks
     if ranks is not None and len(ranks) != num_needed:

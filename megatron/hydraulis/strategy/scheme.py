@@ -33,6 +33,9 @@ class Scheme:
     """cp ranks over which weights and gradients of a stage are distributed, each layer gathered
     when it is used; 1: every cp rank holds them whole. All cp ranks of a replica (``cp8fs``), more
     than those of a context group of it (``cp4fs8``)."""
+    recomputes: bool = False
+    """Whether the backward recomputes every layer, whatever the job recomputes: the ``r`` of
+    ``tp8r``, which takes longer and holds more tokens."""
 
     def __post_init__(self) -> None:
         for axis in ("tp", "cp", "ep", "fs", "pp"):
@@ -86,7 +89,9 @@ class Scheme:
 
     def of_context_group(self, size: int) -> "Scheme":
         """The scheme with cp = size, whose time and memory are those of a group of the cp ranks."""
-        return Scheme(self.tp, size, self.pp, self.layers, ep=self.ep, fs=self.fs)
+        return Scheme(
+            self.tp, size, self.pp, self.layers, ep=self.ep, fs=self.fs, recomputes=self.recomputes
+        )
 
     @property
     def group_schemes(self) -> "tuple[Scheme, ...]":
@@ -189,8 +194,8 @@ class Scheme:
         return num_experts // self.ep
 
     def to_json(self) -> dict[str, Any]:
-        """``{"tp", "cp", "pp"}``, and ``layers``, ``splits_cp``, ``ep`` and ``fs`` where the scheme
-        has them."""
+        """``{"tp", "cp", "pp"}``, and ``layers``, ``splits_cp``, ``ep``, ``fs`` and ``recomputes``
+        where the scheme has them."""
         content: dict[str, Any] = {"tp": self.tp, "cp": self.cp, "pp": self.pp}
         if self.layers is not None:
             content["layers"] = list(self.layers)
@@ -200,6 +205,8 @@ class Scheme:
             content["ep"] = self.ep
         if self.shares_weights:
             content["fs"] = self.fs
+        if self.recomputes:
+            content["recomputes"] = True
         return content
 
     @classmethod
@@ -214,6 +221,7 @@ class Scheme:
                 splits_cp=content.flag("splits_cp", default=False),
                 ep=content.integer("ep", default=1),
                 fs=content.integer("fs", default=1),
+                recomputes=content.flag("recomputes", default=False),
             )
         except StrategyError as error:
             raise content.error(str(error)) from None
@@ -229,7 +237,7 @@ class Scheme:
             text += f"ep{self.ep}"
         if self.pp != 1:
             text += f"pp{self.pp}"
-        text = text or "tp1"
+        text = (text or "tp1") + ("r" if self.recomputes else "")
         if self.layers is not None:
             text += ":" + ",".join(str(num) for num in self.layers)
         return text

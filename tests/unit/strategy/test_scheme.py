@@ -86,7 +86,14 @@ def test_fs_belongs_to_a_scheme_and_its_context_groups() -> None:
     assert Scheme(fs=4, ep=8).as_replica == Scheme(cp=8, fs=8, ep=8)
     for each in (scheme, *scheme.group_schemes):
         assert Scheme.from_json(JsonObject(each.to_json(), "scheme", StrategyError)) == each
-    assert "fs" not in Scheme(cp=4).to_json()
+    assert {"fs", "recomputes"}.isdisjoint(Scheme(cp=4).to_json())
+
+
+def test_recomputation_belongs_to_a_scheme_and_its_context_groups() -> None:
+    scheme = Scheme(cp=4, splits_cp=True, fs=4, recomputes=True)
+    assert [str(group) for group in scheme.group_schemes] == ["cp4fsr", "cp2fs4r", "fs4r"]
+    assert Scheme(ep=2, recomputes=True).as_replica == Scheme(cp=2, ep=2, recomputes=True)
+    assert Scheme.from_json(JsonObject(scheme.to_json(), "scheme", StrategyError)) == scheme
 
 
 def test_no_position_outside_the_scheme() -> None:

@@ -48,6 +48,8 @@ def test_a_splitting_width() -> None:
         ("cp2~tp2pp2:3,5", 8, "tp2cp2~pp2:3,5"),
         ("cp4 fs+ fs 4 cp4~ ep2", 8, "cp4fs+cp4~fsep2"),
         ("tp2 cp2fs@3,1,0,2", 4, "tp2cp2fs@3,1,0,2"),
+        ("tp2 r + tp1r+cp2~fs r", 5, "tp2r+tp1r+cp2~fsr"),
+        ("pp2r:3,1@1,0", 2, "pp2r:3,1@1,0"),
         # The ranks would be placed like this anyway.
         ("tp2@0,1+tp1@2", 3, "tp2+tp1"),
         ("2*tp2@0,1,3,2", 4, "2*tp2@0,1,3,2"),
@@ -123,6 +125,8 @@ def test_placement(
         ("ep2~", 2, "'~' belongs behind the degree of cp, not of ep"),
         ("cp1fs", 1, "cp1fs has 1 of them; give cp a degree from 2 on or drop the fs"),
         ("cp4fs1", 4, "cp4fs1 has 1 of them"),
+        ("tp2rr", 2, "'tp2rr' at character 1"),
+        ("r", 1, "'r' at character 1"),
         ("cp4fs~", 4, "'~' belongs behind the degree of cp, not of fs"),
         ("cp4fsfs", 4, "cp4fsfs has fs twice"),
         ("cp2fspp2", 4, "cp2fspp2 has pp 2; drop the fs or the pp"),
