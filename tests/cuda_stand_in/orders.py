@@ -18,6 +18,8 @@ from megatron.hydraulis.checkpoint.saving import CheckpointSaver
 from megatron.hydraulis.runtime.executor import make_forward_step
 from megatron.hydraulis.runtime.passes import PostFrom, ScatterPass
 from megatron.hydraulis.strategy import Strategy
+from megatron.hydraulis.transfer.amounts import LayoutAmounts, StrategyAmounts
+from megatron.hydraulis.transfer.calls import Calls, call_amounts
 from tests.cuda_stand_in.device import mark
 from tests.cuda_stand_in.lone_ranks import log_of, run_alone
 from tests.cuda_stand_in.order import OrderReport, check_order, read_log
@@ -214,6 +216,25 @@ def run_case(case: OrderCase, mutation: Mutation | None = None) -> None:
                 mark(f"evaluation after iteration {i} in {case.evaluated_in}")
                 engine.evaluate(case.evaluated_in, batches_of(case.evaluated_in, i), forward_step)
         engine.close()
+
+
+def elements_by_call(case: OrderCase) -> tuple[list[int], list[int], int]:
+    """On a lone rank: by the transfer plans of a case of one strategy, what the busiest rank sends
+    or receives in each call of a gather and of a scatter, and in all calls if each had one bucket.
+    """
+    engine = build_engine(case.job())
+    (strategy,) = engine.pool.strategies
+    roles = engine.definition.roles_of(strategy)
+    amounts = StrategyAmounts(LayoutAmounts(engine.layout, strategy.ranks_per_node), roles)
+    regrouper = engine.runtime_of(strategy.name).regrouper
+
+    def busiest(calls: Calls, which: int) -> list[int]:
+        found = (call_amounts(regrouper.collective, amounts, call)[which] for call in calls)
+        return [int(max(of.sent.max(), of.received.max())) for of in found]
+
+    rising = tuple((bucket.index,) for bucket in engine.layout.buckets)
+    gather, scatter = (busiest(regrouper.calls, which) for which in (0, 1))
+    return gather, scatter[::-1], sum(busiest(rising, 0) + busiest(rising, 1))
 
 
 def train_and_save(root: str) -> None:

@@ -13,7 +13,7 @@ from megatron.core.transformer.enums import AttnMaskType
 
 from megatron.hydraulis.cost_model.device import Precision, device_constants
 from megatron.hydraulis.cost_model.memory import MemoryModel
-from megatron.hydraulis.cost_model.staging import PoolFootprint
+from megatron.hydraulis.cost_model.staging import PoolFootprint, num_communicators
 from megatron.hydraulis.cost_model.trained_model import EVERY_LAYER, Recompute
 from megatron.hydraulis.model_shape import ModelShape
 from megatron.hydraulis.optimizer.sharded_adamw import AdamWSettings, ShardedAdamW
@@ -324,7 +324,7 @@ def test_a_run_at_its_limit_takes_what_is_predicted(role: Role, tmp_path: Path) 
     print(check(role, logs=tmp_path))
     sizes = re.findall(r" COMM \d+ id \S+ size (\d+) ", log_of(tmp_path, role.rank).read_text())
     with_others = [size for size in sizes if size != "1"]
-    assert len(with_others) == PoolFootprint.of(role.pool).num_communicators
+    assert len(with_others) == num_communicators(role.pool)
 
 
 @pytest.mark.nightly

@@ -176,11 +176,19 @@ class TestSpans:
             assert all(s.start_ns >= last for s in iteration if s.name == "scatter")
 
 
-def test_a_bucket_is_gathered_for_the_next_strategy_as_soon_as_it_is_updated() -> None:
-    job = changing_job(4, "tp2+2*tp1", "pp3:1,2,1+idle")
-    for num_buckets, log in pool_of(4).run(order_of_update, job):
-        assert num_buckets == MAIN_MODEL.num_layers + 2
-        assert log == [f"{what} {i}" for i in range(num_buckets) for what in ("update", "gather")]
+@pytest.mark.parametrize("text", ["2*tp2", "pp3:1,2,1+idle"])
+def test_a_call_is_gathered_for_the_next_strategy_as_soon_as_its_buckets_are_updated(
+    text: str,
+) -> None:
+    job = changing_job(4, "tp2+2*tp1", text)
+    num_buckets = MAIN_MODEL.num_layers + 2
+    for calls, log in pool_of(4).run(order_of_update, job):
+        assert sorted(bucket for call in calls for bucket in call) == list(range(num_buckets))
+        assert (len(calls) < num_buckets) == ("pp" in text)
+        expected = []
+        for call in calls:
+            expected += [f"update {bucket}" for bucket in call] + [f"gather {call[0]}"]
+        assert log == expected
 
 
 @pytest.mark.parametrize("gradient_dtype", [None, torch.bfloat16])
@@ -292,8 +300,9 @@ class TestMemory:
                 probe = by_pool[num][rank]
                 assert all(seven.arenas[text] == size for text, size in probe.arenas.items())
             assert seven.arenas["4*tp1"] > 2 * seven.arenas["tp4"]
-            # Grows to the largest bucket of a strategy in which some rank holds the whole bucket.
-            assert seven.staging <= 1.05 * by_pool[3][rank].staging
+            # Grows to the largest bucket of a strategy in which some rank holds the whole bucket,
+            # or to a set, in which a stage has less than twice the largest bucket.
+            assert seven.staging <= 2 * by_pool[3][rank].staging
         assert by_pool[7][3].arenas["tp2+2*idle"] == 0
 
     @pytest.mark.parametrize(

@@ -220,4 +220,4 @@ def scatter_left_out() -> Iterator[None]:
 def test_broken_rules_are_found(rule: Any) -> None:
     job = law_job(4, "tp2cp2fs", MAIN_MODEL)
     errors = wrong_gradients(job, pool_of(4).run(run_broken, job, rule))
-    assert max(errors.values(), default=0.0) > 1e-3, errors
+    assert any(not error <= 1e-3 for error in errors.values()), errors  # a poisoned one is NaN

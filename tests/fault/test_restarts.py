@@ -160,8 +160,8 @@ class FaultInjector:
     def _install_optimizer(self) -> None:
         original = ShardedAdamW.step_by_bucket
 
-        def faulty(optimizer: ShardedAdamW, gradient_norm: float) -> Iterator[int]:
-            for bucket in original(optimizer, gradient_norm):
+        def faulty(optimizer: ShardedAdamW, *args: Any) -> Iterator[int]:
+            for bucket in original(optimizer, *args):
                 self._at("optimizer")  # with one bucket updated, the others not yet
                 yield bucket
 

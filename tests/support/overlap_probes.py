@@ -23,6 +23,7 @@ from megatron.hydraulis.runtime import regroup
 from megatron.hydraulis.runtime.executor import make_forward_step
 from megatron.hydraulis.runtime.regroup import OneStepRoute
 from megatron.hydraulis.runtime.spans import MemoryRecorder, RecordedSpan
+from megatron.hydraulis.transfer.calls import Calls
 from tests.support.forked_ranks import ForkedRanks
 from tests.support.gloo_pool import prepare_parent
 from tests.support.models import Job, build_engine, packs_of_rank, use_fp64_loss
@@ -121,18 +122,18 @@ def probe_change(job: Job) -> ChangeProbe:
     )
 
 
-def order_of_update(job: Job) -> tuple[int, list[str]]:
-    """Every rank returns the number of buckets, and the calls of optimizer and track in the update
-    of an iteration that knows the next strategy."""
+def order_of_update(job: Job) -> tuple[Calls, list[str]]:
+    """Every rank returns the calls of the second strategy, and those of optimizer and track in the
+    update of an iteration that knows it as the next one."""
     engine = build_engine(job)
     first, second = engine.pool.strategies
     batches = packs_of_rank(first, job.assignments[0], job.batches[0], engine.rank)
     log: list[str] = []
     step_by_bucket, submit = engine.optimizer.step_by_bucket, engine._track.submit
 
-    def noted_step(gradient_norm: float) -> Iterator[int]:
+    def noted_step(*args: Any) -> Iterator[int]:
         log.clear()
-        for bucket in step_by_bucket(gradient_norm):
+        for bucket in step_by_bucket(*args):
             log.append(f"update {bucket}")
             yield bucket
 
@@ -146,7 +147,7 @@ def order_of_update(job: Job) -> tuple[int, list[str]]:
     ):
         engine.train_step(first.name, batches, make_forward_step(), next_strategy=second.name)
     engine.finish_regrouping()
-    return len(engine.layout.buckets), log
+    return engine.runtime_of(second.name).regrouper.calls, log
 
 
 def bytes_of_iterations(job: Job) -> list[tuple[str, int, int]]:

@@ -1,6 +1,7 @@
-"""Time of regrouping and of the shards' update: by bucket, and as far as compute does not hide it.
+"""Time of regrouping and of the shards' update: by call, and as far as compute does not hide it.
 
-A bucket is gathered, scattered and updated once an iteration. A collective takes as long as its
+A bucket is gathered, scattered and updated once an iteration, alone or in a call with others
+(`transfer.calls`). A collective takes as long as its
 slowest rank, which sends and receives at the same time; links inside nodes and across nodes are
 used at the same time in one-step transfers, in sequence in two-step transfers. An update reads and
 writes its states at the bandwidth of the device's memory.
@@ -24,8 +25,9 @@ from megatron.hydraulis.errors import ConfigurationError
 from megatron.hydraulis.model_shape import ModelShape
 from megatron.hydraulis.strategy import Replica, Scheme, Strategy
 from megatron.hydraulis.transfer.amounts import LayoutAmounts, RankAmounts, StrategyAmounts
+from megatron.hydraulis.transfer.calls import call_amounts, calls_of
 from megatron.hydraulis.transfer.canonical import Bucket, CanonicalLayout, Unit, model_parameters
-from megatron.hydraulis.transfer.collective import Collective, amounts_by_rank, collective_of
+from megatron.hydraulis.transfer.collective import Collective, collective_of
 from megatron.hydraulis.transfer.role import roles_of
 
 _MS_PER_S = 1e3
@@ -76,11 +78,13 @@ class Hiding(Enum):
 
 
 @dataclass(frozen=True, slots=True)
-class BucketTimes:
-    """Times of a bucket in one iteration of a strategy."""
+class CallTimes:
+    """Times of a call's buckets in one iteration of a strategy."""
 
-    index: int
-    unit: Unit
+    buckets: tuple[int, ...]
+    """Their indices."""
+    units: tuple[Unit, ...]
+    """The unit of each."""
     gather_ms: float
     scatter_ms: float
     update_ms: float
@@ -89,39 +93,46 @@ class BucketTimes:
 
 @dataclass(frozen=True, slots=True)
 class RegroupTimes:
-    """Times of all buckets for one strategy."""
+    """Times of all calls for one strategy."""
 
-    buckets: tuple[BucketTimes, ...]
-    """Buckets in the order of their gathers; scatters have the reverse order."""
+    calls: tuple[CallTimes, ...]
+    """Calls in the order of gathers; scatters have the reverse order."""
     received_bytes: float
     """What a rank receives in gather and scatter together, mean over ranks."""
 
     @property
     def total_ms(self) -> float:
         """Regrouping and update if nothing hides them."""
-        return math.fsum(b.gather_ms + b.scatter_ms + b.update_ms for b in self.buckets)
+        return math.fsum(c.gather_ms + c.scatter_ms + c.update_ms for c in self.calls)
+
+    @property
+    def units(self) -> tuple[Unit, ...]:
+        """The unit of every bucket, by index."""
+        found = {b: u for call in self.calls for b, u in zip(call.buckets, call.units, strict=True)}
+        return tuple(found[bucket] for bucket in sorted(found))
 
     def exposed_ms(self, forward_ms: Sequence[float], backward_ms: Sequence[float]) -> float:
         """Regrouping and update as far as compute does not hide them.
 
-        forward_ms: shape (num_buckets,), in the order of gathers: compute of the next forward that
-            begins when the bucket has arrived and may overlap later gathers.
+        forward_ms: shape (num_buckets,), by index: compute of the next forward that begins when the
+            bucket has arrived and may overlap later gathers.
         backward_ms: compute of the last backward that completes a bucket's gradients and may
             overlap the scatters before it.
         """
         updated_ms = gathered_ms = 0.0
-        arrivals_ms = []
-        for bucket in self.buckets:
-            updated_ms += bucket.update_ms
-            gathered_ms = max(gathered_ms, updated_ms) + bucket.gather_ms
-            arrivals_ms.append(gathered_ms)
+        arrivals_ms: dict[int, float] = {}
+        for call in self.calls:
+            updated_ms += call.update_ms
+            gathered_ms = max(gathered_ms, updated_ms) + call.gather_ms
+            arrivals_ms.update(dict.fromkeys(call.buckets, gathered_ms))
         forward_end_ms = updated_ms
-        for arrival_ms, compute_ms in zip(arrivals_ms, forward_ms, strict=True):
-            forward_end_ms = max(forward_end_ms, arrival_ms) + compute_ms
-        backward_end_ms = scattered_ms = 0.0
-        for bucket, compute_ms in zip(reversed(self.buckets), reversed(backward_ms), strict=True):
-            backward_end_ms += compute_ms
-            scattered_ms = max(scattered_ms, backward_end_ms) + bucket.scatter_ms
+        for bucket, compute_ms in enumerate(forward_ms):
+            forward_end_ms = max(forward_end_ms, arrivals_ms[bucket]) + compute_ms
+        completed_ms = list(itertools.accumulate(reversed(backward_ms)))[::-1]
+        backward_end_ms, scattered_ms = completed_ms[0], 0.0
+        for call in reversed(self.calls):
+            complete_ms = max(completed_ms[bucket] for bucket in call.buckets)
+            scattered_ms = max(scattered_ms, complete_ms) + call.scatter_ms
         return forward_end_ms - math.fsum(forward_ms) + scattered_ms - backward_end_ms
 
 
@@ -212,7 +223,7 @@ class RegroupCosts:
         return self._counted[num_expert_groups]
 
     def times(self, strategy: Strategy) -> RegroupTimes:
-        """Times of every bucket for a strategy of the job.
+        """Times of every call for a strategy of the job.
 
         Raises ConfigurationError for a strategy of another number of ranks, StrategyError for one
         that cannot cut the model.
@@ -255,10 +266,10 @@ class RegroupCosts:
             for unit, share in parts:
                 forward_ms[unit] = share * of_forward * self.hiding.hides_gathers
                 backward_ms[unit] = share * of_backward * (hidden if stage else 1.0)
-        # Of several buckets of a unit, the last one counts in the order of gathers.
+        # Of several buckets of a unit, the last one counts.
         shares_ms = [
-            (forward_ms.pop(bucket.unit, 0.0), backward_ms.pop(bucket.unit, 0.0))
-            for bucket in reversed(times.buckets)
+            (forward_ms.pop(unit, 0.0), backward_ms.pop(unit, 0.0))
+            for unit in reversed(times.units)
         ]
         return times.exposed_ms(*map(list, zip(*reversed(shares_ms), strict=True)))
 
@@ -310,28 +321,39 @@ class RegroupCosts:
         amounts = StrategyAmounts(counted, roles)
         kind = collective_of(amounts)
         scatter_kind = collective_of(amounts, may_reduce=self.gradient_bytes == FP32_BYTES)
-        times: list[BucketTimes] = []
+        same = {b.index: buckets[0].index for buckets in amounts.equal_buckets for b in buckets}
+        known: dict[tuple[int, ...], tuple[float, float, float]] = {}
+
+        def exchange(call: tuple[int, ...]) -> tuple[float, float, float]:
+            """Gather and scatter in ms, and what a rank receives in bytes."""
+            if call not in known:
+                gather, scatter = call_amounts(kind, amounts, call)
+                if scatter_kind is not kind:
+                    _, scatter = call_amounts(scatter_kind, amounts, call)
+                num_received = self.parameter_bytes * float(gather.received.sum())
+                num_received += self.gradient_bytes * float(scatter.received.sum())
+                known[call] = (
+                    self._collective_ms(gather, self.parameter_bytes, kind),
+                    self._collective_ms(scatter, self.gradient_bytes, scatter_kind),
+                    num_received / self.cluster.num_ranks,
+                )
+            return known[call]
+
+        times: list[CallTimes] = []
         received_bytes = 0.0
-        for buckets in amounts.equal_buckets:
-            gather, scatter = amounts_by_rank(kind, amounts, buckets[0])
-            if scatter_kind is not kind:
-                _, scatter = amounts_by_rank(scatter_kind, amounts, buckets[0])
-            num_received = self.parameter_bytes * float(gather.received.sum())
-            num_received += self.gradient_bytes * float(scatter.received.sum())
-            received_bytes += len(buckets) * num_received / self.cluster.num_ranks
-            gather_ms = self._collective_ms(gather, self.parameter_bytes, kind)
-            scatter_ms = self._collective_ms(scatter, self.gradient_bytes, scatter_kind)
-            times += [
-                BucketTimes(
-                    index=bucket.index,
-                    unit=bucket.unit,
+        for call in calls_of(kind, amounts, strategy):
+            gather_ms, scatter_ms, received = exchange(tuple(same[bucket] for bucket in call))
+            received_bytes += received
+            buckets = [counted.layout.buckets[bucket] for bucket in call]
+            times.append(
+                CallTimes(
+                    buckets=call,
+                    units=tuple(bucket.unit for bucket in buckets),
                     gather_ms=gather_ms,
                     scatter_ms=scatter_ms,
-                    update_ms=self._update_ms(bucket),
+                    update_ms=math.fsum(map(self._update_ms, buckets)),
                 )
-                for bucket in buckets
-            ]
-        times.sort(key=lambda bucket: bucket.index)
+            )
         return RegroupTimes(tuple(times), received_bytes)
 
     def _collective_ms(self, by_rank: RankAmounts, itemsize: int, kind: Collective) -> float:

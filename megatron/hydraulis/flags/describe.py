@@ -8,7 +8,7 @@ from typing import Any
 
 from megatron.hydraulis.cost_model.device import communicators_text
 from megatron.hydraulis.cost_model.limits import Limits
-from megatron.hydraulis.cost_model.staging import PoolFootprint
+from megatron.hydraulis.cost_model.staging import num_communicators
 from megatron.hydraulis.flags.arguments import Resolved
 from megatron.hydraulis.flags.defaults import Difference
 from megatron.hydraulis.flags.samples import num_iterations, sample_tokens
@@ -112,7 +112,7 @@ def describe(
         "ranks_per_node": pool.ranks_per_node,
         "cost_model": cost_model,
         "row_quantum_tokens": limits.row_quantum,
-        "most_communicators_of_a_rank": PoolFootprint.of(pool).num_communicators,
+        "most_communicators_of_a_rank": num_communicators(pool),
         "strategies": [_describe_strategy(resolved, strategy, limits) for strategy in strategies],
         "pool_changes": list(resolved.pool_changes),
         "left_out": list(left_out),

@@ -122,19 +122,24 @@ class ShardedAdamW:
         for _ in self.step_by_bucket(gradient_norm):
             pass
 
-    def step_by_bucket(self, gradient_norm: float) -> Iterator[int]:
-        """`step`, yielding the index of every bucket in order, as soon as it is updated.
+    def step_by_bucket(
+        self, gradient_norm: float, order: Sequence[int] | None = None
+    ) -> Iterator[int]:
+        """`step`, yielding the index of every bucket as soon as it is updated.
 
         The iterator must be exhausted.
+
+        Args:
+            order: of all buckets; by rising index if None.
         """
         limit = self.settings.clip_grad
         if limit and gradient_norm > limit:
             # torch and upstream add the same small term.
             self._shards.gradients.mul_(limit / (gradient_norm + 1.0e-6))
         self.num_steps += 1
-        for bucket, runs in enumerate(self._runs):
+        for bucket in range(len(self._runs)) if order is None else order:
             for index, group in enumerate(self.param_groups):
-                self._update(runs[index], group)
+                self._update(self._runs[bucket][index], group)
             yield bucket
 
     def _group(self, index: int, *, wd_mult: float, **rates: float) -> dict[str, Any]:

@@ -169,7 +169,7 @@ class ColumnShares:
         return TrackJob(
             span=f"column {what}",
             detail={"unit": unit.name},
-            num_collectives=1,
+            num_steps=1,
             needs_staging=not gathers,
             steps=partial(self._gather_steps if gathers else self._scatter_steps, unit),
         )
@@ -188,7 +188,9 @@ class ColumnShares:
         arena = self._arena
         whole = self._whole(arena.parameters, arena.weight_slots, unit)
         share = self._share(arena.parameters, unit)
-        yield all_gather(whole, share, group=self._exchange.group, async_op=True)
+        work = all_gather(whole, share, group=self._exchange.group, async_op=True)
+        assert work is not None
+        yield (work,)
 
     def _scatter_steps(self, unit: Unit, slot: StagingSlot) -> Iterator[Step]:
         """A reduce-scatter where NCCL can add up; messages where it would do so in a narrow dtype,
@@ -196,16 +198,24 @@ class ColumnShares:
         arena = self._arena
         whole = self._whole(arena.gradients, arena.gradient_slots, unit)
         share = self._share(arena.gradients, unit)
-        if whole.is_cuda and self._exchange.wire_dtype == whole.dtype:
-            received = slot.take("received", share.numel(), whole.dtype)
-            yield reduce_scatter(received, whole, group=self._exchange.group, async_op=True)
+        wire, group = self._exchange.wire_dtype, self._exchange.group
+        if whole.is_cuda and wire == whole.dtype:
+            (staged,) = slot.parts([{"received": share.nbytes}])
+            received = staged.take("received", share.numel(), whole.dtype)
+            work = reduce_scatter(received, whole, group=group, async_op=True)
+            assert work is not None
+            yield (work,)
             share += received
         else:
-            send = whole
-            if self._exchange.wire_dtype != whole.dtype:
-                send = slot.take("sent", whole.numel(), self._exchange.wire_dtype).copy_(whole)
-            received = slot.take("received", whole.numel(), self._exchange.wire_dtype)
-            yield dist.all_to_all_single(received, send, group=self._exchange.group, async_op=True)
+            send, num_bytes = whole, whole.numel() * wire.itemsize
+            narrows = wire != whole.dtype
+            (staged,) = slot.parts([{"sent": narrows * num_bytes, "received": num_bytes}])
+            if narrows:
+                send = staged.take("sent", whole.numel(), wire).copy_(whole)
+            received = staged.take("received", whole.numel(), wire)
+            work = dist.all_to_all_single(received, send, group=group, async_op=True)
+            assert work is not None
+            yield (work,)
             for part in received.view(-1, share.numel()):
                 share += part
         whole.zero_()

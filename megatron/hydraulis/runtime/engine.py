@@ -13,7 +13,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron.hydraulis.cost_model.staging import NUM_STAGING_SLOTS
 from megatron.hydraulis.data.packed_batch import PackedBatch
 from megatron.hydraulis.errors import ConfigurationError, HydraulisError, StrategyError
 from megatron.hydraulis.optimizer.sharded_adamw import AdamWSettings, ShardedAdamW
@@ -39,7 +38,7 @@ from megatron.hydraulis.runtime.process_groups import (
 )
 from megatron.hydraulis.runtime.spans import NO_SPANS, CudaStamp, HostStamp, SpanRecorder
 from megatron.hydraulis.runtime.strategy_runtime import StrategyRuntime, StrategyRuntimes
-from megatron.hydraulis.runtime.track import Staging, make_track
+from megatron.hydraulis.runtime.track import NUM_STAGING_SLOTS, Staging, make_track
 from megatron.hydraulis.strategy import Pool
 from megatron.hydraulis.transfer.canonical import CanonicalLayout
 from megatron.hydraulis.transfer.ranges import best_owner_orders
@@ -81,7 +80,7 @@ class RuntimeEngine:
         gradient_dtype: in which gradients travel; None for that in which they are added up, fp32
             or with an fp64 model fp64.
         overlap: overlap regrouping with compute; the results are the same bit by bit.
-        num_slots: staging slots: buckets that may be rearranged at the same time.
+        num_slots: staging slots: calls that a thread may rearrange at the same time.
         num_layers_ahead: layers whose weights are gathered ahead where columns share them.
         spans: records gathers, scatters, waits, and the work of the schedules.
 
@@ -515,7 +514,8 @@ class RuntimeEngine:
             )
 
     def _update_shards(self, gradient_norm: float, next_strategy: int | None) -> None:
-        """Update the shards, and gather each bucket for the next strategy once it is updated."""
+        """Update the shards, in the order in which the next strategy gathers them, if it is known,
+        and gather its calls once their buckets are updated."""
         self.num_changes += 1
         upcoming = None
         if next_strategy is not None and self._overlap:
@@ -523,9 +523,10 @@ class RuntimeEngine:
         else:
             self._gathered = None
         span = self._spans.begin("optimizer")
-        for _ in self.optimizer.step_by_bucket(gradient_norm):
+        order = None if upcoming is None else upcoming.buckets
+        for bucket in self.optimizer.step_by_bucket(gradient_norm, order):
             if upcoming is not None:
-                upcoming.post_next()
+                upcoming.updated(bucket)
         self._spans.end(span)
 
     def _begin_gather(self, strategy_name: str) -> GatherPass:
@@ -541,7 +542,6 @@ class RuntimeEngine:
         self.memory.size_parameters(runtime.num_parameters)
         gather = GatherPass(
             runtime.regrouper,
-            len(self.layout.buckets),
             self._track,
             self.gather_timer,
             waits_at_once=not self._overlap,
@@ -561,7 +561,6 @@ class RuntimeEngine:
             post_from = PostFrom.FINISH  # the last backward ends with a message
         return ScatterPass(
             runtime.regrouper,
-            len(self.layout.buckets),
             self._track,
             self.scatter_timer,
             buckets_of={} if bound is None else bound.buckets_of,

@@ -1,4 +1,4 @@
-"""One gather or one scatter of all buckets: when buckets are posted, and who waits for them."""
+"""One gather or one scatter of all buckets: when calls are posted, and who waits for them."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from megatron.hydraulis.errors import HydraulisError
 from megatron.hydraulis.runtime.regroup import Regrouper
 from megatron.hydraulis.runtime.spans import NO_SPANS, CudaStamp, HostStamp, SpanRecorder
 from megatron.hydraulis.runtime.track import Ticket, Track
+from megatron.hydraulis.transfer.calls import Calls
 
 
 class StallTimer:
@@ -58,62 +59,76 @@ class StallTimer:
         self._waits.clear()
 
 
+def call_of_buckets(calls: Calls) -> dict[int, int]:
+    """The number of each bucket's call; buckets in the order of the calls."""
+    return {bucket: number for number, call in enumerate(calls) for bucket in call}
+
+
 class GatherPass:
-    """A gather of one strategy's parameters: each bucket once, by rising index.
+    """A gather of one strategy's parameters: each call once, in the regrouper's order.
 
     Args:
-        waits_at_once: without overlap: wait for each bucket as soon as it is posted.
+        waits_at_once: without overlap: wait for each call as soon as it is posted.
     """
 
     def __init__(
         self,
         regrouper: Regrouper,
-        num_buckets: int,
         track: Track,
         timer: StallTimer,
         *,
         waits_at_once: bool = False,
     ) -> None:
         self._regrouper = regrouper
-        self._num_buckets = num_buckets
         self._track = track
         self._timer = timer
         self._waits_at_once = waits_at_once
+        self._call_of = call_of_buckets(regrouper.calls)
         self._tickets: list[Ticket | None] = []
-        """One for each posted bucket; None once it has been waited for."""
-        self._num_missing = num_buckets
+        """One for each posted call; None once it has been waited for."""
+        self._num_missing = len(regrouper.calls)
 
-    def post_next(self) -> None:
-        """Post the next bucket: the owned part of it must be up to date."""
-        bucket = len(self._tickets)
-        self._tickets.append(self._track.submit(self._regrouper.gather_job(bucket)))
+    @property
+    def buckets(self) -> Sequence[int]:
+        """All buckets in the order in which they are to be updated."""
+        return list(self._call_of)
+
+    def updated(self, bucket: int) -> None:
+        """Post the next call if this bucket, updated in the order of `buckets`, is its last."""
+        if bucket == self._regrouper.calls[len(self._tickets)][-1]:
+            self._post_next()
+
+    def _post_next(self) -> None:
+        call = len(self._tickets)
+        self._tickets.append(self._track.submit(self._regrouper.gather_job(call)))
         if self._waits_at_once:
-            self.need((bucket,))
+            self.need(self._regrouper.calls[call])
 
     def post_rest(self) -> None:
-        """Post all buckets that are not posted yet."""
-        while len(self._tickets) < self._num_buckets:
-            self.post_next()
+        """Post all calls that are not posted yet: the owned parts must be up to date."""
+        while len(self._tickets) < len(self._regrouper.calls):
+            self._post_next()
 
     def need(self, buckets: Iterable[int]) -> None:
         """Wait until these buckets are in the arena."""
         if not self._num_missing:
             return
         for bucket in buckets:
-            ticket = self._tickets[bucket]
+            call = self._call_of[bucket]
+            ticket = self._tickets[call]
             if ticket is not None:
                 self._timer.wait_for(ticket, bucket=bucket)
-                self._tickets[bucket] = None
+                self._tickets[call] = None
                 self._num_missing -= 1
 
     def num_missing_of(self, buckets: Iterable[int]) -> int:
         """Returns how many of these buckets have not been waited for."""
-        return sum(self._tickets[bucket] is not None for bucket in buckets)
+        return sum(self._tickets[self._call_of[bucket]] is not None for bucket in buckets)
 
     def finish(self) -> None:
-        """Post all buckets and wait until each has arrived wherever this rank sends it."""
+        """Post all calls and wait until each has arrived wherever this rank sends it."""
         self.post_rest()
-        self.need(range(self._num_buckets))
+        self.need(self._call_of)
 
 
 class PostFrom(Enum):
@@ -129,9 +144,9 @@ class PostFrom(Enum):
 
 
 class ScatterPass:
-    """A scatter of one iteration's gradients: each bucket once, by falling index.
+    """A scatter of one iteration's gradients: each call once, from the last one to the first.
 
-    A bucket is posted when this rank's last backward has completed it, all buckets of higher index
+    A call is posted when this rank's last backward has completed its buckets, all calls after it
     are posted, and the moment ``post_from`` is reached. Only `finish` waits.
 
     Args:
@@ -144,7 +159,6 @@ class ScatterPass:
     def __init__(
         self,
         regrouper: Regrouper,
-        num_buckets: int,
         track: Track,
         timer: StallTimer,
         *,
@@ -158,12 +172,13 @@ class ScatterPass:
         self._timer = timer
         self._buckets_of = buckets_of
         self._post_from = post_from
-        self._missing: list[set[int]] = [set() for _ in range(num_buckets)]
-        """The parameters of each bucket whose gradients are not complete."""
+        self._call_of = call_of_buckets(regrouper.calls)
+        self._missing: list[set[int]] = [set() for _ in regrouper.calls]
+        """The parameters of each call whose gradients are not complete."""
         for parameter, buckets in buckets_of.items():
             for bucket in buckets:
-                self._missing[bucket].add(parameter)
-        self._num_left = num_buckets
+                self._missing[self._call_of[bucket]].add(parameter)
+        self._num_left = len(regrouper.calls)
         self._tickets: list[Ticket] = []
         self._is_last_backward = False
 
@@ -178,18 +193,19 @@ class ScatterPass:
         if not self._is_last_backward:
             return
         for bucket in self._buckets_of.get(parameter, ()):
-            if bucket >= self._num_left:
+            call = self._call_of[bucket]
+            if call >= self._num_left:
                 raise HydraulisError(
                     f"the last backward adds to a gradient of bucket {bucket} after the bucket "
                     "was sent: the model uses a parameter in several separate graphs; pass "
                     "--no-regroup-overlap"
                 )
-            self._missing[bucket].discard(parameter)
+            self._missing[call].discard(parameter)
         if self._post_from is not PostFrom.FINISH:
             self._post_complete()
 
     def finish(self) -> None:
-        """Post all remaining buckets and wait until all gradients are on the shards."""
+        """Post all remaining calls and wait until all gradients are on the shards."""
         while self._num_left:
             self._post()
         for ticket in self._tickets:

@@ -1,14 +1,15 @@
 """Regrouping: canonical shards -> a strategy's parameters, its gradients -> canonical shards.
 
-A `Regrouper` has a `Route` for every bucket, which packs, posts, and unpacks or adds up. `transfer`
-decides what goes where; everything that does not change is computed once.
+A `Regrouper` has a `Route` for every bucket, which packs, exchanges, and unpacks or adds up; the
+buckets of a call do so together. `transfer` decides what goes where and which buckets share a call;
+everything that does not change is computed once.
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
@@ -20,8 +21,10 @@ from torch import Tensor
 
 from megatron.hydraulis.optimizer.shards import CanonicalShards
 from megatron.hydraulis.runtime.arena import Arena
-from megatron.hydraulis.runtime.track import StagingSlot, Step, TrackJob
+from megatron.hydraulis.runtime.track import StagingPart, StagingSlot, Step, TrackJob
+from megatron.hydraulis.strategy import Strategy
 from megatron.hydraulis.transfer.amounts import LayoutAmounts, StrategyAmounts
+from megatron.hydraulis.transfer.calls import calls_of
 from megatron.hydraulis.transfer.canonical import Bucket, CanonicalLayout
 from megatron.hydraulis.transfer.collective import (
     EqualShares,
@@ -42,6 +45,8 @@ from megatron.hydraulis.transfer.role import Role
 
 Run = tuple[int, int]
 """Elements [start, stop) of the rank's shard of a bucket."""
+Staged = Mapping[str, int]
+"""Bytes of staging that a bucket takes, by purpose."""
 
 # Newer versions of torch give these two collectives other names.
 all_gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
@@ -49,12 +54,13 @@ reduce_scatter = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tens
 
 
 class Regrouper:
-    """A rank's jobs for one strategy: a gather and a scatter of every bucket.
+    """A rank's jobs for one strategy: a gather and a scatter of every call.
 
-    All ranks run all jobs in the same order: gathers by rising bucket, scatters by falling bucket.
-    Idle ranks and replicas without sequences take part.
+    All ranks run all jobs in the same order: gathers in that of `calls`, scatters in reverse. Idle
+    ranks and replicas without sequences take part.
 
     Args:
+        strategy: by which the buckets of a call are chosen.
         roles: the role of every rank in the strategy, None where idle.
         arena: this rank's arena, its model bound; None where idle.
         wire_dtype: in which parameters travel: that of every rank's arena.
@@ -67,6 +73,7 @@ class Regrouper:
     def __init__(
         self,
         layout: CanonicalLayout,
+        strategy: Strategy,
         roles: Sequence[Role | None],
         shards: CanonicalShards,
         arena: Arena | None,
@@ -79,6 +86,9 @@ class Regrouper:
         amounts = StrategyAmounts(LayoutAmounts(layout, ranks_per_node), roles)
         self.collective = collective_of(amounts)
         """The kind of gathers."""
+        self.calls = calls_of(self.collective, amounts, strategy)
+        """The buckets of each call, in the order of gathers."""
+        self._group = group
         scatter_collective = collective_of(
             amounts, may_reduce=gradient_dtype == shards.gradients.dtype
         )
@@ -124,19 +134,51 @@ class Regrouper:
                     route if scatter_plan is plan else make_route(ends, *scatter_plan)
                 )
 
-    def gather_job(self, bucket: int) -> TrackJob:
-        """Fills the arena's parameters of the bucket from the shards of all ranks."""
-        route = self.routes[bucket]
-        return route.job("gather", route.gather_needs_staging, route.gather)
+    def gather_job(self, call: int) -> TrackJob:
+        """Fills the arena's parameters of a call's buckets from the shards of all ranks."""
+        routes = [self.routes[bucket] for bucket in self.calls[call]]
+        return self._job(
+            "gather", [(route, route.gather_staging, route.gather) for route in routes]
+        )
 
-    def scatter_job(self, bucket: int, *, adds: bool = False) -> TrackJob:
-        """Adds up the gradients of the bucket on the shards, in the order of the ranks.
+    def scatter_job(self, call: int, *, adds: bool = False) -> TrackJob:
+        """Adds up the gradients of a call's buckets on the shards, in the order of the ranks.
 
         adds: to what is there, which is replaced otherwise.
         """
-        route = self._scatter_routes[bucket]
-        steps = partial(route.scatter, adds=adds)
-        return route.job("scatter", adds or route.scatter_needs_staging, steps)
+        routes = [self._scatter_routes[bucket] for bucket in self.calls[call]]
+        return self._job(
+            "scatter",
+            [
+                (route, route.scatter_staging(adds=adds), partial(route.scatter, adds=adds))
+                for route in routes
+            ],
+        )
+
+    def _job(
+        self,
+        span: str,
+        members: Sequence[tuple[Route, Staged, Callable[[StagingPart], Iterator[Posted]]]],
+    ) -> TrackJob:
+        """One job of several routes, each with its staging and its steps, by the name of its
+        span."""
+        needs = [staging for _, staging, _ in members]
+
+        def steps(slot: StagingSlot) -> Iterator[Step]:
+            parts = slot.parts(needs)
+            running = [of(part) for (_, _, of), part in zip(members, parts, strict=True)]
+            for exchanges in zip(*running, strict=True):
+                yield _posted(exchanges, self._group)
+
+        buckets = [route.bucket for route, _, _ in members]
+        units = dict.fromkeys(bucket.unit.name for bucket in buckets)
+        return TrackJob(
+            span=span,
+            detail={"bucket": buckets[0].index, "unit": ", ".join(units)},
+            num_steps=members[0][0].num_steps,
+            needs_staging=any(any(staging.values()) for staging in needs),
+            steps=steps,
+        )
 
 
 @dataclass(frozen=True)
@@ -193,10 +235,9 @@ class Route(ABC):
         num_sent: elements that are sent, padding included.
     """
 
-    num_collectives: int
-    """Number that a gather posts, and a scatter."""
-    gather_needs_staging: bool
-    scatter_needs_staging: bool
+    num_steps: int
+    """Exchanges of a gather, and of a scatter."""
+    gather_staging: Staged
 
     def __init__(
         self,
@@ -227,32 +268,25 @@ class Route(ABC):
         """True if gradients leave from the arena itself."""
         return self._departure_run is not None
 
-    def job(
-        self, span: str, needs_staging: bool, steps: Callable[[StagingSlot], Iterator[Step]]
-    ) -> TrackJob:
-        """The gather or scatter, by the name of its span."""
-        return TrackJob(
-            span=span,
-            detail={"bucket": self.bucket.index, "unit": self.bucket.unit.name},
-            num_collectives=self.num_collectives,
-            needs_staging=needs_staging,
-            steps=steps,
-        )
+    @abstractmethod
+    def scatter_staging(self, *, adds: bool) -> Staged:
+        """The staging of a scatter."""
 
     @abstractmethod
-    def gather(self, slot: StagingSlot) -> Iterator[Step]:
-        """Shards to arena; see `track.TrackJob.steps`."""
+    def gather(self, slot: StagingPart) -> Iterator[Posted]:
+        """Shards to arena: packs before each ``yield`` and continues once what it yielded is
+        complete."""
 
     @abstractmethod
-    def scatter(self, slot: StagingSlot, *, adds: bool = False) -> Iterator[Step]:
-        """Arena to shards, whose gradients are replaced or added to; see `track.TrackJob.steps`."""
+    def scatter(self, slot: StagingPart, *, adds: bool = False) -> Iterator[Posted]:
+        """Arena to shards, whose gradients are replaced or added to; steps as in `gather`."""
 
     def _sends_shard(self, runs: Sequence[Run], num_elements: int) -> bool:
         """True if a gather sends from the shard itself: one run, in the dtype of the wire."""
         is_one_run = len(runs) == 1 and runs[0][1] - runs[0][0] == num_elements
         return is_one_run and self._ends.parameters.dtype == self._ends.wire_dtype
 
-    def _shard_to_send(self, slot: StagingSlot, runs: Sequence[Run], num_elements: int) -> Tensor:
+    def _shard_to_send(self, slot: StagingPart, runs: Sequence[Run], num_elements: int) -> Tensor:
         """Runs of the owned parameters one after another, in the dtype of the wire."""
         shard = self._ends.parameters
         if self._sends_shard(runs, num_elements):
@@ -265,7 +299,25 @@ class Route(ABC):
             at += stop - start
         return send
 
-    def _receive_buffer(self, slot: StagingSlot) -> Tensor:
+    def _shard_bytes(self, runs: Sequence[Run], num_elements: int) -> int:
+        """Staging of `_shard_to_send`."""
+        if self._sends_shard(runs, num_elements):
+            return 0
+        return num_elements * self._ends.wire_dtype.itemsize
+
+    @property
+    def _received_bytes(self) -> int:
+        """Staging of `_receive_buffer`."""
+        if self.received_in_place:
+            return 0
+        return self._num_received * self._ends.wire_dtype.itemsize
+
+    @property
+    def _packed_bytes(self) -> int:
+        """Staging of `_packed_gradients`."""
+        return 0 if self.sent_in_place else self._num_sent * self._ends.gradient_dtype.itemsize
+
+    def _receive_buffer(self, slot: StagingPart) -> Tensor:
         """Place where parameters arrive: the arena, or else a buffer to `_unpack`."""
         if self._arrival_run is not None:
             return self._arrival_run
@@ -276,7 +328,7 @@ class Route(ABC):
             for stack in self._arrivals:
                 stack.view.copy_(stack.in_buffer(received))
 
-    def _packed_gradients(self, slot: StagingSlot) -> Tensor:
+    def _packed_gradients(self, slot: StagingPart) -> Tensor:
         """The rank's contribution, in the order in which it is sent."""
         if self._departure_run is not None:
             return self._departure_run
@@ -297,23 +349,11 @@ class Route(ABC):
             gradients[start:stop] += received[at : at + stop - start]
             at += stop - start
 
-    def _exchange(self, received: Tensor, send: Tensor, sizes: _Sizes) -> Step:
-        group = self._ends.group
-        if group.size() == 1:
-            received.copy_(send)
-            return None
-        if received.is_cuda:
-            return _exchange_by_pairs(received, send, sizes, group)
-        return dist.all_to_all_single(
-            received, send, sizes.received, sizes.sent, group=group, async_op=True
-        )
-
 
 class OneStepRoute(Route):
     """Route by an uneven all-to-all, both ways."""
 
-    num_collectives = 1
-    scatter_needs_staging = True
+    num_steps = 1
 
     def __init__(self, ends: BucketEnds, gather: TransferPlan, scatter: TransferPlan) -> None:
         rank = ends.shards.rank
@@ -329,23 +369,30 @@ class OneStepRoute(Route):
         )
         self._gather_runs = _runs(gather.sent_by(rank), ends)
         self._scatter_runs = _runs(scatter.received_by(rank), ends)
-        num_sent = sum(self._gather_sizes.sent)
-        self.gather_needs_staging = (num_received > 0 and not self.received_in_place) or (
-            num_sent > 0 and not self._sends_shard(self._gather_runs, num_sent)
-        )
+        self.gather_staging = {
+            "sent": self._shard_bytes(self._gather_runs, sum(self._gather_sizes.sent)),
+            "received": self._received_bytes,
+        }
 
-    def gather(self, slot: StagingSlot) -> Iterator[Step]:
+    def scatter_staging(self, *, adds: bool) -> Staged:
+        num_received = sum(self._scatter_sizes.received)
+        return {
+            "sent": self._packed_bytes,
+            "received": num_received * self._ends.gradient_dtype.itemsize,
+        }
+
+    def gather(self, slot: StagingPart) -> Iterator[Posted]:
         sizes = self._gather_sizes
         send = self._shard_to_send(slot, self._gather_runs, sum(sizes.sent))
         received = self._receive_buffer(slot)
-        yield self._exchange(received, send, sizes)
+        yield BucketExchange(received, send, sizes)
         self._unpack(received)
 
-    def scatter(self, slot: StagingSlot, *, adds: bool = False) -> Iterator[Step]:
+    def scatter(self, slot: StagingPart, *, adds: bool = False) -> Iterator[Posted]:
         sizes = self._scatter_sizes
         send = self._packed_gradients(slot)
         received = slot.take("received", sum(sizes.received), send.dtype)
-        yield self._exchange(received, send, sizes)
+        yield BucketExchange(received, send, sizes)
         self._add_to_shard(self._scatter_runs, received, adds=adds)
 
 
@@ -356,7 +403,7 @@ class EqualSharesRoute(Route):
     everything: it moves as much as a reduce-scatter should.
     """
 
-    num_collectives = 1
+    num_steps = 1
 
     def __init__(self, ends: BucketEnds, gather: EqualShares, scatter: EqualShares) -> None:
         num_elements = gather.num_buffer_elements
@@ -364,17 +411,22 @@ class EqualSharesRoute(Route):
         self._share = gather.share_elements
         self._runs = [(0, ends.parameters.numel())]
         self._owns_whole_share = ends.parameters.numel() == self._share
-        self.gather_needs_staging = not (
-            self.received_in_place and self._sends_shard(self._runs, self._share)
-        )
-        self.scatter_needs_staging = not (
-            ends.parameters.is_cuda and self.sent_in_place and self._owns_whole_share
-        )
+        self.gather_staging = {
+            "sent": self._shard_bytes(self._runs, self._share),
+            "received": self._received_bytes,
+        }
 
-    def gather(self, slot: StagingSlot) -> Iterator[Step]:
-        group = self._ends.group
+    def scatter_staging(self, *, adds: bool) -> Staged:
+        gradients = self._ends.gradients
+        num_received = self._num_received
+        if gradients.is_cuda:
+            num_received = 0 if self._owns_whole_share and not adds else self._share
+        return {"sent": self._packed_bytes, "received": num_received * gradients.itemsize}
+
+    def gather(self, slot: StagingPart) -> Iterator[Posted]:
         send = self._shard_to_send(slot, self._runs, self._share)
         received = self._receive_buffer(slot)
+        group = self._ends.group
         if group.size() == 1:
             received.copy_(send)
             yield None
@@ -382,13 +434,13 @@ class EqualSharesRoute(Route):
             yield all_gather(received, send, group=group, async_op=True)
         self._unpack(received)
 
-    def scatter(self, slot: StagingSlot, *, adds: bool = False) -> Iterator[Step]:
+    def scatter(self, slot: StagingPart, *, adds: bool = False) -> Iterator[Posted]:
         gradients, group = self._ends.gradients, self._ends.group
         send = self._packed_gradients(slot)
         if not gradients.is_cuda:
             received = slot.take("received", self._num_received, gradients.dtype)
             sizes = [self._share] * group.size()
-            yield self._exchange(received, send, _Sizes(sizes, sizes))
+            yield BucketExchange(received, send, _Sizes(sizes, sizes))
             shares = received.view(group.size(), self._share)[:, : gradients.numel()]
             if not adds:
                 gradients.zero_()
@@ -409,9 +461,7 @@ class TwoStepRoute(Route):
     """A gather sends once between nodes, then inside them; a scatter adds up on relays inside
     nodes, then sends between them."""
 
-    num_collectives = 2
-    gather_needs_staging = True
-    scatter_needs_staging = True
+    num_steps = 2
 
     def __init__(self, ends: BucketEnds, gather: TwoStepPlan, scatter: TwoStepPlan) -> None:
         rank = ends.shards.rank
@@ -428,27 +478,46 @@ class TwoStepRoute(Route):
         self._scatter_runs = _runs(scatter.across.received_by(rank), ends)
         self._gather_relays = gather.relay_copies(rank)
         self._scatter_relays = scatter.relay_copies(rank)
+        across, inside = self._gather_steps
+        size = ends.wire_dtype.itemsize
+        self.gather_staging = {
+            "sent": max(
+                self._shard_bytes(self._gather_runs, sum(across.sent)), sum(inside.sent) * size
+            ),
+            "relayed": sum(across.received) * size,
+            "received": self._received_bytes,
+        }
 
-    def gather(self, slot: StagingSlot) -> Iterator[Step]:
+    def scatter_staging(self, *, adds: bool) -> Staged:
+        inside, across = self._scatter_steps
+        size, wide = self._ends.gradient_dtype.itemsize, self._ends.gradients.itemsize
+        num_relayed = sum(across.sent)
+        return {
+            "sent": max(self._packed_bytes, num_relayed * size if size < wide else 0),
+            "relayed": num_relayed * wide,
+            "received": max(sum(inside.received), sum(across.received)) * size,
+        }
+
+    def gather(self, slot: StagingPart) -> Iterator[Posted]:
         across, inside = self._gather_steps
         dtype = self._ends.wire_dtype
         send = self._shard_to_send(slot, self._gather_runs, sum(across.sent))
         relayed = slot.take("relayed", sum(across.received), dtype)
-        yield self._exchange(relayed, send, across)
+        yield BucketExchange(relayed, send, across)
         send = slot.take("sent", sum(inside.sent), dtype)
         for copy in self._gather_relays:
             send[copy.inside_start : copy.inside_start + copy.num_elements].copy_(
                 relayed[copy.across_start : copy.across_start + copy.num_elements]
             )
         received = self._receive_buffer(slot)
-        yield self._exchange(received, send, inside)
+        yield BucketExchange(received, send, inside)
         self._unpack(received)
 
-    def scatter(self, slot: StagingSlot, *, adds: bool = False) -> Iterator[Step]:
+    def scatter(self, slot: StagingPart, *, adds: bool = False) -> Iterator[Posted]:
         inside, across = self._scatter_steps
         send = self._packed_gradients(slot)
         received = slot.take("received", sum(inside.received), send.dtype)
-        yield self._exchange(received, send, inside)
+        yield BucketExchange(received, send, inside)
         relayed = slot.take("relayed", sum(across.sent), self._ends.gradients.dtype).zero_()
         for copy in self._scatter_relays:
             relayed[copy.across_start : copy.across_start + copy.num_elements] += received[
@@ -459,7 +528,7 @@ class TwoStepRoute(Route):
         if relayed.dtype != dtype:
             send = slot.take("sent", relayed.numel(), dtype).copy_(relayed)
         received = slot.take("received", sum(across.received), dtype)
-        yield self._exchange(received, send, across)
+        yield BucketExchange(received, send, across)
         self._add_to_shard(self._scatter_runs, received, adds=adds)
 
 
@@ -487,27 +556,65 @@ def _runs(transfers: Sequence[Transfer], ends: BucketEnds) -> tuple[Run, ...]:
     )
 
 
-def _exchange_by_pairs(
-    received: Tensor, send: Tensor, sizes: _Sizes, group: dist.ProcessGroup
-) -> Step:
-    """All messages of the rank as one group call of NCCL; nothing where it has none.
+@dataclass(frozen=True)
+class BucketExchange:
+    """The elements of a bucket that a rank exchanges in one step of its call."""
 
-    For an all-to-all NCCL would connect every pair of ranks, most of them to send no bytes. The
+    received: Tensor
+    send: Tensor
+    sizes: _Sizes
+
+
+Posted = BucketExchange | dist.Work | None
+"""What a route waits for: an exchange that its call posts, a collective that it has posted itself,
+or nothing."""
+
+
+def _posted(parts: Sequence[Posted], group: dist.ProcessGroup) -> Step:
+    """The work of one step of a call, after posting what the routes of its buckets exchange."""
+    works = [part for part in parts if isinstance(part, dist.Work)]
+    exchanges = [part for part in parts if isinstance(part, BucketExchange)]
+    if not exchanges:
+        return works
+    if group.size() == 1:
+        for each in exchanges:
+            each.received.copy_(each.send)
+        return works
+    if exchanges[0].received.is_cuda:
+        return works + _exchanged_by_pairs(exchanges, group)
+    for each in exchanges:
+        sizes = each.sizes
+        work = dist.all_to_all_single(
+            each.received, each.send, sizes.received, sizes.sent, group=group, async_op=True
+        )
+        assert work is not None
+        works.append(work)
+    return works
+
+
+def _exchanged_by_pairs(
+    exchanges: Sequence[BucketExchange], group: dist.ProcessGroup
+) -> list[dist.Work]:
+    """The work of all messages of the rank, one group call of NCCL; none where it has none.
+
+    NCCL matches messages between two ranks by their order: that of the buckets on both. For an
+    all-to-all it would connect every pair of ranks, most of them to send no bytes. The
     communicator must exist already: a rank without messages does not take part in creating it.
     """
     rank = group.rank()
-    arriving, leaving = _by_rank(received, sizes.received), _by_rank(send, sizes.sent)
-    if rank in arriving:
-        arriving.pop(rank).copy_(leaving.pop(rank))
-    messages = [
-        dist.P2POp(operation, part, group=group, group_peer=peer)
-        for operation, parts in ((dist.isend, leaving), (dist.irecv, arriving))
-        for peer, part in parts.items()
-    ]
-    if not messages:
-        return None
-    (work,) = dist.batch_isend_irecv(messages)  # one, since NCCL runs them as one
-    return work
+    messages: list[dist.P2POp] = []
+    for each in exchanges:
+        arriving = _by_rank(each.received, each.sizes.received)
+        leaving = _by_rank(each.send, each.sizes.sent)
+        if rank in arriving:
+            arriving.pop(rank).copy_(leaving.pop(rank))
+        messages += [
+            dist.P2POp(operation, part, group=group, group_peer=peer)
+            for operation, parts in ((dist.isend, leaving), (dist.irecv, arriving))
+            for peer, part in parts.items()
+        ]
+    # NCCL runs them as one.
+    return list(dist.batch_isend_irecv(messages)) if messages else []
 
 
 def _by_rank(flat: Tensor, sizes: Sequence[int]) -> dict[int, Tensor]:

@@ -106,6 +106,7 @@ class StrategyRuntimes:
         bound = None if role is None else self._bound_role(strategy, role)
         regrouper = Regrouper(
             self.layout,
+            strategy,
             roles,
             self.shards,
             None if bound is None else bound.arena,

@@ -13,7 +13,7 @@ import sys
 import threading
 import traceback
 import weakref
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -22,15 +22,16 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron.hydraulis.cost_model.staging import NUM_STAGING_SLOTS
 from megatron.hydraulis.errors import ConfigurationError, HydraulisError
 from megatron.hydraulis.runtime.spans import NO_SPANS, SpanRecorder
 
 _ALIGNMENT_BYTES = 256
+NUM_STAGING_SLOTS = 2
+"""Slots of a thread: one call is rearranged while the next one travels."""
 
 
 class StagingSlot:
-    """Send and receive buffers of one bucket, which grow to the largest bucket and are then reused.
+    """Send and receive buffers of one call, which grow to the largest call and are then reused.
 
     On a CPU a new allocation costs a page fault per page, about as long as the copy into it.
     """
@@ -39,20 +40,30 @@ class StagingSlot:
         self._device = device
         self._buffers: dict[str, Tensor] = {}
 
-    def take(self, purpose: str, num_elements: int, dtype: torch.dtype) -> Tensor:
-        """A flat tensor of undefined contents, valid until the next call for the same purpose.
+    def parts(self, needs: Sequence[Mapping[str, int]]) -> list[StagingPart]:
+        """A part for each bucket of a call, valid until the next call of this method.
 
-        Buffers of different purposes never overlap; those of different dtypes do.
+        Args:
+            needs: bytes of each bucket by purpose.
         """
-        num_bytes = num_elements * dtype.itemsize
-        buffer = self._buffers.get(purpose)
-        if buffer is None or buffer.numel() < num_bytes:
-            self._buffers.pop(purpose, None)  # free the old one first: never hold both
-            size = -(-num_bytes // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES
-            del buffer
-            buffer = torch.empty(size, dtype=torch.uint8, device=self._device)
-            self._buffers[purpose] = buffer
-        return buffer[:num_bytes].view(dtype)
+        ends: Counter[str] = Counter()
+        places: list[dict[str, tuple[int, int]]] = []
+        for need in needs:
+            place = {}
+            for purpose, num_bytes in need.items():
+                place[purpose] = (ends[purpose], ends[purpose] + num_bytes)
+                ends[purpose] += -(-num_bytes // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES
+            places.append(place)
+        for purpose, size in ends.items():
+            buffer = self._buffers.get(purpose)
+            if buffer is None or buffer.numel() < size:
+                self._buffers.pop(purpose, None)  # free the old one first: never hold both
+                del buffer
+                self._buffers[purpose] = torch.empty(size, dtype=torch.uint8, device=self._device)
+        return [
+            StagingPart({name: self._buffers[name][slice(*at)] for name, at in place.items()})
+            for place in places
+        ]
 
     @property
     def num_bytes(self) -> int:
@@ -60,8 +71,22 @@ class StagingSlot:
         return sum(buffer.numel() for buffer in self._buffers.values())
 
 
+class StagingPart:
+    """Buffers of one bucket of a call, by purpose."""
+
+    def __init__(self, buffers: Mapping[str, Tensor]) -> None:
+        self._buffers = buffers
+
+    def take(self, purpose: str, num_elements: int, dtype: torch.dtype) -> Tensor:
+        """A flat tensor of undefined contents, valid until the next call for the same purpose.
+
+        Buffers of different purposes never overlap; those of different dtypes do.
+        """
+        return self._buffers[purpose][: num_elements * dtype.itemsize].view(dtype)
+
+
 class Staging:
-    """The staging slots of a rank, at least 1: the number of buckets copied at the same time."""
+    """The staging slots of a rank, at least 1: the number of calls rearranged at the same time."""
 
     def __init__(self, device: torch.device, num_slots: int = NUM_STAGING_SLOTS) -> None:
         if num_slots < 1:
@@ -76,23 +101,24 @@ class Staging:
         return sum(slot.num_bytes for slot in self.slots)
 
 
-Step = dist.Work | None
-"""Work that a job waits for next; None where there is nothing to wait for."""
+Step = Sequence[dist.Work]
+"""Works that a job waits for next; empty where there is nothing to wait for."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class TrackJob:
-    """The gather or scatter of one bucket."""
+    """The gather or scatter of one call."""
 
     span: str
     """'gather' or 'scatter'."""
     detail: Mapping[str, int | str]
     """Details of the job for its span and for errors."""
-    num_collectives: int
+    num_steps: int
+    """How often `steps` yields."""
     needs_staging: bool
     """Whether `steps` takes memory from its slot."""
     steps: Callable[[StagingSlot], Iterator[Step]]
-    """Posts a collective before each ``yield`` and continues once it is complete."""
+    """Posts collectives before each ``yield`` and continues once they are complete."""
 
     def __str__(self) -> str:
         return f"{self.span} of " + ", ".join(
@@ -151,8 +177,9 @@ class _ThreadTicket:
     failure: _Failure | None = None
     # Used by the track's thread only.
     steps: Iterator[Step] | None = None
-    work: Step = None
-    is_step_complete: bool = True
+    works: Step = ()
+    completed: list[None] = field(default_factory=list)
+    """An entry for each of the works that is complete; other threads append to it."""
     num_posted: int = 0
     slot: StagingSlot | None = None
     span: Any = None
@@ -160,6 +187,10 @@ class _ThreadTicket:
     @property
     def is_done(self) -> bool:
         return self.ended.is_set()
+
+    @property
+    def is_step_complete(self) -> bool:
+        return len(self.completed) == len(self.works)
 
     def wait(self) -> None:
         self.ended.wait()
@@ -268,7 +299,7 @@ class _Runner:
             return False
         if self._under_way:
             last = self._under_way[-1]
-            if last.num_posted < last.job.num_collectives:
+            if last.num_posted < last.job.num_steps:
                 return False
         return bool(self._free_slots) or not self._waiting[0].job.needs_staging
 
@@ -284,9 +315,9 @@ class _Runner:
         try:
             if ticket.steps is None:
                 ticket.steps = ticket.job.steps(ticket.slot or self._no_slot)
-            if ticket.work is not None:
-                ticket.work.wait()  # it is complete: this raises its error
-            ticket.work = next(ticket.steps)
+            for work in ticket.works:
+                work.wait()  # it is complete: this raises its error
+            works = next(ticket.steps)
         except StopIteration:
             self._end(ticket)
         except BaseException as error:
@@ -294,15 +325,15 @@ class _Runner:
             raise
         else:
             ticket.num_posted += 1
-            ticket.is_step_complete = ticket.work is None
-            if ticket.work is not None:
-                self._wake_when_complete(ticket, ticket.work)
+            ticket.works, ticket.completed = works, []
+            for work in works:
+                self._wake_when_complete(ticket.completed, work)
 
-    def _wake_when_complete(self, ticket: _ThreadTicket, work: dist.Work) -> None:
+    def _wake_when_complete(self, completed: list[None], work: dist.Work) -> None:
         events = self._events
 
         def complete(_: Any) -> None:
-            ticket.is_step_complete = True
+            completed.append(None)
             events.put(_COMPLETE)
 
         work.get_future().add_done_callback(complete)
@@ -313,7 +344,8 @@ class _Runner:
         self._spans.end(ticket.span)
         if ticket.slot is not None:
             self._free_slots.append(ticket.slot)
-        ticket.slot = ticket.steps = ticket.work = None
+        ticket.slot = ticket.steps = None
+        ticket.works = ()
         ticket.ended.set()
 
 
@@ -354,20 +386,17 @@ class StreamTrack:
         self, device: torch.device, staging: Staging, spans: SpanRecorder = NO_SPANS
     ) -> None:
         self._stream = torch.cuda.Stream(device)
-        self._slots = staging.slots
-        self._num_submitted = 0
+        # The stream's order separates the users of a slot, so more would not be used at once.
+        self._slot = staging.slots[0]
         self._spans = spans
 
     def submit(self, job: TrackJob) -> Ticket:
-        # The stream's order separates the users of a slot.
-        slot = self._slots[self._num_submitted % len(self._slots)]
-        self._num_submitted += 1
         self._stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self._stream), torch.no_grad():
             span = self._spans.begin(job.span, **job.detail)
             try:
-                for work in job.steps(slot):
-                    if work is not None:
+                for works in job.steps(self._slot):
+                    for work in works:
                         work.wait()
             except BaseException as error:
                 error.add_note(str(job))

@@ -287,15 +287,14 @@ def _common_spans(iteration: IterationTasks, started_ms: float) -> Iterator[Span
         yield _span("host", "planning wait", started_ms, begin_ms, iteration=number)
     yield _span("iteration", "iteration", begin_ms, end_ms, iteration=number, strategy=strategy)
     collectives = [
-        *(("gather", bucket.index, bucket.gather) for bucket in iteration.buckets),
-        *(("scatter", bucket.index, bucket.scatter) for bucket in iteration.buckets),
+        *(("gather", call.buckets[0], call.gather) for call in iteration.calls),
+        *(("scatter", call.buckets[0], call.scatter) for call in iteration.calls),
     ]
     for name, index, task in collectives:
         yield _span("regroup", name, task.start_ms, task.end_ms, iteration=number, bucket=index)
-    if iteration.buckets:
-        updates = [bucket.update for bucket in iteration.buckets]
-        first_ms = min(task.start_ms for task in updates)
-        last_ms = max(task.end_ms for task in updates)
+    if iteration.updates:
+        first_ms = min(task.start_ms for task in iteration.updates)
+        last_ms = max(task.end_ms for task in iteration.updates)
         yield _span("compute", "optimizer", first_ms, last_ms, iteration=number)
     if iteration.overhead is not None:
         task = iteration.overhead

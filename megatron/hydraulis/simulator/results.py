@@ -250,7 +250,7 @@ def account(
         num_per_stage = replica.replica.scheme.tp * replica.replica.scheme.cp
         num_in_replicas += replica.replica.num_ranks
         late_ms = 0.0
-        if iteration.buckets and replica.ends:
+        if iteration.calls and replica.ends:
             late_ms = replica_end_ms - begin_ms - replica.time_without_waits_ms
         parameters_ms += replica.replica.num_ranks * late_ms
         for operations in replica.by_stage:

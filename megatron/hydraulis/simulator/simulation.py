@@ -5,14 +5,14 @@ What follows depends on what is known:
 
 - The cost model has its own time for what follows the makespan of the strategy (``regroup_ms`` and
   ``optimizer_ms`` of a cost profile): it starts after the slowest replica.
-- Bytes and links are known (`RegroupCosts`): every bucket is a gather, a scatter and an update. All
-  collectives share one queue of all ranks. A bucket is scattered when every rank has issued that,
-  in the order output, layers from the last to the first, embedding. When all gradients have arrived
-  (clipping needs their norm), buckets are updated in the reverse order, and each is gathered for
-  the next iteration as soon as it is updated and the next plan is ready. What overlaps is given by
-  `Hiding`. ONE_QUEUE: the first forward begins when all parameters have arrived; a first stage
-  issues the scatter of a bucket when its last backward has completed the bucket, and other stages
-  after their last backward. MANY_QUEUES: the same, but the first forward enters a layer when the
+- Bytes and links are known (`RegroupCosts`): every call of the strategy is a gather and a scatter
+  of its buckets. All collectives share one queue of all ranks. A call is scattered when every rank
+  has issued that, in the reverse order of gathers. When all gradients have arrived (clipping needs
+  their norm), buckets are updated in the order of the next iteration's calls, and each of these is
+  gathered as soon as it is updated and the next plan is ready. What overlaps is given by `Hiding`.
+  ONE_QUEUE: the first forward begins when all parameters have arrived; a first stage issues the
+  scatter of a call when its last backward has completed the buckets, and other stages after their
+  last backward. MANY_QUEUES: the same, but the first forward enters a layer when the
   layer's parameters have arrived. THREADS: so it does, and every stage issues scatters during its
   last backward. NOTHING: regrouping and compute alternate.
 - Neither: regrouping and update take no time.
@@ -28,10 +28,11 @@ import math
 from collections import deque
 from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import zip_longest
 
 from megatron.hydraulis.cost_model.pipeline import StageCosts, last_backward_end_ms, stage_parts
 from megatron.hydraulis.cost_model.regrouping import (
-    BucketTimes,
+    CallTimes,
     Hiding,
     RegroupCosts,
     RegroupTimes,
@@ -47,13 +48,12 @@ _ITERATION, _REGROUP, _UPDATE, _PLANNER = "iteration", "regroup", "update", "pla
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class BucketTasks:
-    """Tasks of one bucket in one iteration."""
+class CallTasks:
+    """Tasks of one call in one iteration."""
 
-    index: int
+    buckets: tuple[int, ...]
     gather: Task
     scatter: Task
-    update: Task
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -66,8 +66,11 @@ class IterationTasks:
     begin: Task
     end: Task
     replicas: tuple[ReplicaTasks, ...]
-    buckets: tuple[BucketTasks, ...]
-    """Empty if regrouping is not simulated."""
+    calls: tuple[CallTasks, ...]
+    """Calls in the order of gathers; empty if regrouping is not simulated."""
+    updates: tuple[Task, ...]
+    """The update of the buckets of each call of the next iteration, or of this one if it is the
+    last; empty if regrouping is not simulated."""
     overhead: Task | None
     """Time that the cost model adds to the makespan."""
 
@@ -120,7 +123,7 @@ class Simulator:
         self._times: dict[Strategy, RegroupTimes | None] = {}
 
     def regroup_times(self, strategy: Strategy) -> RegroupTimes | None:
-        """Times of a strategy's buckets; None if the cost model has its own time or none is
+        """Times of a strategy's calls; None if the cost model has its own time or none is
         known."""
         if strategy not in self._times:
             times = None
@@ -136,8 +139,8 @@ class Simulator:
         """
         loop = EventLoop()
         iterations: list[IterationTasks] = []
-        for work in works:
-            iterations.append(self._add(loop, work, iterations))
+        for work, following in zip_longest(works, works[1:]):
+            iterations.append(self._add(loop, work, following, iterations))
         loop.run()
         return iterations
 
@@ -145,6 +148,7 @@ class Simulator:
         self,
         loop: EventLoop,
         work: IterationWork,
+        following: IterationWork | None,
         before: Sequence[IterationTasks],
     ) -> IterationTasks:
         index = len(before)
@@ -160,12 +164,12 @@ class Simulator:
         gathered: dict[Unit, Task] = {}
         if times is not None:
             ended = before[-1].end if before else None
-            updated = {each.index: each.update for each in before[-1].buckets} if before else {}
-            for bucket in times.buckets:
+            updates = (before[-1].updates if before else ()) or [ended] * len(times.calls)
+            for call, update in zip(times.calls, updates, strict=True):
                 is_free = self._hiding is not Hiding.NOTHING
-                when = [plan, updated.get(bucket.index, ended)] if is_free else [begin]
-                gathers.append(loop.add(_REGROUP, bucket.gather_ms, when))
-                gathered[bucket.unit] = gathers[-1]
+                when = [plan, update] if is_free else [begin]
+                gathers.append(loop.add(_REGROUP, call.gather_ms, when))
+                gathered.update(dict.fromkeys(call.units, gathers[-1]))
         started = begin
         if gathers and not self._hiding.hides_gathers:
             started, gathered = loop.add(_ITERATION, 0.0, [begin, gathers[-1]]), {}
@@ -185,27 +189,33 @@ class Simulator:
             )
         )
         ends = [task for replica in replicas for task in replica.ends]
-        buckets: tuple[BucketTasks, ...] = ()
+        calls: tuple[CallTasks, ...] = ()
+        updates = ()
         overhead = None
         if times is not None:
-            buckets = self._add_buckets(loop, times.buckets, gathers, replicas, ends)
-            ends += [bucket.update for bucket in buckets]
+            calls = self._add_calls(loop, times.calls, gathers, replicas, ends)
+            upcoming = None if following is None else self.regroup_times(following.strategy)
+            updates = tuple(
+                loop.add(_UPDATE, call.update_ms, [calls[0].scatter, *ends])
+                for call in (upcoming or times).calls
+            )
+            ends += updates
         else:
             overhead_ms = self._costs.cost_model.overhead_ms(work.strategy)
             if overhead_ms:
                 overhead = loop.add(_UPDATE, overhead_ms, [begin, *ends])
                 ends.append(overhead)
         end = loop.add(_ITERATION, 0.0, ends)
-        return IterationTasks(index + 1, work, begin, end, replicas, buckets, overhead)
+        return IterationTasks(index + 1, work, begin, end, replicas, calls, updates, overhead)
 
-    def _add_buckets(
+    def _add_calls(
         self,
         loop: EventLoop,
-        times: Sequence[BucketTimes],
+        times: Sequence[CallTimes],
         gathers: Sequence[Task],
         replicas: Sequence[ReplicaTasks],
         ends: Sequence[Task],
-    ) -> tuple[BucketTasks, ...]:
+    ) -> tuple[CallTasks, ...]:
         complete: dict[Unit, list[Task]] = {}
         posted: list[Task] = list(ends)
         if self._hiding is not Hiding.NOTHING:
@@ -216,19 +226,13 @@ class Simulator:
                 posted += replica.before_scatters(num_stages, have_received=not has_threads)
                 for unit, task in replica.gradients_done(num_stages):
                     complete.setdefault(unit, []).append(task)
-        scatters: dict[int, Task] = {}
-        for bucket in reversed(times):
-            awaited = [gathers[-1], *posted, *complete.get(bucket.unit, [])]
-            scatters[bucket.index] = loop.add(_REGROUP, bucket.scatter_ms, awaited)
-        last = scatters[times[0].index]
+        scatters: list[Task] = []
+        for call in reversed(times):
+            done = [task for unit in dict.fromkeys(call.units) for task in complete.get(unit, [])]
+            scatters.append(loop.add(_REGROUP, call.scatter_ms, [gathers[-1], *posted, *done]))
         return tuple(
-            BucketTasks(
-                bucket.index,
-                gather,
-                scatters[bucket.index],
-                loop.add(_UPDATE, bucket.update_ms, [last, *ends]),
-            )
-            for bucket, gather in zip(times, gathers, strict=True)
+            CallTasks(call.buckets, gather, scatter)
+            for call, gather, scatter in zip(times, gathers, reversed(scatters), strict=True)
         )
 
 

@@ -165,11 +165,7 @@ class StrategyAmounts:
 
     def two_step(self, bucket: Bucket, contributed: bool) -> RankAmounts:
         """`one_step` over relays, both steps of a `TwoStepPlan` together."""
-        # Across: from an owner to the rank of its index in every node that needs its elements.
-        of_kind = np.stack([self._needed(bucket, k, contributed) for k in self._roles_of_kind])
-        across = of_kind[self._kind_of_node].reshape(
-            len(self._num_in_node), len(self._num_in_node), self.ranks_per_node
-        )  # (needing node, owning node, index)
+        across = self._across(bucket, contributed)
         kept = across[self._nodes, self._nodes, self._indices]
         # Inside: from the relay of each index to the ranks of its node.
         of_role = self._of_role(bucket, contributed)
@@ -181,6 +177,29 @@ class StrategyAmounts:
             (self._num_in_node @ by_index)[self._nodes, self._indices] - own,
             across.sum(axis=0)[self._nodes, self._indices] - kept,
         )
+
+    def staged(self, bucket: Bucket, *, relays: bool) -> Amounts:
+        """Elements of the buffers of a bucket's gather, shape (3, num_ranks): what each rank sends
+        in the step that sends most, what it receives as a role, and what it relays.
+
+        relays: whether in two steps.
+        """
+        of_role = self._of_role(bucket, False)
+        received = of_role.sum(axis=1)[self._place]
+        if not relays:
+            sent = self._num_in_node.sum(axis=0) @ of_role
+            return np.stack([sent, received, np.zeros_like(sent)])
+        by_index = of_role.reshape(len(of_role), -1, self.ranks_per_node).sum(axis=1)
+        inside = (self._num_in_node @ by_index)[self._nodes, self._indices]
+        across = self._across(bucket, False)
+        sent = np.maximum(inside, across.sum(axis=0).ravel())
+        return np.stack([sent, received, across.sum(axis=1).ravel()])
+
+    def _across(self, bucket: Bucket, contributed: bool) -> Amounts:
+        """Elements from each owner to its relays: shape (needing node, owning node, index)."""
+        of_kind = np.stack([self._needed(bucket, k, contributed) for k in self._roles_of_kind])
+        num_nodes = len(self._num_in_node)
+        return of_kind[self._kind_of_node].reshape(num_nodes, num_nodes, self.ranks_per_node)
 
     def _of_role(self, bucket: Bucket, contributed: bool) -> Amounts:
         """Elements that each role needs of each owner: shape (num_roles + 1, num_ranks)."""

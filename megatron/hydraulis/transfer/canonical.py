@@ -35,6 +35,10 @@ ALIGNMENT_ELEMENTS = 8
 a head's size leave no gaps then, so that a layer travels without staging."""
 
 
+_OUTPUT_ORDER = 1 << 30
+"""Above the index of every layer."""
+
+
 class Contribution(enum.IntEnum):
     """TP ranks of a replica that send a parameter's gradient; also the order inside a bucket."""
 
@@ -53,10 +57,6 @@ class Unit:
     order: int
     name: str
 
-    @property
-    def is_layer(self) -> bool:
-        return self == Unit.layer(self.order)
-
     @staticmethod
     def embedding() -> Unit:
         """The word embedding: on the first stage, and if tied also on the last one."""
@@ -72,10 +72,15 @@ class Unit:
         """Transformer layer ``index`` of the model, counted from 0."""
         return Unit(index, f"layer {index}")
 
+    @property
+    def is_layer(self) -> bool:
+        """True for a transformer layer."""
+        return 0 <= self.order < _OUTPUT_ORDER
+
     @staticmethod
     def output() -> Unit:
         """The final norm and, unless tied to the embedding, the output layer."""
-        return Unit(1 << 30, "output")
+        return Unit(_OUTPUT_ORDER, "output")
 
 
 @dataclass(frozen=True)
@@ -428,6 +433,9 @@ def _unit_buckets(
         for atom in atoms:
             first = atom.num_rows * part // num_parts
             stop = atom.num_rows * (part + 1) // num_parts
+            if parameters[atom.parameter].tp_dim is None:
+                # A norm follows the matrix in memory: with the last rows it travels in place.
+                first, stop = 0, atom.num_rows if part == num_parts - 1 else 0
             if stop > first:
                 pieces.append(dataclasses.replace(atom, first_row=first, num_rows=stop - first))
         if pieces:  # there may be fewer rows than parts

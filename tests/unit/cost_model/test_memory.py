@@ -9,11 +9,12 @@ import pytest
 from megatron.hydraulis.__main__ import main
 from megatron.hydraulis.cost_model import MemoryModel, ModelShape, Recompute, device_constants
 from megatron.hydraulis.cost_model.device import Precision
-from megatron.hydraulis.cost_model.staging import PoolFootprint
+from megatron.hydraulis.cost_model.staging import PoolFootprint, num_communicators
 from megatron.hydraulis.cost_model.trained_model import EVERY_LAYER
 from megatron.hydraulis.strategy import Pool, Scheme, Strategy
 from megatron.hydraulis.transfer.amounts import LayoutAmounts, StrategyAmounts
-from megatron.hydraulis.transfer.canonical import CanonicalLayout, Unit, model_parameters
+from megatron.hydraulis.transfer.calls import calls_of
+from megatron.hydraulis.transfer.canonical import CanonicalLayout, model_parameters
 from megatron.hydraulis.transfer.collective import Collective, bucket_plans, collective_of
 from megatron.hydraulis.transfer.plan import TransferPlan, TwoStepPlan
 from megatron.hydraulis.transfer.role import roles_of
@@ -215,9 +216,9 @@ WORKSPACES = 64 * 2**20
 
 def test_state_of_one_rank_counts_every_parameter() -> None:
     one = memory(num_ranks=1)
-    # bf16 weight, fp32 gradient, and 16 bytes of canonical shard; staging is two layers in bf16 and
-    # two in fp32.
-    expected = 22 * LLAMA_7B.num_parameters + 12 * LLAMA_7B.num_parameters_per_layer + WORKSPACES
+    # bf16 weight, fp32 gradient, 16 bytes of canonical shard; staging is a layer in bf16 and one
+    # in fp32.
+    expected = 22 * LLAMA_7B.num_parameters + 6 * LLAMA_7B.num_parameters_per_layer + WORKSPACES
     assert one.state_bytes(Scheme(), 0) - expected == pytest.approx(0, abs=1e-6 * expected)
     # Without an optimizer the canonical shard has the fp32 parameter alone.
     saved = expected - replace(one, has_optimizer=False).state_bytes(Scheme(), 0)
@@ -231,7 +232,7 @@ def test_transformer_engine_has_a_workspace_and_a_tensor_of_each_shape_of_a_weig
     texts: list[str], shares: float
 ) -> None:
     pool = Pool.of(*(Strategy.parse(text, 64, ranks_per_node=8) for text in texts))
-    local = replace(memory(), pool=PoolFootprint.of(pool))
+    local = replace(memory(), pool=PoolFootprint.of(pool, LLAMA_7B))
     scheme = pool.strategies[0].replicas[0].scheme
     more = replace(local, has_te_layers=True).state_bytes(scheme, 0) - local.state_bytes(scheme, 0)
     matrices = 2 * LLAMA_7B.num_matrix_parameters_per_layer
@@ -319,31 +320,34 @@ def test_staging_of_an_owner_is_its_part_for_every_copy(precision: Precision, tp
     model = replace(memory(num_ranks=8), precision=precision)
     role = LLAMA_7B.num_parameters / tp * (precision.num_bytes + 4)
     canonical = 16 * LLAMA_7B.num_parameters / 8
-    staging = 2 * (precision.num_bytes + 4) * LLAMA_7B.num_parameters_per_layer / tp
+    staging = (precision.num_bytes + 4) * LLAMA_7B.num_parameters_per_layer / tp
     found = model.state_bytes(Scheme(tp=tp), 0)
     # Norms are on every tp rank, and the last owner sends them to all.
-    assert found == pytest.approx(role + canonical + staging + WORKSPACES, rel=2e-4)
+    assert found == pytest.approx(role + canonical + staging + WORKSPACES, rel=3e-4)
 
 
 @pytest.mark.parametrize(
     ("texts", "expected"),
     [
-        # 3 copies of a layer on 64 ranks; roles of tp 8 rearrange, as parameters have 16 atoms.
-        (["tp16+2*tp8pp3"], (3 / 64, 1 / 8, 0)),
+        # 3 copies of a set of 3 layers on 64 ranks, and 1.5 layers of the stage that has a part of
+        # the embedding; roles of tp 8 rearrange, as parameters have 16 atoms.
+        (["tp16+2*tp8pp3"], (9 / 64, 1.5 / 8, 0)),
+        # The owner of norms has more copies than others.
         (["8*tp8"], (1 / 8, 0, 0)),
         # Two copies in a node: relayed there, and so in another order.
         (["16*tp4"], (2 / 8, 1 / 4, 1 / 8)),
         (["8*tp1cp8"], (1, 0, 0)),
-        (["4*tp1cp8pp2"], (1, 1, 1 / 8)),
+        # In a set also a layer of the other stage, which four nodes need.
+        (["4*tp1cp8pp2"], (1 + 4 / 64, 1, 1 / 8)),
         # The largest of each.
         (["8*tp8", "16*tp4"], (2 / 8, 1 / 4, 1 / 8)),
     ],
 )
 def test_staging_of_a_pool(texts: list[str], expected: tuple[float, ...]) -> None:
     pool = Pool.of(*(Strategy.parse(text, 64, ranks_per_node=8) for text in texts))
-    found = PoolFootprint.of(pool)
+    found = PoolFootprint.of(pool, LLAMA_7B)
     shares = (found.share_as_owner, found.share_as_role, found.share_relayed)
-    assert shares == pytest.approx(expected)
+    assert shares == pytest.approx(expected, rel=0.03)
 
 
 WITH_EXPERTS = replace(
@@ -414,25 +418,29 @@ def test_staging_of_parts_with_unequal_numbers_of_holders(shape: ModelShape, tex
     parameters = model_parameters(shape, 8 if shape.num_experts else 1)
     layout = CanonicalLayout.build(parameters, num_atoms=pool.tp_lcm, num_ranks=16)
     roles = roles_of(strategy, 4, False, shape.num_experts)
-    kind = collective_of(StrategyAmounts(LayoutAmounts(layout, 4), roles))
-    sent, received, largest = [], [], 0
-    buckets = {bucket.unit: bucket for bucket in layout.buckets}
-    for unit in (Unit.layer(0), Unit.layer(3), Unit.embedding()):
-        plan, _ = bucket_plans(kind, layout, buckets[unit], roles, ranks_per_node=4)
-        transfers = plan.inside if isinstance(plan, TwoStepPlan) else plan
-        assert isinstance(transfers, TransferPlan)
+    amounts = StrategyAmounts(LayoutAmounts(layout, 4), roles)
+    kind = collective_of(amounts)
+    sent, received = [], []
+    for call in calls_of(kind, amounts, strategy):
         by_source, by_destination = Counter[int](), Counter[int]()
-        for transfer in transfers.transfers:
-            by_source[transfer.source] += transfer.num_elements
-            by_destination[transfer.destination] += transfer.num_elements
+        for index in call:
+            bucket = layout.buckets[index]
+            plan, _ = bucket_plans(kind, layout, bucket, roles, ranks_per_node=4)
+            assert isinstance(plan, TransferPlan | TwoStepPlan)
+            steps = plan.steps if isinstance(plan, TwoStepPlan) else (plan,)
+            for rank in range(16):
+                sent_in = [sum(t.num_elements for t in step.sent_by(rank)) for step in steps]
+                by_source[rank] += max(sent_in)  # a bucket's steps share a buffer
+                arrives = steps[-1].received_by(rank)
+                by_destination[rank] += sum(t.num_elements for t in arrives)
         sent.append(max(by_source.values()))
         received.append(max(by_destination.values()))
-        if unit != Unit.embedding():
-            largest = max(largest, buckets[unit].num_elements)
+    largest = max(bucket.num_elements for bucket in layout.buckets if bucket.unit.is_layer)
     found = PoolFootprint.of(pool, shape)
     assert (found.share_relayed > 0) == (kind is Collective.TWO_STEP)
-    assert found.share_as_owner == pytest.approx(max(sent) / largest, rel=1e-2)
-    assert found.share_as_role in (0, pytest.approx(max(received) / largest, rel=1e-2))
+    # Rows are cut a little differently for another number of groups of experts.
+    assert found.share_as_owner == pytest.approx(max(sent) / largest, rel=1e-4)
+    assert found.share_as_role in (0, pytest.approx(max(received) / largest, rel=1e-4))
 
 
 def test_tp_ranks_that_route_in_fp32_add_up_outputs_of_experts_in_fp32() -> None:
@@ -469,43 +477,44 @@ def test_staging_of_a_role_with_whole_experts() -> None:
 )
 def test_staging_of_gradients_in_bf16(text: str, expected: tuple[float, ...]) -> None:
     pool = Pool.of(Strategy.parse(text, 64, ranks_per_node=8))
-    found = PoolFootprint.of(pool, gradient_bytes=2)
+    found = PoolFootprint.of(pool, LLAMA_7B, gradient_bytes=2)
     shares = (found.share_as_owner, found.share_as_role, found.share_sent_by_role)
-    assert (*shares, found.share_relayed) == pytest.approx(expected)
+    assert (*shares, found.share_relayed) == pytest.approx(expected, rel=0.03)
     scheme = pool.strategies[0].replicas[0].scheme
     in_fp32, in_bf16 = (
-        replace(memory(), pool=PoolFootprint.of(pool, gradient_bytes=size)).state_bytes(scheme, 0)
-        for size in (4, 2)
+        replace(memory(), pool=footprint).state_bytes(scheme, 0)
+        for footprint in (PoolFootprint.of(pool, LLAMA_7B), found)
     )
     assert in_bf16 < in_fp32
 
 
 @pytest.mark.parametrize(
-    ("scheme", "as_owner", "as_role", "relayed", "num_communicators"),
+    ("scheme", "as_owner", "as_role", "relayed", "number"),
     [
         (Scheme(tp=8), 1 / 8, 0, 0, 3),
-        (Scheme(tp=8, pp=4), 2 / 64, 0, 0, 4),
+        # Two copies of a set of four layers.
+        (Scheme(tp=8, pp=4), 8 / 64, 0, 0, 4),
         # Every rank holds everything.
         (Scheme(), 1, 0, 0, 2),
         (Scheme(cp=8), 1, 0, 0, 3),
-        # The ranks of a node hold two, eight and four copies of a layer.
+        # The ranks of a node hold two, eight and four copies of a layer, of one stage.
         (Scheme(tp=4), 2 / 8, 1 / 4, 1 / 8, 3),
-        (Scheme(cp=8, pp=2), 1, 1, 1 / 8, 4),
+        (Scheme(cp=8, pp=2), 1 + 4 / 64, 1, 1 / 8, 4),
         (Scheme(pp=2), 4 / 8, 1, 1 / 8, 3),
-        # They belong to up to four replicas; a rank of the job is idle.
-        (Scheme(pp=3), 4 / 8, 1, 1 / 8, 3),
+        # They belong to up to four replicas, but three have the same stage there; a rank is idle.
+        (Scheme(pp=3), 3 / 8, 1, 1 / 8, 3),
     ],
     ids=str,
 )
 def test_a_scheme_alone_takes_what_a_job_of_it_takes(
-    scheme: Scheme, as_owner: float, as_role: float, relayed: float, num_communicators: int
+    scheme: Scheme, as_owner: float, as_role: float, relayed: float, number: int
 ) -> None:
     found = replace(memory(num_ranks=64), ranks_per_node=8).footprint(scheme)
     # The owner of norms has more copies than others.
     assert found.share_as_owner == pytest.approx(as_owner, rel=0.02)
     assert found.share_as_role == found.share_sent_by_role == pytest.approx(as_role, rel=1e-3)
-    assert found.share_relayed == relayed
-    assert (found.weight_shapes, found.num_communicators) == (1 / scheme.tp, num_communicators)
+    assert found.share_relayed == pytest.approx(relayed, rel=1e-3)
+    assert (found.weight_shapes, found.num_communicators) == (1 / scheme.tp, number)
 
 
 def test_communicators_beyond_those_in_the_reserve_take_memory() -> None:
@@ -517,20 +526,19 @@ def test_communicators_beyond_those_in_the_reserve_take_memory() -> None:
     assert many.max_tokens(Scheme(tp=2)) < few.max_tokens(Scheme(tp=2))
 
 
-SMALL_POOL = PoolFootprint.of(Pool.of(Strategy.parse("32*tp2", 64, ranks_per_node=8)))
+SMALL_POOL = PoolFootprint.of(Pool.of(Strategy.parse("32*tp2", 64, ranks_per_node=8)), LLAMA_7B)
 
 
 def test_communicators_of_a_rank() -> None:
     # The job's and regrouping's; tp and pp; of cp4~ groups of 4 and 2; tp.
     texts = ["4*tp4pp2", "8*tp1cp4~", "2*tp16"]
     counts = [
-        PoolFootprint.of(Pool.of(Strategy.parse(text, 32, ranks_per_node=8))).num_communicators
-        for text in texts
+        num_communicators(Pool.of(Strategy.parse(text, 32, ranks_per_node=8))) for text in texts
     ]
     assert counts == [4, 4, 3]
     pool = Pool.of(*(Strategy.parse(text, 32, ranks_per_node=8) for text in texts))
     # Of tp 4 and cp 4, which have the same ranks, pp, cp 2 and tp 16.
-    assert PoolFootprint.of(pool).num_communicators == 2 + 4
+    assert num_communicators(pool) == 2 + 4
 
 
 @pytest.mark.parametrize(
@@ -547,7 +555,7 @@ def test_estimate_reports_communicators(
     model = ["--model", "examples/model_llama32b.json", "--device", "a800-80"]
     assert main(["estimate", *model, *which]) == 0
     if number is None:
-        number = PoolFootprint.of(Pool.read(which[1])).num_communicators
+        number = num_communicators(Pool.read(which[1]))
     assert f"a rank makes up to {number} communicators" in capsys.readouterr().out
 
 
@@ -557,5 +565,15 @@ def test_tied_embeddings_are_held_once_by_one_stage_and_twice_by_two() -> None:
     num_embedding = LLAMA_7B.num_embedding_parameters
     assert saved == pytest.approx((6 + 16 / 64) * num_embedding)
     last = Scheme(pp=2)
-    only_canonical = memory().state_bytes(last, 1) - memory(tied).state_bytes(last, 1)
+    states, staged = zip(
+        *(
+            (
+                model.state_bytes(last, 1),
+                model.footprint(last).staging_bytes(LLAMA_7B.num_parameters_per_layer, 2),
+            )
+            for model in (memory(), memory(tied))
+        ),
+        strict=True,
+    )
+    only_canonical = states[0] - states[1] - (staged[0] - staged[1])
     assert only_canonical == pytest.approx(16 / 64 * num_embedding)

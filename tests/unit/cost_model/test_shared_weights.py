@@ -78,7 +78,7 @@ def test_whole_experts_are_shared_by_the_ranks_that_have_the_same() -> None:
 
 def test_limits_of_an_8b_model_on_eight_gpus() -> None:
     plain, shared = memory().max_tokens(scheme("cp8")), memory().max_tokens(scheme("cp8fs"))
-    assert plain < 4_000
+    assert plain < 6_000
     assert shared >= 60_000
     # Groups of a wave hold as many tokens a rank.
     assert [memory().max_tokens(scheme(each)) for each in ("cp4fs8", "fs8")] == [

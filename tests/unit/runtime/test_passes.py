@@ -26,38 +26,38 @@ class FakeTicket:
 
 
 class FakeTrack:
-    """Regrouper and track: jobs are numbers of buckets."""
+    """Regrouper and track: jobs are numbers of calls, one for each bucket unless given."""
 
     may_delay_compute = False
 
-    def __init__(self) -> None:
+    def __init__(
+        self, num_buckets: int = NUM_BUCKETS, calls: tuple[tuple[int, ...], ...] = ()
+    ) -> None:
+        self.calls = calls or tuple((bucket,) for bucket in range(num_buckets))
         self.posted: list[int] = []
         self.log: list[str] = []
 
-    def gather_job(self, bucket: int) -> int:
-        return bucket
+    def gather_job(self, call: int) -> int:
+        return call
 
-    def scatter_job(self, bucket: int, *, adds: bool) -> int:
+    def scatter_job(self, call: int, *, adds: bool) -> int:
         assert not adds
-        return bucket
+        return call
 
-    def submit(self, bucket: Any) -> FakeTicket:
-        self.posted.append(bucket)
-        self.log.append(f"post {bucket}")
-        return FakeTicket(self.log, bucket)
+    def submit(self, call: Any) -> FakeTicket:
+        self.posted.append(call)
+        self.log.append(f"post {call}")
+        return FakeTicket(self.log, call)
 
     def close(self) -> None:
         raise AssertionError
 
 
-def scatter_pass(
-    track: FakeTrack, post_from: PostFrom = PostFrom.LAST_BACKWARD, num_buckets: int = NUM_BUCKETS
-) -> ScatterPass:
+def scatter_pass(track: FakeTrack, post_from: PostFrom = PostFrom.LAST_BACKWARD) -> ScatterPass:
     # Parameter 7 lies in buckets 0 and 1; this rank holds nothing of buckets 2, 4 and above.
     buckets_of = {7: (0, 1), 8: (1,), 9: (3,)}
     return ScatterPass(
         track,  # type: ignore[arg-type]
-        num_buckets,
         track,  # type: ignore[arg-type]
         StallTimer("scatter wait"),
         buckets_of=buckets_of,
@@ -92,14 +92,14 @@ class TestScatter:
         assert track.posted == [3, 2, 1, 0]
 
     def test_buckets_that_a_rank_holds_nothing_of_need_not_wait_for_a_gradient(self) -> None:
-        track = FakeTrack()
-        scatter_pass(track, num_buckets=6).begin_last_backward()
+        track = FakeTrack(6)
+        scatter_pass(track).begin_last_backward()
         assert track.posted == [5, 4]
 
     def test_a_first_stage_posts_from_the_first_gradient_of_its_last_backward(self) -> None:
         """Before that it may still have to receive what the backward works on."""
-        track = FakeTrack()
-        scatter = scatter_pass(track, PostFrom.FIRST_GRADIENT, num_buckets=6)
+        track = FakeTrack(6)
+        scatter = scatter_pass(track, PostFrom.FIRST_GRADIENT)
         scatter.arrived(9)
         scatter.begin_last_backward()
         assert track.posted == []
@@ -127,6 +127,17 @@ class TestScatter:
         scatter.finish()
         assert track.posted == [3, 2, 1, 0]
 
+    def test_a_call_is_posted_when_all_of_its_buckets_are_complete(self) -> None:
+        track = FakeTrack(calls=((3,), (0, 2), (1,)))
+        scatter = scatter_pass(track)
+        scatter.begin_last_backward()
+        scatter.arrived(9)
+        assert track.posted == [], "bucket 1 comes first"
+        scatter.arrived(8)
+        assert track.posted == []
+        scatter.arrived(7)
+        assert track.posted == [2, 1, 0]
+
     def test_a_gradient_after_its_bucket_was_sent_is_an_error(self) -> None:
         scatter = scatter_pass(FakeTrack())
         scatter.begin_last_backward()
@@ -139,7 +150,6 @@ class TestGather:
     def gather_pass(self, track: FakeTrack, **options: bool) -> GatherPass:
         return GatherPass(
             track,  # type: ignore[arg-type]
-            NUM_BUCKETS,
             track,  # type: ignore[arg-type]
             StallTimer("gather wait"),
             **options,
@@ -148,7 +158,7 @@ class TestGather:
     def test_a_bucket_is_waited_for_once_and_the_rest_at_the_end(self) -> None:
         track = FakeTrack()
         gather = self.gather_pass(track)
-        gather.post_next()
+        gather.updated(0)
         gather.post_rest()
         assert track.posted == [0, 1, 2, 3]
         gather.need((1, 2))
@@ -158,6 +168,19 @@ class TestGather:
         gather.finish()
         gather.finish()
         assert track.log[4:] == ["wait 1", "wait 2", "wait 0", "wait 3"]
+
+    def test_a_call_is_posted_once_its_buckets_are_updated_and_waited_for_once(self) -> None:
+        track = FakeTrack(calls=((3, 0), (2, 1)))
+        gather = self.gather_pass(track)
+        assert gather.buckets == [3, 0, 2, 1]
+        for bucket, expected in zip(gather.buckets, ([], [0], [0], [0, 1]), strict=True):
+            gather.updated(bucket)
+            assert track.posted == expected
+        gather.need((0,))
+        assert gather.num_missing_of((0, 3)) == 0
+        assert gather.num_missing_of((1, 2)) == 2
+        gather.finish()
+        assert track.log == ["post 0", "post 1", "wait 0", "wait 1"]
 
     def test_without_overlap_each_has_arrived_before_the_next_is_posted(self) -> None:
         track = FakeTrack()

@@ -38,19 +38,19 @@ class FakeJob:
         number: int,
         log: list[str],
         *,
-        num_collectives: int = 1,
+        num_steps: int = 1,
         needs_staging: bool = True,
         error: Exception | None = None,
     ) -> None:
         self.job = TrackJob(
             span="gather",
             detail={"bucket": number, "unit": f"layer {number}"},
-            num_collectives=num_collectives,
+            num_steps=num_steps,
             needs_staging=needs_staging,
             steps=self.steps,
         )
-        self.works = [PostedWork() for _ in range(num_collectives)]
-        self.posted = [threading.Event() for _ in range(num_collectives)]
+        self.works = [PostedWork() for _ in range(num_steps)]
+        self.posted = [threading.Event() for _ in range(num_steps)]
         self.slot: StagingSlot | None = None
         self._number = number
         self._log = log
@@ -61,7 +61,7 @@ class FakeJob:
         for index, work in enumerate(self.works):
             self._log.append(f"{self._number} posts {index}")
             self.posted[index].set()
-            yield work  # type: ignore[misc]
+            yield (work,)  # type: ignore[misc]
         if self._error is not None:
             raise self._error
         self._log.append(f"{self._number} ends")
@@ -121,7 +121,7 @@ def test_a_job_begins_when_those_before_it_have_posted_everything() -> None:
     """Otherwise the order of one job's second collective and the next one's first would vary."""
     log: list[str] = []
     track = ThreadTrack(Staging(CPU, num_slots=2))
-    jobs = [FakeJob(i, log, num_collectives=2) for i in range(2)]
+    jobs = [FakeJob(i, log, num_steps=2) for i in range(2)]
     tickets = [track.submit(job.job) for job in jobs]
     assert jobs[0].is_posted(0)
     assert log == ["0 posts 0"]
@@ -192,28 +192,48 @@ def test_an_unreferenced_track_ends_its_thread() -> None:
 def test_a_buffer_is_used_again_and_grows_to_the_largest_request() -> None:
     staging = Staging(CPU, num_slots=1)
     slot = staging.slots[0]
-    large = slot.take("sent", 100, torch.float32)
-    small = slot.take("sent", 4, torch.float32)
+
+    def taken(num_elements: int) -> torch.Tensor:
+        (part,) = slot.parts([{"sent": 4 * num_elements}])
+        return part.take("sent", num_elements, torch.float32)
+
+    large, small = taken(100), taken(4)
     assert small.numel() == 4
     assert small.data_ptr() == large.data_ptr()
-    larger = slot.take("sent", 200, torch.float32)
+    larger = taken(200)
     assert larger.numel() == 200
-    assert slot.take("sent", 100, torch.float32).data_ptr() == larger.data_ptr()
+    assert taken(100).data_ptr() == larger.data_ptr()
     assert 800 <= staging.num_bytes < 1600
+
+
+def test_buckets_of_a_call_do_not_share_memory() -> None:
+    staging = Staging(CPU, num_slots=1)
+    needs = [{"sent": 12, "received": 4}, {"sent": 400}, {"sent": 8, "received": 40}]
+    for _ in range(2):
+        parts = staging.slots[0].parts(needs)
+        taken = [
+            part.take(purpose, num_bytes, torch.uint8).fill_(10 * index + len(purpose))
+            for index, (part, need) in enumerate(zip(parts, needs, strict=True))
+            for purpose, num_bytes in need.items()
+        ]
+        assert [tensor.unique().tolist() for tensor in taken] == [[4], [8], [14], [24], [28]]
+    assert staging.num_bytes <= 12 + 400 + 8 + 4 + 40 + 5 * 256
 
 
 def test_dtypes_share_memory() -> None:
     staging = Staging(CPU)
-    wide = staging.slots[0].take("sent", 8, torch.float64)
-    narrow = staging.slots[0].take("sent", 32, torch.bfloat16)
+    (part,) = staging.slots[0].parts([{"sent": 64}])
+    wide = part.take("sent", 8, torch.float64)
+    narrow = part.take("sent", 32, torch.bfloat16)
     assert wide.data_ptr() == narrow.data_ptr()
 
 
 def test_purposes_and_slots_do_not_share_memory() -> None:
     staging = Staging(CPU, num_slots=2)
     taken = [
-        slot.take(purpose, 8, torch.float32).fill_(10 * index + len(purpose))
+        part.take(purpose, 8, torch.float32).fill_(10 * index + len(purpose))
         for index, slot in enumerate(staging.slots)
+        for part in slot.parts([{"sent": 32, "received": 32}])
         for purpose in ("sent", "received")
     ]
     assert [tensor.unique().tolist() for tensor in taken] == [[4], [8], [14], [18]]

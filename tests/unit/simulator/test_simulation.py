@@ -166,7 +166,7 @@ class TestRegrouping:
     def test_without_overlap_the_parts_add_up(self) -> None:
         costs = regroup_costs(4)
         times = costs.times(self.work.strategy)
-        regroup_ms = math.fsum(b.gather_ms + b.scatter_ms + b.update_ms for b in times.buckets)
+        regroup_ms = math.fsum(c.gather_ms + c.scatter_ms + c.update_ms for c in times.calls)
         assert self.end_ms(hiding=Hiding.NOTHING) == pytest.approx(3 * (20 + regroup_ms))
         assert regroup_ms == pytest.approx(times.total_ms)
 
@@ -177,8 +177,8 @@ class TestRegrouping:
             task
             for iteration in iterations
             for task in (
-                *(bucket.gather for bucket in iteration.buckets),
-                *(bucket.scatter for bucket in reversed(iteration.buckets)),
+                *(call.gather for call in iteration.calls),
+                *(call.scatter for call in reversed(iteration.calls)),
             )
         ]
         for earlier, later in itertools.pairwise(tasks):
@@ -188,7 +188,7 @@ class TestRegrouping:
         # So slow that compute waits for every bucket.
         costs = regroup_costs(4, inside_bytes_per_s=1e4, across_bytes_per_s=1e4)
         (iteration,) = simulator(regroup=costs, shape=SMALL_SHAPE).run([self.work])
-        arrivals = [bucket.gather.end_ms for bucket in iteration.buckets]
+        arrivals = [call.gather.end_ms for call in iteration.calls]
         for replica in iteration.replicas:
             first = replica.by_stage[0][0]
             starts = [task.start_ms for task in first.tasks]
@@ -201,8 +201,8 @@ class TestRegrouping:
         work = work_of("2*pp2", [[10, 10], [10, 10]], num_ranks=4)
         costs = regroup_costs(4, hiding=Hiding.ONE_QUEUE)
         _, second = simulator(regroup=costs, shape=SMALL_SHAPE).run([work] * 2)
-        arrived_ms = max(bucket.gather.end_ms for bucket in second.buckets)
-        scattered_ms = min(bucket.scatter.start_ms for bucket in second.buckets)
+        arrived_ms = max(call.gather.end_ms for call in second.calls)
+        scattered_ms = min(call.scatter.start_ms for call in second.calls)
         for replica in second.replicas:
             first, last = replica.by_stage
             assert first[0].start_ms >= arrived_ms
@@ -228,16 +228,16 @@ class TestRegrouping:
     def test_a_bucket_is_scattered_after_its_last_backward(self) -> None:
         costs = regroup_costs(4, inside_bytes_per_s=1e12, across_bytes_per_s=1e12)
         (iteration,) = simulator(regroup=costs, shape=SMALL_SHAPE).run([self.work])
-        layers = [iteration.buckets[1 + layer].scatter.start_ms for layer in range(4)]
+        layers = [iteration.calls[1 + layer].scatter.start_ms for layer in range(4)]
         assert layers == sorted(layers, reverse=True)
         slowest = max(iteration.replica_ends_ms)
         assert slowest - 1.0 < layers[0] <= slowest < iteration.end_ms
 
     def test_every_bucket_follows_its_update_into_the_next_iteration(self) -> None:
         first, second = simulator(regroup=regroup_costs(4), shape=SMALL_SHAPE).run([self.work] * 2)
-        for before, after in zip(first.buckets, second.buckets, strict=True):
-            assert before.update.end_ms <= after.gather.start_ms
-        assert second.buckets[0].gather.start_ms < first.end_ms
+        for update, after in zip(first.updates, second.calls, strict=True):
+            assert update.end_ms <= after.gather.start_ms
+        assert second.calls[0].gather.start_ms < first.end_ms
 
     def test_a_profiled_time_replaces_the_estimate_by_bytes(self) -> None:
         run = simulator(
@@ -247,7 +247,7 @@ class TestRegrouping:
         )
         (iteration,) = run.run([self.work])
         assert iteration.end_ms == 23
-        assert iteration.buckets == ()
+        assert iteration.calls == iteration.updates == ()
 
     @pytest.mark.parametrize("hiding", [Hiding.ONE_QUEUE, Hiding.MANY_QUEUES])
     @pytest.mark.parametrize("text", ["pp4", "2*pp2", "2*pp2:1,3", "tp2pp2", "2*tp2"])
