@@ -59,7 +59,12 @@ def call(
 
 @pytest.mark.parametrize(
     ("strategies", "ranks_per_node"),
-    [(("4*tp1",), None), (("4*tp1", "tp2+pp2"), None), (("2*cp2", "tp2pp2"), 2)],
+    [
+        (("4*tp1",), None),
+        (("4*tp1", "tp2+pp2"), None),
+        (("2*cp2", "tp2pp2"), 2),
+        (("cp4fs", "2*cp2fs"), None),
+    ],
 )
 def test_two_calls_and_an_update_are_those_of_both_batches(
     strategies: tuple[str, ...], ranks_per_node: int | None

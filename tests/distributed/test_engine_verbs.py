@@ -45,7 +45,7 @@ pytestmark = pytest.mark.distributed
 
 LENGTHS = [17, 5, 9, 30, 3, 12, 8, 21]
 """Tokens to predict of each sequence."""
-STRATEGIES = ("4*tp1", "tp2+2*tp1", "tp2pp2", "2*cp2", "cp4~", "pp2+tp1+idle")
+STRATEGIES = ("4*tp1", "tp2+2*tp1", "tp2pp2", "2*cp2", "cp4~", "pp2+tp1+idle", "cp4~fs", "tp2cp2fs")
 LIMIT = 40
 TEMPERATURE = 0.6
 CLIP, EPSILON = 0.2, 1e-3

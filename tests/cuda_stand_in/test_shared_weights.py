@@ -1,0 +1,85 @@
+"""Bytes of weights that columns share, and of their gradients, in NCCL's calls on the stand-in."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.cuda_stand_in.lone_ranks import log_of
+from tests.cuda_stand_in.order import Call, read_log
+from tests.cuda_stand_in.pool import run_logged
+from tests.cuda_stand_in.test_bf16_gradients import SIZES
+from tests.cuda_stand_in.test_same_update_law import BF16_MODEL
+from tests.support.gloo_pool import pool_of
+from tests.support.law import law_job
+from tests.support.models import Job, build_engine, run_job
+
+pytestmark = pytest.mark.distributed
+
+NUM_COLUMNS = 4
+BF16_BYTES, FP32_BYTES = 2, 4
+NUM_LAYERS = 8
+MODEL = replace(BF16_MODEL, num_layers=NUM_LAYERS)
+
+
+def units_of(job: Job) -> dict[str, int]:
+    """On every rank: elements of each unit where it is whole."""
+    arena = build_engine(job).runtime_of(job.strategies[0]).arena
+    assert arena is not None
+    return {unit.name: places.num_elements for unit, places in arena.places.items()}
+
+
+@pytest.mark.parametrize("num_ahead", [0, 1])
+@pytest.mark.parametrize("gradient_dtype", [None, torch.bfloat16])
+def test_bytes_of_an_iteration(
+    gradient_dtype: torch.dtype | None, num_ahead: int, tmp_path: Path
+) -> None:
+    """A rank receives a layer's weights twice in each micro-batch, but for those that are still in
+    their slots, and the embedding's and the output layer's once; and every gradient once."""
+    job = law_job(NUM_COLUMNS, "cp4fs", MODEL)
+    job = replace(
+        job,
+        schedule=job.schedule[:1],
+        assignments=job.assignments[:1],
+        batches=job.batches[:1],
+        gradient_dtype=gradient_dtype,
+        num_layers_ahead=num_ahead,
+    )
+    pool_of(NUM_COLUMNS, "cuda").run(run_logged, tmp_path, run_job, job)
+    units = pool_of(NUM_COLUMNS, "cuda").run(units_of, job)[0]
+    num_micro_batches = len(job.assignments[0].replicas[0])
+    assert num_micro_batches > 1
+    layer, whole = units["layer 0"], sum(units.values())
+    ends = whole - NUM_LAYERS * layer
+    gathers = 2 * num_micro_batches * NUM_LAYERS - (2 * num_micro_batches - 1) * (1 + num_ahead)
+    for rank in range(NUM_COLUMNS):
+        calls = calls_of(log_of(tmp_path, rank))
+        (columns,) = {
+            call.communicator
+            for call in calls
+            if call.kind == "AllGather" and call.count * NUM_COLUMNS == layer
+        }
+        received_bytes = {"AllGather": 0, "ReduceScatter": 0, "AlltoAll": 0}
+        for call in calls:
+            if call.communicator == columns and call.kind in received_bytes:
+                # It counts the elements of a share; all but one are received.
+                num_bytes = call.count * SIZES[call.dtype]
+                received_bytes[call.kind] += (NUM_COLUMNS - 1) * num_bytes
+        share_of_others = (NUM_COLUMNS - 1) / NUM_COLUMNS
+        gathered_bytes = share_of_others * BF16_BYTES * (gathers * layer + ends)
+        gradient_bytes = FP32_BYTES if gradient_dtype is None else BF16_BYTES
+        scattered_bytes = share_of_others * gradient_bytes * num_micro_batches * whole
+        kind = "ReduceScatter" if gradient_dtype is None else "AlltoAll"
+        assert received_bytes == {
+            "ReduceScatter": 0,
+            "AlltoAll": 0,
+            "AllGather": gathered_bytes,
+            kind: scattered_bytes,
+        }
+
+
+def calls_of(log: Path) -> list[Call]:
+    return [call for operation in read_log(log).operations for call in operation.calls]
