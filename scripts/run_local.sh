@@ -30,9 +30,7 @@ case "${HYDRAULIS_DEVICE:-cpu}" in
         # With more threads than cores the ranks only wait for each other.
         export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}"
         ;;
-    cuda)
-        set_hardware_queues "$@"
-        ;;
+    cuda) ;;
     *)
         echo "error: HYDRAULIS_DEVICE must be cpu or cuda but is '$HYDRAULIS_DEVICE'; set one" >&2
         exit 2

@@ -129,7 +129,6 @@ resolve_settings() {
 
     # With a GPU the ranks' CPU threads have little to do.
     export OMP_NUM_THREADS="${OMP_NUM_THREADS:-4}"
-    set_hardware_queues "$@"
     # torchrun and Python read these; values from the submitting shell would be wrong.
     for variable in RANK WORLD_SIZE LOCAL_RANK LOCAL_WORLD_SIZE; do
         unset "$variable"
@@ -202,7 +201,7 @@ CONTAINER_MOUNTS $container_mounts
 SETUP_SCRIPT     ${setup_script:-(none)}
 NUMA_BINDING     ${numa_binding:-(none)}
 OMP_NUM_THREADS  $OMP_NUM_THREADS
-CUDA_DEVICE_MAX_CONNECTIONS $CUDA_DEVICE_MAX_CONNECTIONS
+CUDA_DEVICE_MAX_CONNECTIONS ${CUDA_DEVICE_MAX_CONNECTIONS:-(by the strategies)}
 logs of ranks    $log_dir/rank-NNNN.log
 EOT
     printf 'step            '

@@ -178,7 +178,7 @@ def test_a_step_takes_as_long_as_an_iteration_of_the_simulator(
         model.cluster,
         num_atoms=how.tp,
         parameter_bytes=model.parameter_bytes,
-    )
+    ).for_pool([strategy])
     simulator = Simulator(StageCosts(model, of.shape), regroup=regroup)
     before, iteration = simulator.run([work, work])
     took_s = (iteration.end_ms - before.end_ms) / 1e3

@@ -196,7 +196,8 @@ class JobCosts:
             num_ranks = model.cluster.num_ranks
             rows = (row.scheme for row in profile.schemes)
             tp_degrees = (scheme.tp for scheme in rows if scheme.num_ranks <= num_ranks)
-        regroup = model.regroup_costs(tp_degrees, overlaps=overlaps)
+        strategies = tuple(strategies)
+        regroup = model.regroup_costs(tp_degrees, overlaps=overlaps).for_pool(strategies)
         return cls(profile=profile.with_regrouping(regroup, strategies), model=model)
 
     @property
@@ -267,7 +268,8 @@ class JobCosts:
         if (known := profile.regroup) is not None:
             overlaps = known.hiding is not Hiding.NOTHING
             regroup = model.regroup_costs((known.num_atoms,), overlaps=overlaps)
-            if corner is Corner.LOW and regroup.hiding is Hiding.MANY_QUEUES:
+            is_one = corner is Corner.LOW or known.hiding is Hiding.ONE_QUEUE
+            if is_one and regroup.hiding is Hiding.MANY_QUEUES:
                 regroup = replace(regroup, hiding=Hiding.ONE_QUEUE)  # streams share one
             profile = profile.with_regrouping(regroup)
         return replace(self, profile=profile, model=model).with_widths()

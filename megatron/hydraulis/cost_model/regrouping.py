@@ -68,14 +68,6 @@ class Hiding(Enum):
         """Whether the first forward hides gathers."""
         return self in (Hiding.MANY_QUEUES, Hiding.THREADS)
 
-    @classmethod
-    def of_device(cls, device: DeviceConstants, *, num_atoms: int) -> Hiding:
-        """What hides regrouping with the queues that scripts/flags.sh sets for a pool: one if some
-        strategy has tp."""
-        if device.name == "cpu":
-            return cls.THREADS
-        return cls.ONE_QUEUE if num_atoms > 1 else cls.MANY_QUEUES
-
 
 @dataclass(frozen=True, slots=True)
 class CallTimes:
@@ -181,7 +173,7 @@ class RegroupCosts:
         overlaps: bool = True,
     ) -> RegroupCosts:
         """Costs on devices of one kind; overlaps is false for --no-regroup-overlap."""
-        hiding = Hiding.of_device(device, num_atoms=num_atoms)
+        hiding = Hiding.THREADS if device.name == "cpu" else Hiding.MANY_QUEUES
         return cls(
             shape,
             cluster,
@@ -246,9 +238,18 @@ class RegroupCosts:
         times = self.times(strategy)
         if self.hiding is Hiding.NOTHING:
             return times.total_ms
+        costs = self.for_pool([strategy])
         return max(
-            self._exposed_by_ms(times, scheme, times_ms(scheme)) for scheme in strategy.schemes
+            costs._exposed_by_ms(times, scheme, times_ms(scheme)) for scheme in strategy.schemes
         )
+
+    def for_pool(self, strategies: Iterable[Strategy]) -> RegroupCosts:
+        """These costs with the hardware queues that training sets for a pool (loop/entry.py): one
+        if some strategy has tp."""
+        has_tp = any(scheme.tp > 1 for strategy in strategies for scheme in strategy.schemes)
+        if has_tp and self.hiding is Hiding.MANY_QUEUES:
+            return replace(self, hiding=Hiding.ONE_QUEUE)
+        return self
 
     def _exposed_by_ms(
         self, times: RegroupTimes, scheme: Scheme, times_ms: Sequence[tuple[float, float]]

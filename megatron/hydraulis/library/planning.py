@@ -138,7 +138,7 @@ class Planning:
         model = replace(model, has_optimizer=has_optimizer)
         regroup = model.regroup_costs(
             [resolved.pool.tp_lcm], overlaps=not resolved.hydraulis.no_regroup_overlap
-        )
+        ).for_pool(resolved.pool.strategies)
         if profile is not None:
             cost_model = profile.with_regrouping(regroup, resolved.pool.strategies)
             where = resolved.hydraulis.cost_profile or profile.source

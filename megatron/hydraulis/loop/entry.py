@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import argparse
 import os
+import re
 import shlex
 import sys
 from collections.abc import Sequence
 from datetime import timedelta
+from pathlib import Path
 
 from megatron.hydraulis.quiet_imports import without_garbage_collection
 
@@ -60,6 +63,33 @@ RESTART_COUNTS = {
 """Text for each kind of restart -> the variable that counts restarts."""
 
 
+_QUEUES = "CUDA_DEVICE_MAX_CONNECTIONS"
+"""Variable of the hardware queues of a GPU, which CUDA reads when it starts."""
+
+
+def set_hardware_queues(words: Sequence[str]) -> None:
+    """Set the hardware queues of a GPU, unless the user has.
+
+    With one queue upstream's linear layers overlap messages of tp with weight gradients (before
+    Blackwell), but nothing except the update hides gathers; with 32 no stream need share one. So it
+    is 1 if a strategy has tp or strategies are still to be proposed, else 32, as the cost model
+    assumes (`RegroupCosts.for_pool`). docs/regrouping.md has the price of either.
+
+    words: command line of training, not yet checked.
+    """
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    for names in ("--strategy-pool --pool", "--strategy", "--tensor-model-parallel-size"):
+        parser.add_argument(*names.split(), nargs="?", const="", default="")
+    given, _ = parser.parse_known_args(words)
+    pool, tp = given.strategy_pool, given.tensor_model_parallel_size
+    text = f"{given.strategy} tp{tp} "
+    if os.path.isfile(pool) and os.access(pool, os.R_OK):
+        text += Path(pool).read_text(errors="replace")
+    has_tp = pool == "auto" or re.search(r"tp([2-9]|1\d)", text) is not None
+    if not os.environ.get(_QUEUES):
+        os.environ[_QUEUES] = "1" if has_tp else "32"
+
+
 def main(argv: Sequence[str] | None = None, hooks: UserHooks | None = None) -> None:
     """Train with the given flags; exits with status 2 and one line if they are wrong.
 
@@ -96,6 +126,8 @@ def _run_to_its_end(argv: Sequence[str] | None, hooks: UserHooks) -> None:
 
 def _run(argv: Sequence[str] | None, hooks: UserHooks) -> None:
     check_launcher_numbers()
+    words, met, pool = sys.argv[1:] if argv is None else argv, None, None
+    set_hardware_queues(words)
     has_cuda = torch.cuda.is_available()
     if has_cuda:
         use_expandable_segments()
@@ -104,7 +136,6 @@ def _run(argv: Sequence[str] | None, hooks: UserHooks) -> None:
     rank = int(os.environ.get("RANK", "0"))
     quieten_upstream(rank)
     num_ranks = int(os.environ.get("WORLD_SIZE", "1"))
-    words, met, pool = sys.argv[1:] if argv is None else argv, None, None
     if not _WITHOUT_RANKS.intersection(words):
         # Before the flags, which would be wrong for a job of this process alone.
         check_launched("train FLAGS", otherwise=", or add --dry-run")

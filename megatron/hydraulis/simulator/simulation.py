@@ -137,6 +137,8 @@ class Simulator:
 
         Raises StrategyError for a scheme that the cost model does not know.
         """
+        if self._regroup is not None:
+            self._hiding = self._regroup.for_pool(work.strategy for work in works).hiding
         loop = EventLoop()
         iterations: list[IterationTasks] = []
         for work, following in zip_longest(works, works[1:]):

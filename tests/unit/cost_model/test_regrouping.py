@@ -87,7 +87,20 @@ class TestExposed:
         if micro_batch_ms:
             assert least < by_rule
 
-    @pytest.mark.parametrize("text", [MIXED, SINGLE, PIPELINE])
+    def test_a_pool_has_one_queue_if_some_strategy_has_tp(self) -> None:
+        costs = regroup_costs(4, hiding=Hiding.MANY_QUEUES)
+        narrow, wide = strategy("4*tp1"), strategy(MIXED)
+        assert costs.for_pool([narrow]) is costs
+        of_pool = costs.for_pool([narrow, wide])
+        assert of_pool.hiding is Hiding.ONE_QUEUE
+
+        def times(scheme: Scheme) -> list[tuple[float, float]]:
+            return [(1.0, 2.0)] * scheme.pp
+
+        assert costs.exposed_ms(narrow, times) < of_pool.exposed_ms(narrow, times)
+        assert costs.exposed_ms(wide, times) == of_pool.exposed_ms(wide, times)
+
+    @pytest.mark.parametrize("text", ["4*tp1", "2*pp2", "pp2+2*tp1"])
     def test_many_queues_hide_gathers_and_one_hides_none(self, text: str) -> None:
         def times(scheme: Scheme) -> list[tuple[float, float]]:
             return [(1.0, 2.0)] * scheme.pp

@@ -7,6 +7,7 @@ import signal
 import socket
 import time
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 import torch.distributed as dist
@@ -123,3 +124,23 @@ def test_a_restarted_run_without_a_checkpoint_warns(
     assert "(restart 2)" in warning("2")
     assert "give --save DIR --load DIR to go on" in warning("2")
     assert "give --load here to go on" in warning("2", save="here")
+
+
+def test_hardware_queues_follow_the_strategies(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pool = tmp_path / "pool.json"
+
+    def queues(*words: str, given: str = "") -> str:
+        monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", given)
+        entry.set_hardware_queues(["--lr", "1", *words])
+        return os.environ["CUDA_DEVICE_MAX_CONNECTIONS"]
+
+    assert queues() == queues("--strategy", "8*tp1") == queues("--strategy=cp4+4*pp2") == "32"
+    assert queues("--strategy", "6*tp1+tp2") == queues("--strategy=tp16") == "1"
+    assert queues("--strategy-pool", "auto") == queues("--tensor-model-parallel-size", "2") == "1"
+    for replicas, number in (("tp4+4*tp1", "1"), ("8*tp1", "32")):
+        pool.write_text(f'{{"strategies": [{{"name": "S0", "replicas": "{replicas}"}}]}}')
+        assert queues("--strategy-pool", str(pool)) == queues("--pool", str(pool)) == number
+    assert queues("--strategy", "tp8", given="8") == "8"
+    assert queues("--strategy-pool", "--strategy") == "32"  # which parsing refuses

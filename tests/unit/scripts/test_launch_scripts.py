@@ -5,7 +5,6 @@ Jobs on a real Slurm are in tests/slurm/slurm_jobs.py.
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import signal
@@ -84,24 +83,6 @@ def test_the_head_of_the_script_has_every_setting_with_its_default() -> None:
         if value.isdigit() and name not in ("RANKS_PER_NODE", "MIN_NODES", "MASTER_PORT"):
             defaults = re.findall(r"\d+", documented[name])
             assert value in defaults, f"{name}: {documented[name]}"
-
-
-def test_hardware_queues_follow_the_strategies(tmp_path: Path) -> None:
-    pool = tmp_path / "pool.json"
-
-    def queues(*flags: str, given: str = "") -> str:
-        text = composed(*flags, CHECKPOINT_DIR="", CUDA_DEVICE_MAX_CONNECTIONS=given)
-        (found,) = re.findall(r"^CUDA_DEVICE_MAX_CONNECTIONS (\d+)", text, re.MULTILINE)
-        return str(found)
-
-    assert queues() == queues("--strategy", "8*tp1") == queues("--strategy=cp4+4*pp2") == "32"
-    assert queues("--strategy", "6*tp1+tp2") == queues("--strategy=tp16") == "1"
-    assert queues("--strategy-pool", "auto") == queues("--tensor-model-parallel-size", "2") == "1"
-    for replicas, num in (("tp4+4*tp1", "1"), ("8*tp1", "32")):
-        strategies = [{"name": "S0", "replicas": replicas}]
-        pool.write_text(json.dumps({"num_ranks": 8, "ranks_per_node": 8, "strategies": strategies}))
-        assert queues("--strategy-pool", str(pool)) == queues("--pool", str(pool)) == num
-    assert queues("--strategy", "tp8", given="8") == "8"
 
 
 def hold_checkpoint(folder: Path, iteration: int) -> None:
