@@ -1,21 +1,22 @@
 """What proposed pools gain in many jobs, and the CPU time of the proposals.
 
-    python -m benchmarks.propose [--sections cases]
+    python -m benchmarks.propose [--sections cases long]
 
 cases: what ``hydraulis advise`` finds for the published 7B and 32B profiles and for estimates of a
-13B and an 8B on A100 and H100, on 16, 32 and 64 ranks with contexts of 8K, 16K and 32K. All batches
-are drawn from Wikipedia lengths. One core.
+13B and an 8B on A100 and H100, on 16, 32 and 64 ranks with contexts of 8K, 16K and 32K. long: for
+estimates with contexts of 128K and 256K. All batches are drawn from Wikipedia lengths. One core.
 """
 
 from __future__ import annotations
 
 import argparse
 import itertools
+import math
 import os
 import sys
 import time
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass, replace
 from statistics import fmean
 from typing import Any
 
@@ -29,41 +30,54 @@ from megatron.hydraulis.cost_model.analytic import AnalyticCostModel
 from megatron.hydraulis.cost_model.device import device_constants
 from megatron.hydraulis.cost_model.estimate_command import estimated_profile
 from megatron.hydraulis.cost_model.job_costs import JobCosts
-from megatron.hydraulis.cost_model.profile import BY_RULE, NOTHING_HIDDEN
+from megatron.hydraulis.cost_model.profile import BY_RULE
 from megatron.hydraulis.data.sampler import BatchSizes
 from megatron.hydraulis.lengths.counts import read_length_counts
 from megatron.hydraulis.model_shape import ModelShape
 from megatron.hydraulis.proposal.propose import ProposalRequest
-from megatron.hydraulis.terminal import figures_table, results_console
+from megatron.hydraulis.proposal.verdict import Setting, dynamic_cp, ways_of
+from megatron.hydraulis.simulator.ways import FIXED_ROWS, MEGATRON_CP
+from megatron.hydraulis.terminal import StrategyText, figures_table, results_console
 
 RANKS_PER_NODE = 8
+LLAMA_8B = inputs.llama_shape(
+    num_layers=32,
+    hidden_size=4096,
+    ffn_hidden_size=14_336,
+    num_attention_heads=32,
+    num_query_groups=8,
+    vocab_size=128_256,
+)
 SIZES = {
     "13B": inputs.LLAMA_13B,
-    "8B": inputs.llama_shape(
-        num_layers=32,
-        hidden_size=4096,
-        ffn_hidden_size=14_336,
-        num_attention_heads=32,
-        num_query_groups=8,
-        vocab_size=128_256,
-    ),
-    "7B": inputs.llama_shape(
-        num_layers=32,
-        hidden_size=4096,
-        ffn_hidden_size=11_008,
-        num_attention_heads=32,
-        num_query_groups=32,
-        vocab_size=30_592,
+    "8B": LLAMA_8B,
+    "7B": replace(LLAMA_8B, ffn_hidden_size=11_008, num_query_groups=32, vocab_size=30_592),
+    "32B": ModelShape.read(inputs.MODEL),
+    "70B": replace(
+        LLAMA_8B, num_layers=80, hidden_size=8192, ffn_hidden_size=28_672, num_attention_heads=64
     ),
     "30B-A3B": ModelShape.read(inputs.QWEN3_30B_A3B),
 }
-"""Of Llama 2 13B, Llama 3 8B, the published 7B and Qwen3-30B-A3B."""
-DEVICES = ("a100-80g", "h100-80g")
-SECTIONS = ("cases",)
-CASE_TOKENS_PER_RANK = 6_250
-"""Of a global batch."""
-CASE_MODELS = ("7B A800", "32B A800", *(f"{m} {d}" for m in ("13B", "8B") for d in DEVICES))
-EXPERT_MODELS = ("30B-A3B h100-80g",)
+"""Of Llama 2 13B, Llama 3 8B and 70B, the published 7B and 32B, and Qwen3-30B-A3B."""
+CASE_TOKENS_PER_RANK, LEAST_SEQUENCES = 6_250, 2
+"""Of a global batch, which has room for as many of the longest sequences at least."""
+CASE_MODELS = (
+    "7B A800",
+    "32B A800",
+    *(f"{m} {d}" for m in ("13B", "8B") for d in ("a100-80g", "h100-80g")),
+)
+LONG_CASES = (
+    ("8B h100-80g", 16, 131_072),
+    ("8B h100-80g", 64, 262_144),
+    ("8B b200", 16, 262_144),
+    ("32B h100-80g", 64, 262_144),
+    ("32B b200", 64, 131_072),
+    ("70B h100-80g", 128, 131_072),
+    ("30B-A3B h100-80g", 64, 131_072),
+    ("30B-A3B b200", 64, 262_144),
+)
+"""Models with their devices, ranks and contexts in tokens."""
+EXPERTS = "30B-A3B"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -71,17 +85,11 @@ class CaseResult:
     """The figures that `advise` finds for one job."""
 
     name: str
-    gains: dict[str, tuple[float, float]]
-    """Of the pool over the best balanced static strategy and over rows of fixed length, by how
-    regrouping counts."""
+    gains: dict[str, tuple[float, ...]]
+    """Of the pool over the best without one, over Megatron's dynamic cp and over rows of fixed
+    length: shape (3,), as expected and in the corners of what is assumed."""
     of_ceiling: float
-    """Time that no plan can beat over the pool's, by the rule."""
-    of_bound: float
-    """Makespan that no plan of the profile's schemes can beat over the pool's."""
-    most: float
-    """Makespan of the best static strategy over that bound: no plan gains more."""
-    regrouping: float
-    """Share of regrouping and optimizer in the pool's time, by the rule."""
+    """Time that no plan can beat over the pool's."""
     static: str
     pool: str
     cpu_s: float
@@ -93,18 +101,15 @@ def case_costs(name: str, num_ranks: int) -> JobCosts:
     if device_name == "A800":
         profile = inputs.published_profile(name, num_ranks)
         device = device_constants("a800-80g")
-        shape = ModelShape.read(inputs.MODEL) if size == "32B" else SIZES[size]
     else:
-        shape, device = SIZES[size], device_constants(device_name)
-    cluster = device.cluster(num_ranks, RANKS_PER_NODE)
-    has_experts = name in EXPERT_MODELS  # as the commands with --moe-grouped-gemm
+        device = device_constants(device_name)
     model = AnalyticCostModel(
-        shape=shape,
+        shape=SIZES[size],
         device=device,
-        cluster=cluster,
+        cluster=device.cluster(num_ranks, RANKS_PER_NODE),
         cp_comm_type="auto",
         has_te_layers=True,
-        groups_experts=has_experts,
+        groups_experts=size == EXPERTS,  # as the commands with --moe-grouped-gemm
         fuses_rope=True,
         has_te_attention=True,
     )
@@ -127,7 +132,9 @@ def run_case(
     )
     request = ProposalRequest(
         corpus=read_length_counts(inputs.WIKIPEDIA),
-        sizes=BatchSizes.constant(num_tokens=CASE_TOKENS_PER_RANK * num_ranks),
+        sizes=BatchSizes.constant(
+            num_tokens=max(CASE_TOKENS_PER_RANK * num_ranks, LEAST_SEQUENCES * context_tokens)
+        ),
         seq_length=min(context_tokens, held),
         num_ranks=num_ranks,
         ranks_per_node=RANKS_PER_NODE,
@@ -136,60 +143,63 @@ def run_case(
         seed=options.seed,
     )
     advice = advise(request, costs)
+    cpu_s, verdict = time.process_time() - begin_s, advice.verdict
+    readings = [
+        (costs, verdict.baseline, verdict.gain),
+        *((costs.at_corner(c.corner), c.baseline, c.gain) for c in verdict.corners),
+    ]
+    gains: dict[str, list[float]] = {way: [] for way in ("baseline", MEGATRON_CP, FIXED_ROWS)}
+    for there, baseline, gain in readings:
+        pool_s = baseline.time_s / gain
+        own, *others = Setting.all_of(there)
+        of_settings = (dynamic_cp(request, each, advice.proposal.pool) for each in (own, *others))
+        gains["baseline"].append(gain)
+        gains[MEGATRON_CP].append(
+            min((each.time_s for each in of_settings if each), default=math.inf) / pool_s
+        )
+        fixed = ways_of(request, own, advice.proposal.pool).fastest(FIXED_ROWS)
+        assert fixed is not None
+        works, makespan_s = fixed
+        fixed_s = makespan_s + there.overhead_ms(works[0].strategy) / 1e3
+        gains[FIXED_ROWS].append(fixed_s / pool_s)
     return CaseResult(
         name=f"{name}, {num_ranks}, {context_tokens // 1024}K",
-        gains={
-            kind: (advice.gain(advice.static, kind), advice.gain(advice.fixed_rows, kind))
-            for kind in advice.kinds
-        },
+        gains={way: tuple(of_way) for way, of_way in gains.items()},
         of_ceiling=advice.ceiling_s / advice.pool.time_s(BY_RULE),
-        of_bound=advice.bound_s / advice.pool.makespan_s,
-        most=advice.static.makespan_s / advice.bound_s,
-        regrouping=advice.pool.regroup_s[BY_RULE] / advice.pool.time_s(BY_RULE),
         static=advice.static.text,
         pool=advice.pool.text,
-        cpu_s=time.process_time() - begin_s,
+        cpu_s=cpu_s,
     )
 
 
 def case_table(results: Sequence[CaseResult]) -> Table:
     """Gains of every case, and their means."""
-    columns = [
-        f"{over}, {kind}" for kind in (NOTHING_HIDDEN, BY_RULE) for over in ("static", "fixed")
-    ]
     table = figures_table(
-        "gain of the pool, ×",
-        ("model, ranks, context", "best static", "pool"),
-        (*columns, "of ceiling", "of bound", "most", "regrouping", "CPU s"),
-        caption="static: the best without a pool, as advise compares; fixed: the best layout "
-        "with rows of fixed length. Of ceiling: share of the speed that no plan exceeds. "
-        "Of bound: the same, if schemes hold what memory allows and micro-batches have their "
-        "constant times; without regrouping. Most: gain over static at that bound. "
-        "Regrouping: with the optimizer, share of the pool's time.",
+        "gain of the pool, × (with the range of what is assumed)",
+        ("model, ranks, context", "best without a pool", "pool"),
+        (*results[0].gains, "of ceiling", "CPU s"),
+        caption="Baseline: the best without a pool, as advise compares; the others: the best of "
+        "this way. Of ceiling: share of the speed that no plan exceeds.",
     )
-    rows = []
     for result in results:
-        gains = [*result.gains[NOTHING_HIDDEN], *result.gains[BY_RULE]]
-        rows.append((*gains, result.of_ceiling, result.of_bound, result.most, result.regrouping))
-        numbers = (*(f"{value:.3f}" for value in rows[-1]), f"{result.cpu_s:.0f}")
-        table.add_row(result.name, result.static, result.pool, *numbers)
-    table.add_section()
-    for label, of_column in (("mean", fmean), ("least", min)):
-        columns_of = zip(*rows, strict=True)
-        table.add_row(label, "", "", *(f"{of_column(column):.3f}" for column in columns_of), "")
+        numbers = [f"{g[0]:.3f} ({min(g):.2f} – {max(g):.2f})" for g in result.gains.values()]
+        last = (f"{result.of_ceiling:.3f}", f"{result.cpu_s:.0f}")
+        static, pool = StrategyText(result.static), StrategyText(result.pool)
+        table.add_row(result.name, static, pool, *numbers, *last)
+    means = [fmean(r.gains[way][0] for r in results) for way in results[0].gains]
+    of_ceiling = fmean(result.of_ceiling for result in results)
+    table.add_row("mean", "", "", *(f"{mean:.3f}" for mean in (*means, of_ceiling)), "")
     return table
 
 
-def run_cases(options: argparse.Namespace, console: Console) -> list[dict[str, Any]]:
-    """All chosen cases, printed as they come, and their table."""
+def run_cases(
+    cases: Iterable[tuple[str, int, int]], options: argparse.Namespace, console: Console
+) -> list[dict[str, Any]]:
+    """The cases, printed as they come, and their table."""
     results = []
-    for name, num_ranks, context_tokens in itertools.product(
-        options.case_models, options.case_ranks, inputs.POOL_CONTEXTS_TOKENS
-    ):
-        results.append(run_case(name, num_ranks, context_tokens, options))
-        last = results[-1]
-        line = {kind: [round(gain, 3) for gain in gains] for kind, gains in last.gains.items()}
-        console.print(f"{last.name}: {line}, {last.of_ceiling:.3f} of the ceiling", highlight=False)
+    for case in cases:
+        results.append(run_case(*case, options))
+        console.print(results[-1], highlight=False)
     console.print(case_table(results))
     return [asdict(result) for result in results]
 
@@ -199,7 +209,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = _parser().parse_args(arguments)
     os.sched_setaffinity(0, {max(os.sched_getaffinity(0))})
     console = results_console()
-    figures = {section: run_cases(options, console) for section in options.sections}
+    contexts = inputs.POOL_CONTEXTS_TOKENS
+    cases = {
+        "cases": itertools.product(options.case_models, options.case_ranks, contexts),
+        "long": LONG_CASES,
+    }
+    figures = {name: run_cases(cases[name], options, console) for name in options.sections}
     write_figures(console, options.json, figures)
     return 0
 
@@ -207,14 +222,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _parser() -> argparse.ArgumentParser:
     parser = make_parser("propose", "Quality and time of proposed pools on one core.")
     parser.add_argument(
-        "--sections", nargs="+", choices=SECTIONS, default=list(SECTIONS), help="what to measure"
+        "--sections", nargs="+", choices=("cases", "long"), default=["cases"], help="what to run"
     )
     parser.add_argument("--max-strategies", type=int, default=7, help="of the proposed pool")
     parser.add_argument("--case-batches", type=int, default=8, help="batches of a case")
     parser.add_argument(
         "--case-models",
         nargs="+",
-        choices=(*CASE_MODELS, *EXPERT_MODELS),
+        choices=(*CASE_MODELS, f"{EXPERTS} h100-80g"),
         default=list(CASE_MODELS),
         help="of cases",
     )

@@ -1,7 +1,7 @@
 """Constants that are assumed, with the ends between which they may be.
 
 A field of a dataclass is assumed if its type is ``Annotated`` with an `Assumed`. All of them
-together are moved to a **corner**: where a pool gains least, or most.
+together are moved to a **corner**: where pools gain least, or most.
 """
 
 from dataclasses import dataclass, replace
@@ -10,12 +10,17 @@ from typing import Any, get_type_hints
 
 
 class Corner(Enum):
-    """Which end every assumed constant takes."""
+    """Which end every assumed constant takes.
+
+    A constant's ends are where most pools gain least and most. A single pool may gain more in the
+    low corner than in the high one, or most between them: what it gains is a range from the least
+    to the most of both corners and the expected value.
+    """
 
     LOW = "low"
-    """A pool gains least."""
+    """Most pools gain least."""
     HIGH = "high"
-    """A pool gains most."""
+    """Most pools gain most."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,9 +28,9 @@ class Assumed:
     """The ends of a constant, as factors of its value."""
 
     low: float
-    """Where a pool gains least."""
+    """In the low corner."""
     high: float
-    """Where a pool gains most."""
+    """In the high corner."""
     reason: str
     """Why the constant cannot be beyond either end, with sources."""
     most: float = float("inf")

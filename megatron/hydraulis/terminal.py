@@ -5,16 +5,19 @@ from __future__ import annotations
 import html
 import io
 import json
+import re
 import shlex
 import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
+from rich.console import Console, ConsoleOptions, RenderResult
+from rich.measure import Measurement
 from rich.progress import (
     BarColumn,
     DownloadColumn,
@@ -189,6 +192,29 @@ def figures_table(
     for name in numbers:
         table.add_column(name, justify="right")
     return table
+
+
+@dataclass(frozen=True, slots=True)
+class StrategyText:
+    """A text with strategies in a table: lines break between words and terms, not inside of a term
+    such as ``6*tp4cp2``, unless it is longer than a line."""
+
+    text: str
+
+    def __rich_measure__(self, console: Console, options: ConsoleOptions) -> Measurement:
+        longest = max((len(piece.rstrip()) for piece in self._pieces()), default=0)
+        return Measurement(longest, len(self.text)).with_maximum(options.max_width)
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        lines = [""]
+        for piece in self._pieces():
+            if lines[-1] and len(lines[-1]) + len(piece.rstrip()) > options.max_width:
+                lines.append("")
+            lines[-1] += piece
+        yield Text("\n".join(line.rstrip() for line in lines), overflow="fold")
+
+    def _pieces(self) -> list[str]:
+        return re.findall(r"[^\s+]+(?:\+|\s*)", self.text)
 
 
 def table_text(table: Table, width: int) -> str:

@@ -18,10 +18,13 @@ from megatron.hydraulis.errors import ConfigurationError, NotInstalledError
 from megatron.hydraulis.ranges import RANGES_OF_COMMANDS
 from megatron.hydraulis.terminal import (
     ProgressBars,
+    StrategyText,
     TimeLeftColumn,
+    figures_table,
     launch_command,
     print_next,
     profile_command,
+    table_text,
 )
 from tests.unit.flags.argument_command import flag_parser
 
@@ -279,3 +282,16 @@ def test_errors_and_printed_commands_do_not_control_the_terminal(
     printed = capsys.readouterr().out
     assert r"a\x1b[31m\udcff b'" in printed
     assert printed.strip().isprintable()
+
+
+@pytest.mark.parametrize("width", [34, 40, 60])
+def test_a_strategy_breaks_between_its_terms(width: int) -> None:
+    text = "tp4cp2+12*tp2cp2~+4*tp2 16*tp4cp2, every layer recomputed"
+    table = figures_table("", ("strategy",), ("gain", "time, s"))
+    table.add_row(StrategyText(text), "1.000", "12.345")
+    lines = [line for line in table_text(table, width).splitlines() if line.startswith("│")]
+    assert len(lines) > 1
+    cells = [line.split("│")[1].strip() for line in lines]
+    assert "".join(cells).replace(" ", "") == text.replace(" ", "")
+    pieces = [piece for cell in cells for piece in re.findall(r"[^ +]+", cell)]
+    assert pieces == re.findall(r"[^ +]+", text)

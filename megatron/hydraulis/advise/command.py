@@ -58,6 +58,7 @@ from megatron.hydraulis.simulator.ways import CEILING, FIXED_ROWS, MEGATRON_CP, 
 from megatron.hydraulis.strategy import Pool, Scheme, Strategy
 from megatron.hydraulis.terminal import (
     OnProgress,
+    StrategyText,
     figures_table,
     launch_command,
     phase_progress,
@@ -498,7 +499,7 @@ def choice_table(advice: Advice, peak_flops_per_s: float) -> Table:
         time_s = choice.time_s(advice.kind)
         table.add_row(
             choice.name,
-            choice.text,
+            StrategyText(choice.text),
             f"{advice.num_tokens / time_s:,.0f}",
             f"{100.0 * advice.model_flops / (time_s * peak_flops_per_s):.1f}",
             f"{advice.fixed_rows.time_s(advice.kind) / time_s:.2f}",
@@ -584,7 +585,7 @@ def _print_commands(
         strategies = (*advice.static.strategies, *pool.strategies)
         wanted = [(setting, strategies)]
         if advice.verdict.is_open:
-            wanted += advice.verdict.to_measure(pool, advice.pool.setting)
+            wanted += advice.verdict.to_measure
         schemes = print_measurements(wanted, pool, namespace.training_words)
         if is_worth_it:
             print_next(

@@ -95,6 +95,11 @@ _NUM_PP_MESSAGES = 2
 _NUM_GATED_MATRICES = 3
 
 
+Passes = Annotated[
+    float, Assumed(0.7, 1.4, "fitted to kernels of 2022; fused ones move less, other ones more")
+]
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class KernelConstants:
     """Constants of this program's kernels and of how they are called; the device's are its own.
@@ -103,23 +108,25 @@ class KernelConstants:
     measured profile together; docs/cost-model.md has the errors.
     """
 
-    product_share: float = 0.907
+    product_share: Annotated[
+        float, Assumed(1.1, 0.85, "1.0 is the rate alone; clocks fall by up to a quarter", most=1.0)
+    ] = 0.907
     """Rate of matrix products in training over that of the same products measured alone, where the
     device has measured `kernels`: clocks fall under load (assumed cause)."""
-    hidden_passes: float = 5.91
+    hidden_passes: Passes = 5.91
     """Hidden states that a layer's forward moves through memory outside its matrix products:
     norms, residuals. Without sequence parallelism every tp rank moves all of them. Target of the
     fit: that saved 0.6 of 19.6 ms per layer (arXiv 2205.05198, table 4)."""
-    query_passes: float = 6.17
+    query_passes: Passes = 6.17
     """Rows of queries, keys and values that it moves, divided by tp: rotation, layout."""
-    ffn_passes: float = 5.11
+    ffn_passes: Passes = 5.11
     """Rows of the MLP's width that it moves, divided by tp, if the MLP is gated."""
-    logit_passes: float = 21.4
+    logit_passes: Passes = 21.4
     """Rows of logits that loss and its gradient move, in bf16 rows."""
     logit_products: float = 4.0
     """Products with the output matrix: logits, once more for the backward of a row of several
     chunks (runtime/token_loss.py), and two gradients; not fitted."""
-    weight_passes: float = 1.78
+    weight_passes: Passes = 1.78
     """How often the backward of a micro-batch moves the weights to accumulate gradients."""
     half_rate_tokens: float = 512.0
     """Length at which attention that was not measured reaches half of its rate for long sequences;
@@ -129,6 +136,11 @@ class KernelConstants:
     network; fitted to tp16, whose ring has 15 steps."""
     collective_latencies: float = 2.16
     """The same inside a node, where none was measured (assumption)."""
+    attention_backward: Annotated[
+        float,
+        Assumed(1.15, 0.85, "2.5 × the work at 63 instead of 73 % of the peak (arXiv 2307.08691)"),
+    ] = 1.0
+    """Time of attention's backward over what the device's constants say."""
     overlap: Annotated[
         float, Assumed(1.0, 0.5, "messages take multiprocessors and memory from compute")
     ] = 1.0
@@ -195,7 +207,8 @@ class AnalyticCostModel(TrainedModel):
     def backward_attentions(self) -> float:
         """Time of attention's backward in forwards."""
         kernels = self.device.kernels
-        return _BACKWARD_ATTENTIONS if kernels is None else kernels.attention.backward_forwards
+        forwards = kernels.attention.backward_forwards if kernels else _BACKWARD_ATTENTIONS
+        return self.kernels.attention_backward * forwards
 
     def at_corner(self, corner: Corner) -> "AnalyticCostModel":
         """The model with assumed constants in a corner."""

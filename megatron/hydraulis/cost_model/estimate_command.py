@@ -50,9 +50,6 @@ _MOST_OF_A_SIZE = 3
 _LEAST_MORE_TOKENS = 1.25
 """Tokens of a micro-batch over those without fs, or r, from which it is offered: these save memory
 alone."""
-_MOST_SHARES = 64
-"""Parts into which tp and fs cut the weights, of schemes that are not named: smaller ones save
-little, and regrouping is counted for each."""
 _MOST_STAGES = 8
 """Longest pipelines of schemes that are not named: others rarely win with few micro-batches."""
 
@@ -219,7 +216,7 @@ def possible_schemes(model: AnalyticCostModel) -> list[Scheme]:
             continue
         found.append(scheme)
         plain = [scheme]
-        if replica == scheme and cp > 1 and tp * cp <= _MOST_SHARES and pp == ep == 1:
+        if replica == scheme and cp > 1 and pp == ep == 1:
             plain.append(replace(scheme, fs=cp))
             offer(plain[1], instead_of=scheme)
         if model.offers_recompute and model.recompute.granularity != "full":

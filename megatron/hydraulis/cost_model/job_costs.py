@@ -249,10 +249,10 @@ class JobCosts:
         rows = []
         for row in self.profile.schemes:
             if not row.is_assumed:
-                of_row, limit = self.model.coefficients(row.scheme), model.max_tokens(row.scheme)
-                times = _as_measured(model.coefficients(row.scheme), of_row, row.coefficients)
+                limit = model.max_tokens(row.scheme)
                 if before := self.model.max_tokens(row.scheme):
                     limit = row.max_tokens * limit // before
+                times = self._times_by(model, row)
                 rows.append(replace(row, coefficients=times, max_tokens=limit))
         profile = replace(self.profile, schemes=tuple(rows))
         return replace(self, profile=profile, model=model).with_widths()
@@ -262,9 +262,10 @@ class JobCosts:
         if self.model is None:
             return self
         model = self.model.at_corner(corner)
-        here = self.by(model) if self.profile.is_estimated else self
-        rows = tuple(row for row in here.profile.schemes if not row.is_assumed)
-        profile = replace(self.profile, schemes=rows)
+        rows = [row for row in self.profile.schemes if not row.is_assumed]
+        if self.profile.is_estimated:  # memory is not assumed
+            rows = [replace(row, coefficients=self._times_by(model, row)) for row in rows]
+        profile = replace(self.profile, schemes=tuple(rows))
         if (known := profile.regroup) is not None:
             overlaps = known.hiding is not Hiding.NOTHING
             regroup = model.regroup_costs((known.num_atoms,), overlaps=overlaps)
@@ -273,6 +274,12 @@ class JobCosts:
                 regroup = replace(regroup, hiding=Hiding.ONE_QUEUE)  # streams share one
             profile = profile.with_regrouping(regroup)
         return replace(self, profile=profile, model=model).with_widths()
+
+    def _times_by(self, model: AnalyticCostModel, row: ProfiledScheme) -> Coefficients:
+        """The times of a row, which change by as much as those of the model do."""
+        assert self.model is not None
+        before, after = self.model.coefficients(row.scheme), model.coefficients(row.scheme)
+        return _as_measured(after, before, row.coefficients)
 
     def coefficients(self, scheme: Scheme) -> Coefficients:
         """Measured or assumed; StrategyError if the profile has no width of the scheme."""

@@ -23,7 +23,7 @@ from megatron.hydraulis.cost_model.device import DeviceConstants, Precision
 from megatron.hydraulis.cost_model.pipeline import stage_parts
 from megatron.hydraulis.errors import ConfigurationError
 from megatron.hydraulis.model_shape import ModelShape
-from megatron.hydraulis.strategy import Scheme, Strategy
+from megatron.hydraulis.strategy import Replica, Scheme, Strategy
 from megatron.hydraulis.transfer.amounts import LayoutAmounts, RankAmounts, StrategyAmounts
 from megatron.hydraulis.transfer.calls import call_amounts, calls_of
 from megatron.hydraulis.transfer.canonical import Bucket, CanonicalLayout, Unit, model_parameters
@@ -153,7 +153,7 @@ class RegroupCosts:
     hiding: Hiding = Hiding.ONE_QUEUE
     factor: float = 1.0
     """Measured over computed times, see `calibrated`; all times are multiplied by it."""
-    _known: dict[tuple[tuple[Scheme, tuple[int, ...]], ...], RegroupTimes] = field(
+    _known: dict[tuple[Replica, ...], RegroupTimes] = field(
         default_factory=dict, init=False, repr=False, compare=False
     )
     _counted: dict[int, LayoutAmounts] = field(
@@ -225,10 +225,9 @@ class RegroupCosts:
                 f"regrouping: strategy {strategy.name!r} is for {strategy.num_ranks} ranks but the "
                 f"cluster has {self.cluster.num_ranks}; describe the cluster of the strategies"
             )
-        key = tuple((each.scheme.of_weights, each.ranks) for each in strategy.replicas)
-        if key not in self._known:
-            self._known[key] = self._of(strategy)
-        return self._known[key]
+        if strategy.replicas not in self._known:
+            self._known[strategy.replicas] = self._of(strategy)
+        return self._known[strategy.replicas]
 
     def exposed_ms(self, strategy: Strategy, times_ms: MicroBatchTimes) -> float:
         """Regrouping and update that add to the makespan, by `hiding`; raises as `times`.

@@ -21,7 +21,11 @@ from megatron.hydraulis.json_object import write_output
 from megatron.hydraulis.lengths.batches import add_batch_arguments
 from megatron.hydraulis.planner.solver import native_prints_to_stderr
 from megatron.hydraulis.proposal.propose import ProposalRequest, propose
-from megatron.hydraulis.proposal.verdict import OPEN_TEXT, Setting, judged, print_measurements
+from megatron.hydraulis.proposal.verdict import (
+    PROFILE,
+    judged,
+    print_measurements,
+)
 from megatron.hydraulis.terminal import (
     launch_command,
     phase_progress,
@@ -100,14 +104,16 @@ def run(namespace: argparse.Namespace) -> int:
     if proposal.verdict is not None:
         console.print(str(proposal.verdict), highlight=False)
         if proposal.verdict.is_open:
-            console.print(OPEN_TEXT, highlight=False)
-            wanted = proposal.verdict.to_measure(proposal.pool, Setting(costs=costs))
+            wanted = proposal.verdict.to_measure
             print_measurements(wanted, proposal.pool, namespace.training_words)
+            console.print(f"Then propose again with --cost-profile {PROFILE}.", highlight=False)
     print_bf16_advice(cost_model, proposal.shares, proposal.mean_s)
     if namespace.out is not None:
         print(f"pool: {namespace.out}")
         if assumed:
             print(f"cost profile with the assumed rows: {profile_path}")
+    if proposal.verdict is not None and proposal.verdict.is_open:
+        return 0
     print_next(
         launch_command(proposal.pool.num_ranks, proposal.pool.ranks_per_node),
         *("--strategy-pool", namespace.out or "POOL", "--cost-profile", profile_path),

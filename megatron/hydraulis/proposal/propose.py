@@ -28,7 +28,13 @@ from megatron.hydraulis.proposal.explore import (
 )
 from megatron.hydraulis.strategy import Pool, Scheme, Strategy
 from megatron.hydraulis.strategy.notation import parse_terms
-from megatron.hydraulis.terminal import OnProgress, figures_table, notebook_html, table_text
+from megatron.hydraulis.terminal import (
+    OnProgress,
+    StrategyText,
+    figures_table,
+    notebook_html,
+    table_text,
+)
 
 if TYPE_CHECKING:
     from megatron.hydraulis.proposal.verdict import PoolVerdict
@@ -292,19 +298,6 @@ def propose(
     return _proposal(search, cost_model, regimes, chosen, static, one_more, seconds)
 
 
-def best_static(
-    request: ProposalRequest, cost_model: ProfileCostModel, below_s: float = math.inf
-) -> tuple[Strategy, float] | None:
-    """The fastest strategy of one scheme for the batches and its mean time in s, by full plans;
-    None if none holds the longest sequence in less than below_s."""
-    candidates = request.candidates(cost_model)
-    search = _PoolSearch(request, candidates, cost_model)
-    best = search.best_static(_MS_PER_S * below_s)
-    if best is None:
-        return None
-    return candidates.strategy(search.mixes[best]), search.mean_ms((best,)) / _MS_PER_S
-
-
 def _explore(
     explorer: Explorer,
     evaluator: Evaluator,
@@ -389,9 +382,9 @@ class _PoolSearch:
         for mix in better:
             self.add(mix)
 
-    def best_static(self, below_ms: float = math.inf) -> int | None:
+    def best_static(self) -> int | None:
         """The fastest strategy of one scheme, by full plans of all batches; None if none holds the
-        longest sequence in a mean time of less than below_ms."""
+        longest sequence."""
         candidates, empty = self.candidates, (0,) * len(self.candidates.schemes)
         plain = single_scheme_mixes(candidates)
         self.explorer.remember(plain)
@@ -400,11 +393,10 @@ class _PoolSearch:
         }
         waves = set(range(len(empty))) - set(candidates.plain)
         for mix in self._static(candidates.filled(empty, (index,)) for index in sorted(waves)):
-            if self.explorer.estimates_ms(mix).mean() < below_ms:  # estimates of waves are low
-                self.add(mix)
+            self.add(mix)
         known_ms = dict(zip(self.mixes, self.times_ms.mean(axis=1), strict=True))
         means_ms = {mix: float(known_ms[mix]) for mix in self._static(known_ms)} | means_ms
-        best, best_ms = None, below_ms * len(self.evaluator.batches)
+        best, best_ms = None, math.inf
         for mix in sorted(means_ms, key=lambda mix: means_ms[mix])[:_NUM_STATIC]:
             self.add(mix)
             row = self.mixes.index(mix)
@@ -640,7 +632,7 @@ def _pool_table(proposal: Proposal) -> Table:
             gain = f"{100 * member.gain_s / (proposal.mean_s + member.gain_s):.2f}"
         table.add_row(
             member.name,
-            member.replicas,
+            StrategyText(member.replicas),
             f"{member.longest_tokens:,}",
             f"{100 * member.num_batches / proposal.num_batches:.0f} %",
             _NONE if member.mean_s is None else f"{member.mean_s:.4f}",
@@ -665,7 +657,9 @@ def _size_table(proposal: Proposal) -> Table:
     for place, (names, mean_s) in enumerate(rows):
         saved = f"{1e3 * (mean_s - following[place]):.1f}" if place < len(following) else _NONE
         is_pool = place + 1 == len(proposal.sizes)
-        table.add_row(names, f"{mean_s:.4f}", saved, style="bold" if is_pool else None)
+        table.add_row(
+            StrategyText(names), f"{mean_s:.4f}", saved, style="bold" if is_pool else None
+        )
     return table
 
 
@@ -679,7 +673,7 @@ def _regime_table(proposal: Proposal) -> Table:
     for regime in proposal.regimes:
         table.add_row(
             f"{regime.above_tokens + 1:,} – {regime.up_to_tokens:,}",
-            regime.replicas,
+            StrategyText(regime.replicas),
             regime.name or _NONE,
             str(regime.num_batches),
             f"{regime.mean_s:.4f}",

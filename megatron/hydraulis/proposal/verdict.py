@@ -7,6 +7,7 @@ plans, and of Megatron's dynamic cp; each as the flags of the job say, with the 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from statistics import fmean
@@ -21,8 +22,14 @@ from megatron.hydraulis.cost_model.limits import Limits
 from megatron.hydraulis.cost_model.profile import ProfiledScheme
 from megatron.hydraulis.cost_model.trained_model import EVERY_LAYER, NO_RECOMPUTE
 from megatron.hydraulis.planner.planners import CertifiedPlanner
-from megatron.hydraulis.proposal.propose import Proposal, ProposalRequest, best_static
-from megatron.hydraulis.simulator.ways import BALANCED, MEGATRON_CP, Ways
+from megatron.hydraulis.proposal.propose import Proposal, ProposalRequest
+from megatron.hydraulis.simulator.ways import (
+    BALANCED,
+    FULL_OVER_QUICK,
+    MEGATRON_CP,
+    Ways,
+    fastest_static,
+)
 from megatron.hydraulis.strategy import Pool, Strategy
 from megatron.hydraulis.terminal import print_next, profile_command
 
@@ -144,6 +151,9 @@ class PoolVerdict:
     gain: float
     """Time of the baseline over that of the pool."""
     corners: tuple[CornerGain, ...]
+    pool: Pool
+    setting: Setting
+    """That of the pool."""
 
     @property
     def range(self) -> tuple[float, float]:
@@ -164,22 +174,23 @@ class PoolVerdict:
         least, most = (round(gain, 2) for gain in self.range)
         return least < 1.0 < most
 
-    def to_measure(self, pool: Pool, setting: Setting) -> list[tuple[Setting, Strategies]]:
+    @property
+    def to_measure(self) -> list[tuple[Setting, Strategies]]:
         """The strategies that decide, with their settings: the pool's, and the baselines."""
         baselines = (self.baseline, *(each.baseline for each in self.corners))
         return [
-            (setting, pool.strategies),
+            (self.setting, self.pool.strategies),
             *((each.setting, (each.strategy,)) for each in baselines),
         ]
 
     def __str__(self) -> str:
         return (
             f"{self.text} as fast as {self.baseline.text}, the best without a pool: "
-            f"{self.baseline.time_s:.4f} s"
+            f"{self.baseline.time_s:.4f} s{f'. {OPEN_TEXT}' if self.is_open else ''}"
         )
 
     def to_json(self) -> dict[str, Any]:
-        """All figures by name."""
+        """All figures by name, and what to measure if the gain may be a loss."""
         return {
             "gain": self.gain,
             "range": list(self.range),
@@ -188,7 +199,23 @@ class PoolVerdict:
                 each.corner.value: {"gain": each.gain, "baseline": each.baseline.to_json()}
                 for each in self.corners
             },
+            "to_measure": [
+                {"setting": setting.text.lstrip(", "), "schemes": list(schemes)}
+                for setting, schemes in _by_setting(self.to_measure if self.is_open else ())
+            ],
         }
+
+
+def _by_setting(
+    wanted: Iterable[tuple[Setting, Strategies]],
+) -> list[tuple[Setting, dict[str, int]]]:
+    """Each setting with the schemes of its strategies and their numbers of ranks."""
+    found: dict[str, tuple[Setting, dict[str, int]]] = {}
+    for setting, strategies in wanted:
+        _, schemes = found.setdefault(setting.text, (setting, {}))
+        used = (scheme for strategy in strategies for scheme in strategy.schemes)
+        schemes |= {str(scheme): scheme.num_ranks for scheme in used}
+    return list(found.values())
 
 
 def print_measurements(
@@ -199,21 +226,14 @@ def print_measurements(
 
     words: of the job's training.
     """
-    schemes: dict[str, dict[str, int]] = {}
-    settings: dict[str, Setting] = {}
-    for setting, strategies in wanted:
-        used = (scheme for strategy in strategies for scheme in strategy.schemes)
-        found = schemes.setdefault(setting.text, {})
-        found |= {str(scheme): scheme.num_ranks for scheme in used}
-        settings.setdefault(setting.text, setting)
-    for number, (text, setting) in enumerate(settings.items()):
-        largest = max(schemes[text].values())
+    of_settings = _by_setting(wanted)
+    for number, (setting, schemes) in enumerate(of_settings):
         print_next(
-            profile_command(pool.num_ranks, pool.ranks_per_node, largest),
+            profile_command(pool.num_ranks, pool.ranks_per_node, max(schemes.values())),
             *("--out", f"{number}_{PROFILE}" if number else PROFILE, "--schemes"),
-            *(*schemes[text], "--", *setting.words(words)),
+            *(*schemes, "--", *setting.words(words)),
         )
-    return list(next(iter(schemes.values())))
+    return list(of_settings[0][1])
 
 
 def judged(request: ProposalRequest, costs: JobCosts, proposal: Proposal) -> Proposal:
@@ -243,17 +263,29 @@ def pool_verdict(
     """
     corners = []
     for corner in Corner if settings[0].costs.model is not None else ():
-        there = list(Setting.all_of(settings[0].costs.at_corner(corner)))
-        best = best_baseline(request, there, proposal.pool)
-        (profile,) = (each.costs.profile for each in there if each.text == setting.text)
-        limits = Limits(profile, row_quantum=request.row_quantum_tokens)
-        planner = CertifiedPlanner(proposal.pool, profile, limits, seed=request.seed)
-        pool_s = fmean(planner.plan(batch).predicted_time_s for batch in request.batches)
+        there = {each.text: each for each in Setting.all_of(settings[0].costs.at_corner(corner))}
+        own, of_baseline = there[setting.text], there[baseline.setting.text]
+        pool_s = _mean_s(request, own, proposal.pool)
+        first: Baseline | None
+        if baseline.way == MEGATRON_CP:
+            first = dynamic_cp(request, of_baseline, proposal.pool)
+        else:
+            used = {strategy.replicas for strategy in proposal.pool.strategies}
+            is_pool = own is of_baseline and used == {baseline.strategy.replicas}
+            time_s = pool_s
+            if not is_pool:
+                time_s = _mean_s(request, of_baseline, Pool.of(baseline.strategy))
+            first = replace(baseline, setting=of_baseline, time_s=time_s)
+        best = best_baseline(request, there.values(), proposal.pool, first=first)
         if best is not None:
             gain = best.time_s / pool_s
             corners.append(CornerGain(corner=corner, baseline=best, gain=gain))
     return PoolVerdict(
-        baseline=baseline, gain=baseline.time_s / proposal.mean_s, corners=tuple(corners)
+        baseline=baseline,
+        gain=baseline.time_s / proposal.mean_s,
+        corners=tuple(corners),
+        pool=proposal.pool,
+        setting=setting,
     )
 
 
@@ -262,6 +294,7 @@ def best_baseline(
     settings: Iterable[Setting],
     pool: Pool,
     static: tuple[Strategy, float] | None = None,
+    first: Baseline | None = None,
 ) -> Baseline | None:
     """The fastest baseline for the batches; None if none holds the longest sequence.
 
@@ -269,29 +302,83 @@ def best_baseline(
         settings: of the job, `Setting.all_of`.
         pool: of the job.
         static: the best static strategy in the first setting and its time in s, if it is known.
+        first: some baseline with its time; the others only count if they are faster.
     """
-    best: Baseline | None = None
+    best, candidates = first, list[tuple[Setting, Strategy]]()
     for number, setting in enumerate(settings):
-        below_s = float("inf") if best is None else best.time_s
-        found = static
-        if number or static is None:
-            found = best_static(request, setting.costs.profile, below_s)
-        if found is not None and found[1] < below_s:
-            strategy, below_s = found
-            best = Baseline(way=BALANCED, strategy=strategy, setting=setting, time_s=below_s)
-        ways = Ways(
-            batches=request.batches,
-            pool=pool,
-            costs=setting.costs,
-            seq_length=request.counts.longest,
-        )
-        dynamic = ways.fastest(MEGATRON_CP, below_s)
-        if dynamic is not None:
-            works, makespan_s = dynamic
-            strategy = works[0].strategy
-            time_s = makespan_s + setting.costs.overhead_ms(strategy) / _MS_PER_S
-            best = Baseline(way=MEGATRON_CP, strategy=strategy, setting=setting, time_s=time_s)
+        if static is not None and not number:
+            strategy, time_s = static
+            best = Baseline(way=BALANCED, strategy=strategy, setting=setting, time_s=time_s)
+        else:
+            candidates += (
+                (setting, strategy)
+                for strategy in ways_of(request, setting, pool).static()
+                if request.schemes is None or strategy.schemes[0] in request.schemes
+                if first is None
+                or (strategy.replicas, setting) != (first.strategy.replicas, first.setting)
+            )
+        below_s = math.inf if best is None else best.time_s
+        best = dynamic_cp(request, setting, pool, below_s) or best
+    below_s = math.inf if best is None else best.time_s
+    for place, times_ms in fastest_static(
+        [(strategy, setting.costs.profile) for setting, strategy in candidates],
+        request.batches,
+        row_quantum=request.row_quantum_tokens,
+        below_ms=_MS_PER_S * below_s,
+    ):
+        setting, strategy = candidates[place]
+        least_s = [FULL_OVER_QUICK * time_ms / _MS_PER_S for time_ms in times_ms]
+        time_s = _mean_s(request, setting, Pool.of(strategy), least_s, below_s)
+        if time_s < below_s:
+            best = Baseline(way=BALANCED, strategy=strategy, setting=setting, time_s=time_s)
+            below_s = time_s
     return best
+
+
+def _mean_s(
+    request: ProposalRequest,
+    setting: Setting,
+    pool: Pool,
+    least_s: Iterable[float] = (),
+    below_s: float = math.inf,
+) -> float:
+    """Mean time of the plans of all batches; a lower one if it is no less than below_s.
+
+    least_s: of each batch's plan.
+    """
+    profile = setting.costs.profile
+    limits = Limits(profile, row_quantum=request.row_quantum_tokens)
+    planner = CertifiedPlanner(pool, profile, limits, seed=request.seed)
+    times_s = list(least_s) or [0.0] * len(request.batches)
+    for index, batch in enumerate(request.batches):
+        if fmean(times_s) < below_s:
+            times_s[index] = planner.plan(batch).predicted_time_s
+    return fmean(times_s)
+
+
+def dynamic_cp(
+    request: ProposalRequest, setting: Setting, pool: Pool, below_s: float = math.inf
+) -> Baseline | None:
+    """Megatron's dynamic cp in a setting; None if nothing of it takes less than below_s."""
+    dynamic = ways_of(request, setting, pool).fastest(MEGATRON_CP, below_s)
+    if dynamic is None:
+        return None
+    works, makespan_s = dynamic
+    strategy = works[0].strategy
+    time_s = makespan_s + setting.costs.overhead_ms(strategy) / _MS_PER_S
+    return Baseline(way=MEGATRON_CP, strategy=strategy, setting=setting, time_s=time_s)
+
+
+def ways_of(request: ProposalRequest, setting: Setting, pool: Pool) -> Ways:
+    """Ways to train the request's batches in a setting."""
+    model = setting.costs.model
+    return Ways(
+        batches=request.batches,
+        pool=pool,
+        costs=setting.costs,
+        seq_length=request.counts.longest,
+        shape=None if model is None else model.shape,
+    )
 
 
 def _with_ring(model: AnalyticCostModel) -> AnalyticCostModel:

@@ -19,7 +19,7 @@ from megatron.hydraulis.observability.pictures import CATEGORY_COLORS, figure_sv
 from megatron.hydraulis.simulator.results import PARTS, WayResult, simulate_way
 from megatron.hydraulis.simulator.ways import MEGATRON_CP, PACKING, POOL, WAYS, BatchPlanning, Ways
 from megatron.hydraulis.strategy import Pool
-from megatron.hydraulis.terminal import OnProgress, notebook_html, table_text
+from megatron.hydraulis.terminal import OnProgress, StrategyText, notebook_html, table_text
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -320,7 +320,7 @@ def strategy_use_table(results: Sequence[WayResult]) -> Table:
         if len(uses) > _MAX_STRATEGIES:
             shown.append(f"{len(uses) - _MAX_STRATEGIES} more")
         received = f"{result.received_bytes / 1e9:.2f}" if result.received_bytes else "–"
-        table.add_row(result.name, ", ".join(shown), received)
+        table.add_row(result.name, StrategyText(", ".join(shown)), received)
     return table
 
 

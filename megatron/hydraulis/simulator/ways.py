@@ -3,7 +3,8 @@
 A static way uses its fastest strategy over all batches. Its candidates are homogeneous: replicas
 of a scheme of the cost profile that fill the job, and such strategies of the pool. With experts
 they include ``cp8~ep8``, Megatron's expert parallelism over data-parallel ranks, see `LaneLayout`.
-"static, balanced" plans the three candidates whose greedy plans of 16 batches are the fastest.
+"static, balanced" plans the three candidates that quick plans of some batches expect to be the
+fastest.
 
 "megatron, cp" has pp 1 only; the groups of a wave pack their sequences into rows of what fits, and
 run as many of them, since they may share experts. If no scheme with cp was measured, it needs the
@@ -44,9 +45,9 @@ from megatron.hydraulis.cost_model.profile import ProfileCostModel
 from megatron.hydraulis.errors import PlanError, StrategyError
 from megatron.hydraulis.model_shape import ModelShape
 from megatron.hydraulis.planner.bounds import dispatch_bound_ms
-from megatron.hydraulis.planner.costs import PoolCosts, SchemeCost, scheme_cost
+from megatron.hydraulis.planner.costs import SchemeCost, scheme_cost
 from megatron.hydraulis.planner.greedy import best_fit
-from megatron.hydraulis.planner.plan import MS_PER_S, IterationPlan
+from megatron.hydraulis.planner.plan import MS_PER_S, IterationPlan, Planner
 from megatron.hydraulis.planner.planners import CertifiedPlanner, GreedyPlanner
 from megatron.hydraulis.simulator.work import (
     CeilingCosts,
@@ -67,10 +68,15 @@ _NUM_RANK_LIMITS = 3
 """Limits of a rank that "megatron, cp" may choose from: what fits, a half, a quarter."""
 
 _NUM_BALANCED = 3
-"""Static strategies that the certified planner gets; models with experts have over a hundred. In
-ten cases, dense and with experts, the one with the fastest greedy plans was the best of all whose
-greedy plans took at most 10 % longer."""
-_NUM_GREEDY_BATCHES = 16
+"""Static strategies that get full plans; models with experts have over a hundred."""
+_MOST_QUICK_BATCHES = 16
+_EXPECTED_AT_LEAST = 0.97
+"""Assumed least time of the quick plans of all batches over that expected from some of them."""
+_PIPELINE_OVER_GREEDY = 0.82
+"""Least time of a pipelined plan over that of the greedy one: the least of 33 was 0.826."""
+FULL_OVER_QUICK = 0.99
+"""Least time of a full plan over that of a quick one: of the greedy one without pipelines, where
+the least of 11 was 0.995, else of one in line, whose search ends where at most 1 % is to gain."""
 
 _Step = TypeVar("_Step")
 FloatArray = npt.NDArray[np.float64]
@@ -287,7 +293,14 @@ class Ways:
         elif way == POOL:
             yield from self._planned(way, [self.pool])
         elif way == BALANCED:
-            yield from self._planned(way, self._fastest(list(map(Pool.of, self.static()))))
+            static = self.static()
+            fastest = fastest_static(
+                [(strategy, self.profile) for strategy in static],
+                self.batches[:_MOST_QUICK_BATCHES],
+                row_quantum=self.row_quantum,
+                on_progress=partial(self.on_progress, f"{BALANCED}, quick plans"),
+            )
+            yield from self._planned(way, [Pool.of(static[place]) for place, _ in fastest])
         else:
             limited = sorted(
                 (
@@ -449,29 +462,6 @@ class Ways:
         """Rows of each batch, which do not depend on the layout."""
         return {tuple(each): first_fit_decreasing(each, self.limit) for each in self.batches}
 
-    def _fastest(self, pools: Sequence[Pool]) -> Sequence[Pool]:
-        """The fastest by greedy plans of the first batches; bounds exclude most without a plan."""
-        if len(pools) <= _NUM_BALANCED:
-            return pools
-        batches = self.batches[:_NUM_GREEDY_BATCHES]
-        limits = Limits(self.profile, row_quantum=self.row_quantum)
-        planners = [GreedyPlanner(pool, self.profile, limits) for pool in pools]
-        bounded = [
-            ([_bound_ms(planner.costs, batch) for batch in batches], place)
-            for place, planner in enumerate(planners)
-        ]
-        bounded.sort(key=lambda each: math.fsum(each[0]))
-        known_ms: list[tuple[float, int]] = []
-        what = f"{BALANCED}, greedy plans"
-        for times_ms, place in self._tracked(what, bounded, len(bounded)):
-            most_ms = known_ms[_NUM_BALANCED - 1][0] if len(known_ms) >= _NUM_BALANCED else math.inf
-            for index, batch in enumerate(batches):
-                if math.fsum(times_ms) >= most_ms:
-                    break
-                times_ms[index] = MS_PER_S * planners[place].plan(batch).predicted_time_s
-            insort(known_ms, (math.fsum(times_ms), place))
-        return [pools[place] for _, place in known_ms[:_NUM_BALANCED]]
-
     def _megatron_context(self) -> Iterator[Variant]:
         """Yields a variant for every tp, ep and limit of a rank."""
         num_ranks, per_node = self.pool.num_ranks, self.pool.ranks_per_node
@@ -557,12 +547,87 @@ class Ways:
         return [Variant(self.simulated, partial(list, of_pool)) for of_pool in works]
 
 
-def _bound_ms(costs: PoolCosts, batch: Sequence[int]) -> float:
-    """Lower bound of the time of any plan."""
-    return min(
-        dispatch_bound_ms(batch, costs.replica_costs(strategy)) + costs.overheads_ms[strategy.name]
-        for strategy in costs.feasible_strategies(batch, 0)
-    )
+def fastest_static(
+    candidates: Iterable[tuple[Strategy, ProfileCostModel]],
+    batches: Batches,
+    *,
+    row_quantum: int = 1,
+    below_ms: float = math.inf,
+    on_progress: Callable[[int, int], None] = lambda done, total: None,
+) -> list[tuple[int, list[float]]]:
+    """The few candidates that are worth full plans: their indices, best first, and the times of
+    quick plans in ms, shape (num_batches,).
+
+    Bounds exclude most candidates. The others have quick plans until their time is expected to be
+    longer than that of the best one so far: over its bound as far as the quick plans are over
+    theirs.
+
+    Args:
+        candidates: strategies of one scheme, without idle ranks, that hold all batches, with their
+            costs.
+        row_quantum: see `Ways`.
+        below_ms: a mean time; candidates that are expected to take longer are left out.
+    """
+    bounded: list[tuple[float, int, Strategy, Limits, list[float]]] = []
+    for place, (strategy, profile) in enumerate(candidates):
+        limits = Limits(profile, row_quantum=row_quantum)
+        cost = scheme_cost(strategy.schemes[0], strategy, profile, limits)
+        costs = [cost] * len(strategy.replicas)
+        bounds_ms = [dispatch_bound_ms(batch, costs) for batch in batches]
+        bounded.append((math.fsum(bounds_ms), place, strategy, limits, bounds_ms))
+    # Pipelines last: their plans take longest, and a good time is known by then.
+    bounded.sort(key=lambda each: (each[2].schemes[0].pp > 1, *each[:2]))
+    found: list[tuple[float, int, list[float]]] = []
+    best_ms = below_ms * len(batches)
+    on_progress(0, len(bounded))
+    for done, (_, place, strategy, limits, bounds_ms) in enumerate(bounded, start=1):
+        times_ms = _quick_times_ms(strategy, limits, batches, bounds_ms, best_ms)
+        if times_ms:
+            insort(found, (math.fsum(times_ms), place, times_ms))
+            best_ms = min(best_ms, found[0][0])
+        on_progress(done, len(bounded))
+    return [
+        (place, times_ms)
+        for sum_ms, place, times_ms in found[:_NUM_BALANCED]
+        if FULL_OVER_QUICK * sum_ms < best_ms
+    ]
+
+
+def _quick_times_ms(
+    strategy: Strategy,
+    limits: Limits,
+    batches: Batches,
+    bounds_ms: Sequence[float],
+    below_ms: float,
+) -> list[float]:
+    """Times of quick plans; none if all of them are expected to take longer than below_ms.
+
+    bounds_ms: without overhead.
+    """
+    profile: CostModel = limits.cost_model
+    if math.fsum(bounds_ms) >= below_ms:
+        return []
+    overhead_ms = profile.overhead_ms(strategy)
+    all_least_ms = math.fsum(bounds_ms) + overhead_ms * len(batches)
+    if all_least_ms >= below_ms:
+        return []
+    pool = Pool.of(strategy)
+    planners: list[tuple[Planner, float]]
+    planners = [(GreedyPlanner(pool, profile, limits), _EXPECTED_AT_LEAST)]
+    if strategy.schemes[0].pp > 1:
+        in_line = CertifiedPlanner(pool, profile, limits, is_in_line=True)
+        planners = [(planners[0][0], _PIPELINE_OVER_GREEDY), (in_line, _EXPECTED_AT_LEAST)]
+    times_ms: list[float] = []
+    least_ms = 0.0
+    for batch, bound_ms in zip(batches, bounds_ms, strict=True):
+        least_ms += bound_ms + overhead_ms
+        for planner, share in planners:
+            time_ms = MS_PER_S * planner.plan(batch).predicted_time_s
+            over_bound = math.fsum((*times_ms, time_ms)) / least_ms
+            if share * over_bound * all_least_ms >= below_ms:
+                return []
+        times_ms.append(time_ms)
+    return times_ms
 
 
 def _wave_works(

@@ -94,11 +94,6 @@ class Scheme:
         )
 
     @property
-    def of_weights(self) -> "Scheme":
-        """The scheme without what does not affect which weights a rank holds."""
-        return replace(self, splits_cp=False, recomputes=False)
-
-    @property
     def group_schemes(self) -> "tuple[Scheme, ...]":
         """The schemes as which micro-batches may run, by descending cp: without ``~`` itself; for
         ``cp8~`` cp 8, 4, 2 and 1."""

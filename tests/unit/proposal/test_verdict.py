@@ -1,6 +1,7 @@
 """The baseline of a pool: every setting is tried, and measured rows keep their ratio to a model."""
 
 from dataclasses import replace
+from statistics import fmean
 
 import pytest
 
@@ -13,8 +14,10 @@ from megatron.hydraulis.cost_model.job_costs import JobCosts
 from megatron.hydraulis.cost_model.trained_model import EVERY_LAYER
 from megatron.hydraulis.data.sampler import BatchSizes
 from megatron.hydraulis.lengths.counts import LengthCounts
-from megatron.hydraulis.proposal.propose import ProposalRequest, best_static, propose
+from megatron.hydraulis.planner.planners import CertifiedPlanner
+from megatron.hydraulis.proposal.propose import ProposalRequest, propose
 from megatron.hydraulis.proposal.verdict import (
+    OPEN_TEXT,
     RECOMPUTE_EVERY_LAYER,
     Baseline,
     CornerGain,
@@ -72,13 +75,15 @@ def test_the_baseline_is_the_fastest_of_all_settings_and_of_dynamic_cp(costs: Jo
     pool = propose(REQUEST, costs.profile).pool
     times_s = []
     for setting in settings:
-        found = best_static(REQUEST, setting.costs.profile)
-        assert found is not None
         ways = Ways(batches=REQUEST.batches, pool=pool, costs=setting.costs, seq_length=30000)
+        static_s = []
+        for strategy in ways.static():
+            planner = CertifiedPlanner(Pool.of(strategy), setting.costs.profile, seed=REQUEST.seed)
+            static_s.append(fmean(planner.plan(b).predicted_time_s for b in REQUEST.batches))
         dynamic = ways.fastest(MEGATRON_CP)
         assert dynamic is not None
         overhead_ms = setting.costs.overhead_ms(dynamic[0][0].strategy)
-        times_s += [found[1], dynamic[1] + overhead_ms / 1e3]
+        times_s += [min(static_s), dynamic[1] + overhead_ms / 1e3]
     best = best_baseline(REQUEST, settings, pool)
     assert best is not None
     assert best.time_s == pytest.approx(min(times_s), rel=1e-9)
@@ -149,6 +154,14 @@ def test_a_corner_moves_what_is_assumed_and_leaves_what_was_measured(costs: JobC
         assert device.core_factor is not None
         assert moved.model.device.core_factor == pytest.approx(factor * device.core_factor)
         assert moved.model.device.memory_bytes == device.memory_bytes
+    kernels = [each.model.kernels for each in (low, costs, high) if each.model is not None]
+    assert [each.product_share for each in kernels] == pytest.approx(
+        [0.998, 0.907, 0.771], abs=1e-3
+    )
+    for name in ("hidden_passes", "ffn_passes", "weight_passes"):
+        passes = [getattr(each, name) for each in kernels]
+        assert passes == pytest.approx([0.7 * passes[1], passes[1], 1.4 * passes[1]])
+    assert [each.attention_backward for each in kernels] == [1.15, 1.0, 0.85]
     scheme = Scheme(2, 2)
     times = [each.coefficients(scheme) for each in (low, costs, high)]
     assert times[0] != times[1] != times[2]
@@ -184,6 +197,7 @@ def test_a_verdict_whose_sign_is_open_says_what_to_measure(
     costs: JobCosts, capsys: pytest.CaptureFixture[str]
 ) -> None:
     setting, ring, recomputed = Setting.all_of(costs)
+    pool = Pool.of(Strategy.parse("tp8", 8))
 
     def baseline(text: str, where: Setting) -> Baseline:
         return Baseline(way=BALANCED, strategy=Strategy.parse(text, 8), setting=where, time_s=1.0)
@@ -193,14 +207,29 @@ def test_a_verdict_whose_sign_is_open_says_what_to_measure(
             CornerGain(corner=Corner.LOW, baseline=baseline("8*tp1", recomputed), gain=low),
             CornerGain(corner=Corner.HIGH, baseline=baseline("2*tp4", setting), gain=high),
         )
-        return PoolVerdict(baseline=baseline("4*tp2", ring), gain=1.02, corners=corners)
+        return PoolVerdict(
+            baseline=baseline("4*tp2", ring),
+            gain=1.02,
+            corners=corners,
+            pool=pool,
+            setting=setting,
+        )
 
     assert verdict(0.97, 1.1).is_open
     assert verdict(0.97, 1.1).text == "1.02 (0.97 to 1.10) ×"
     assert not verdict(1.001, 1.1).is_open
     assert verdict(1.02, 1.021).text == "1.02 ×"
-    pool = Pool.of(Strategy.parse("tp8", 8))
-    print_measurements(verdict(0.97, 1.1).to_measure(pool, setting), pool, ["--bf16"])
+    assert verdict(1.1, 0.97).range == (0.97, 1.1)
+    assert verdict(1.03, 1.05).range == (1.02, 1.05)
+    assert verdict(1.001, 1.1).to_json()["to_measure"] == []
+    assert verdict(0.97, 1.1).to_json()["to_measure"] == [
+        {"setting": "", "schemes": ["tp8", "tp4"]},
+        {"setting": "TE attention", "schemes": ["tp2"]},
+        {"setting": "every layer recomputed, TE attention", "schemes": ["tp1"]},
+    ]
+    assert OPEN_TEXT in str(verdict(0.97, 1.1))
+    assert OPEN_TEXT not in str(verdict(1.001, 1.1))
+    print_measurements(verdict(0.97, 1.1).to_measure, pool, ["--bf16"])
     own, with_ring, with_both = capsys.readouterr().out.splitlines()
     assert " --out profile.json --schemes tp8 tp4 -- --bf16" in own
     assert " --schemes tp2 -- --bf16 --core-attention te " in with_ring

@@ -178,7 +178,7 @@ def test_every_phase_has_the_number_of_its_way() -> None:
     compare_ways(request(), lambda what, done, total: phases.setdefault(what))
     assert list(phases) == [
         f"1/3 {PACKING}",
-        f"2/3 {BALANCED}, greedy plans",
+        f"2/3 {BALANCED}, quick plans",
         f"2/3 {BALANCED}",
         f"3/3 {POOL}",
     ]
