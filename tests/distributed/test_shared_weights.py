@@ -14,16 +14,14 @@ import torch
 
 from megatron.hydraulis.runtime.arena import Arena
 from megatron.hydraulis.runtime.columns import ColumnShares
-from megatron.hydraulis.runtime.process_groups import GroupRegistry
 from megatron.hydraulis.runtime.track import StagingSlot, Step
-from megatron.hydraulis.strategy import Strategy
 from megatron.hydraulis.transfer.canonical import Unit
 from tests.distributed.test_context_combinations import combined
 from tests.distributed.test_experts import MODELS as EXPERT_MODELS
 from tests.distributed.test_latent_attention import MODELS as LATENT_MODELS
 from tests.support.broken_rules import run_broken
 from tests.support.evaluation_probes import EvaluatedRun, run_evaluating
-from tests.support.gloo_pool import WorkerFailure, pool_of
+from tests.support.gloo_pool import pool_of
 from tests.support.law import (
     BIASED_MODEL,
     GPT2_LIKE,
@@ -136,15 +134,6 @@ def test_evaluation_changes_nothing_and_agrees_with_training() -> None:
         assert found.losses == expected.losses
         for losses, trained in zip(found.evaluated, found.losses, strict=True):
             np.testing.assert_allclose(losses, trained, rtol=1e-12)
-
-
-def build_groups(text: str) -> None:
-    GroupRegistry([Strategy.parse(text, torch.distributed.get_world_size())])
-
-
-def test_shared_weights_with_whole_experts_are_refused() -> None:
-    with pytest.raises(WorkerFailure, match=r"cp2fsep2 shares weights .* ep .* drop the fs"):
-        pool_of(2).run(build_groups, "cp2fsep2")
 
 
 def bytes_of_arenas(job: Job) -> list[int]:

@@ -68,7 +68,7 @@ from megatron.hydraulis.cost_model.overlap import (
     shared_weights_s,
 )
 from megatron.hydraulis.cost_model.pipeline import StageCosts, split_layers
-from megatron.hydraulis.cost_model.regrouping import FP32_BYTES, RegroupCosts
+from megatron.hydraulis.cost_model.regrouping import RegroupCosts
 from megatron.hydraulis.cost_model.trained_model import (
     SAFE_EXPERT_LOAD,
     TrainedModel,
@@ -179,8 +179,6 @@ class AnalyticCostModel(TrainedModel):
 
     cluster: Cluster
     kernels: KernelConstants = KERNELS
-    gradient_bytes: int = FP32_BYTES
-    """Size of a gradient on the wire."""
     regroup: RegroupCosts | None = None
     """Affects the overhead of strategies only."""
 

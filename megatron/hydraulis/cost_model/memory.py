@@ -630,7 +630,9 @@ class MemoryModel(TrainedModel):
     def footprint(self, scheme: Scheme) -> PoolFootprint:
         """The footprint of the job's pool, or of a job that the scheme fills."""
         ranks_per_node = self.ranks_per_node or self.num_ranks
-        return self.pool or footprint_of_scheme(scheme, self.shape, self.num_ranks, ranks_per_node)
+        return self.pool or footprint_of_scheme(
+            scheme, self.shape, self.num_ranks, ranks_per_node, self.gradient_bytes
+        )
 
     def moments(
         self, scheme: Scheme, stage: int, num_layers: int | None = None

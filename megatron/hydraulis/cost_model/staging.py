@@ -90,14 +90,14 @@ class PoolFootprint:
 
 @lru_cache
 def footprint_of_scheme(
-    scheme: Scheme, shape: ModelShape, num_ranks: int, ranks_per_node: int
+    scheme: Scheme, shape: ModelShape, num_ranks: int, ranks_per_node: int, gradient_bytes: int
 ) -> PoolFootprint:
     """The needs of a job that replicas of one scheme fill, in whole nodes."""
     scheme = scheme.as_replica
     num_replicas, num_idle = divmod(num_ranks, scheme.num_ranks)
     text = f"{num_replicas}*{scheme}" + (f"+{num_idle}*idle" if num_idle else "")
     strategy = Strategy.parse(text, num_ranks, ranks_per_node=ranks_per_node)
-    return PoolFootprint.of(Pool.of(strategy), shape)
+    return PoolFootprint.of(Pool.of(strategy), shape, gradient_bytes=gradient_bytes)
 
 
 @lru_cache

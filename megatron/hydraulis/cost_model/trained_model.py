@@ -165,6 +165,8 @@ class TrainedModel:
     """Tokens of a layer's busiest expert over the mean of its experts."""
     has_optimizer: bool = True
     """Whether the job trains; otherwise there are no gradients and moments."""
+    gradient_bytes: int = FP32_BYTES
+    """Size of a gradient on the wire."""
     offers_recompute: bool = False
     """Whether schemes with ``r`` are offered where they hold more tokens; nothing else."""
     fs_prefetch: int = 1

@@ -124,16 +124,7 @@ class GroupRegistry:
             self.add_strategy(strategy)
 
     def add_strategy(self, strategy: Strategy) -> None:
-        """Create the groups of ``strategy`` that do not exist yet. Collective over all ranks.
-
-        Raises StrategyError, on all ranks, for a scheme whose cp ranks share weights and experts.
-        """
-        for scheme in strategy.schemes:
-            if scheme.shares_weights and scheme.ep > 1:
-                raise StrategyError(
-                    f"strategy {strategy.name!r}: {scheme} shares weights among its cp ranks, "
-                    f"which ep gives different experts; drop the fs or the ep"
-                )
+        """Create the groups of ``strategy`` that do not exist yet. Collective over all ranks."""
         for ranks in strategy.rank_groups:
             if ranks in self._groups:
                 continue

@@ -55,8 +55,7 @@ def test_a_share_of_the_model_and_slots_by_hand(prefetch: int) -> None:
     assert memory(fs_prefetch=prefetch).role_bytes(scheme("cp2fs8"), 0) == of_role
     without = memory(fs_prefetch=prefetch, has_optimizer=False).role_bytes(scheme("cp8fs"), 0)
     assert without == pytest.approx(2 * (share + weights))
-    in_bf16 = replace(memory().footprint(scheme("cp8fs")), gradient_bytes=2)
-    of_bf16 = memory(fs_prefetch=prefetch, pool=in_bf16).role_bytes(scheme("cp8fs"), 0)
+    of_bf16 = memory(fs_prefetch=prefetch, gradient_bytes=2).role_bytes(scheme("cp8fs"), 0)
     assert of_bf16 - of_role == pytest.approx((2 * 2 * embedding) - 4 * embedding / 8)
 
 
