@@ -82,26 +82,36 @@ def dispatch(
         for each in ReplicaClass.of(costs)
     ]
     shares: list[list[int]] = [[] for _ in costs]
+    # By class, its time with the next unit, which many units of equal length have in common.
+    times_ms: list[float | None] = []
+    before = (0, 0)
     for place, (unit, length) in enumerate(zip(units, longest.tolist(), strict=True)):
         num, num_tokens = len(unit), len(unit) * length
+        if (num, length) != before:
+            before, times_ms = (num, length), [None] * len(classes)
         best_ms = math.inf
-        for factor, class_longest, works_ms, heap in classes:
+        for index, (factor, class_longest, works_ms, heap) in enumerate(classes):
             if length <= class_longest:
-                of_views_ms = [
-                    load.estimated_time_ms(work_ms, num_tokens, num)
-                    for load, work_ms in zip(heap[0][2], works_ms[place], strict=True)
-                ]
-                time_ms = factor * max(of_views_ms)
-                if len(of_views_ms) > 1:
-                    time_ms += _TIE_BREAK * of_views_ms[0]
+                time_ms = times_ms[index]
+                if time_ms is None:
+                    of_views_ms = [
+                        load.estimated_time_ms(work_ms, num_tokens, num)
+                        for load, work_ms in zip(heap[0][2], works_ms[place], strict=True)
+                    ]
+                    time_ms = factor * max(of_views_ms)
+                    if len(of_views_ms) > 1:
+                        time_ms += _TIE_BREAK * of_views_ms[0]
+                    times_ms[index] = time_ms
                 if time_ms < best_ms:
-                    best_ms, best_works_ms, best = time_ms, works_ms[place], heap
+                    best_ms, best = time_ms, index
         if best_ms == math.inf:
             raise ValueError(f"sequence {unit[0]} of {length} tokens fits no replica")
-        _, replica, loads = best[0]
-        for load, work_ms in zip(loads, best_works_ms, strict=True):
+        _, _, works_ms, heap = classes[best]
+        _, replica, loads = heap[0]
+        for load, work_ms in zip(loads, works_ms[place], strict=True):
             load.add(work_ms, num_tokens, num)
-        heapq.heapreplace(best, (best_ms, replica, loads))
+        heapq.heapreplace(heap, (best_ms, replica, loads))
+        times_ms[best] = None
         shares[replica] += unit
     return shares
 
