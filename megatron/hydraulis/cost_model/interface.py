@@ -142,6 +142,17 @@ class Coefficients:
             time_ms = largest(time_ms, other_ms)
         return time_ms
 
+    def least_time_ms(self, squares: Any, num_tokens: Any, num_micro_batches: Any) -> Any:
+        """Lower bound of the time of micro-batches together: what the largest form takes of all.
+
+        squares, num_tokens: of all sequences, as in `time_of_sums_ms`; num_micro_batches likewise.
+        """
+        time_ms = 0.0
+        for form in (self, *self.others):
+            work_ms = form.a_ms_per_token2 * squares + form.b_ms_per_token * num_tokens
+            time_ms = np.maximum(time_ms, work_ms + form.c_ms * num_micro_batches)
+        return time_ms
+
 
 class CostModel(Protocol):
     """Time and memory of a scheme, for the model, devices and strategies of one job."""

@@ -271,8 +271,10 @@ class ProfileCostModel:
         """
         if self.regroup is None:
             return {}
-        by_rule = replace(self.regroup, factor=1.0)
-        hidden = {NOTHING_HIDDEN: replace(by_rule, hiding=Hiding.NOTHING), BY_RULE: by_rule}
+        by_rule = self.regroup
+        if by_rule.factor != 1.0:
+            by_rule = replace(by_rule, factor=1.0)
+        hidden = {NOTHING_HIDDEN: by_rule.with_hiding(Hiding.NOTHING), BY_RULE: by_rule}
         models = {
             name: replace(self, strategies=(), regroup=costs) for name, costs in hidden.items()
         }

@@ -202,6 +202,14 @@ class RegroupCosts:
         """Pickled without what it has computed."""
         return RegroupCosts, tuple(getattr(self, each.name) for each in fields(self) if each.init)
 
+    def with_hiding(self, hiding: Hiding) -> RegroupCosts:
+        """The costs with other hiding; they share what is computed for strategies, as no time of a
+        bucket depends on it."""
+        costs = replace(self, hiding=hiding)
+        object.__setattr__(costs, "_known", self._known)
+        object.__setattr__(costs, "_counted", self._counted)
+        return costs
+
     def _amounts(self, num_expert_groups: int) -> LayoutAmounts:
         """Elements of a layout whose experts are grouped as ranks hold them."""
         if num_expert_groups not in self._counted:

@@ -279,7 +279,7 @@ def scheme_cost(
     if scheme.splits_cp:
         waves = _wave_costs(scheme, strategy, cost_model, limits)
         return SchemeCost(
-            coefficients=waves.mean_coefficients,
+            coefficients=binding_forms(waves.mean_coefficients, waves.most_tokens),
             max_tokens=waves.most_tokens,
             num_stages=scheme.pp,
             waves=waves,
@@ -454,6 +454,9 @@ class WaveCosts:
         The time of a wave is at least the mean over its columns, and a sequence takes at least
         ``min_c (a_c·c·s² + b_c·c·s) / W`` of it; a group without sequences takes its c_c. Any form
         of each group will do, so there is a mean of the first ones, one of the second ones, ….
+        Of rings that of the first ones, the device's, is nearly all that holds of every wave: short
+        sequences may run in groups of one column, which exchange nothing. What long ones take
+        longer in wide groups is for wave_bounds.py.
         """
         first, *others = map(self._mean, self.forms)
         return replace(first, others=tuple(others), host_ms=self.host_ms)

@@ -72,9 +72,9 @@ class Candidates:
         """The schemes of a cost profile that may be in a best strategy.
 
         Excluded are schemes that are not allowed (None allows all), are too large for the job, do
-        not hold the model, or are worse than another one in everything, see `_beats`; with batches
-        pipelines are compared with the time that filling them takes. Schemes that
-        divide their width per micro-batch (``cp8~``) are included, see `_splitting`. longest:
+        not hold the model, or are worse than another one in everything, see `_Paces.rivals`; with
+        batches pipelines are compared with the time that filling them takes. Schemes that divide
+        their width per micro-batch (``cp8~``) are included, see `_splitting`. longest:
         tokens of a sequence that some scheme must hold, if the batches have none as long. Raises
         ConfigurationError for an allowed scheme that the profile lacks.
         """
@@ -100,13 +100,13 @@ class Candidates:
             and (cost := _cost(scheme, cost_model)).longest > 0
         ]
         iteration_ms = _least_iteration_ms(found, num_ranks, batches)
+        paces = _Paces([(one.scheme, one.cost) for one in found], iteration_ms)
         kept = [
             mine
             for index, mine in enumerate(found)
             if not any(
-                _beats(rival, mine, iteration_ms, place < index)
-                for place, rival in enumerate(found)
-                if place != index
+                _is_beaten(mine, found[place], place < index, is_better=is_better)
+                for place, is_better in paces.rivals(index)
             )
         ]
         if allowed is None and batches:
@@ -262,50 +262,90 @@ def _least_iteration_ms(
     return math.fsum(map(all_ranks.time_ms, batches)) / len(batches) / num_ranks
 
 
-def _beats(rival: _Rated, mine: _Rated, iteration_ms: float, wins_ties: bool) -> bool:
-    """Returns whether the rival is worse in nothing, and better in something unless it wins ties.
-
-    Compared are, for sequences of every length that mine holds, the time of one alone and the rank
-    time per token, see `_pace`; ranks and overhead. Replicas of mine must give way to whole ones of
-    the rival. Only bounds are known of a scheme that divides its width per micro-batch, so it beats
-    none, and none beats it.
-    """
-    scheme, better, other, cost = rival.scheme, rival.cost, mine.scheme, mine.cost
-    if better.waves is not None or cost.waves is not None or other.num_ranks % scheme.num_ranks:
+def _is_beaten(mine: _Rated, rival: _Rated, wins_ties: bool, *, is_better: bool) -> bool:
+    """Returns whether a rival of at most the same paces, and a lower one if is_better, has no more
+    overhead, and is better in something unless it wins ties."""
+    if rival.overhead_ms > mine.overhead_ms:
         return False
-    if better.longest < cost.longest:
-        return False
-    lengths = np.geomspace(cost.longest / _MOST_OVER_SHORTEST, cost.longest, _NUM_COMPARED)
-    ones = (*_pace(scheme, better, lengths, iteration_ms), scheme.num_ranks)
-    others = (*_pace(other, cost, lengths, iteration_ms), other.num_ranks)
-    less, more = np.hstack(ones), np.hstack(others)
-    if not (less <= more).all() or rival.overhead_ms > mine.overhead_ms:
-        return False
-    return bool(wins_ties or (less < more).any() or rival.overhead_ms < mine.overhead_ms)
+    return wins_ties or is_better or rival.overhead_ms < mine.overhead_ms
 
 
-def _pace(
-    scheme: Scheme, cost: SchemeCost, lengths: FloatArray, iteration_ms: float
-) -> tuple[FloatArray, FloatArray]:
-    """Time of one sequence alone, and rank time per token over an iteration.
+class _Paces:
+    """Time of one sequence alone, and rank time per token over an iteration, of many schemes.
 
     With v micro-batches of p stages, W ms of work take ``(1 + (p-1)/v)·(W + v·c)``, least for
-    ``v = sqrt((p-1)·W/c)``, but v is at least what the tokens need. Without an iteration's time
-    micro-batches are full, and pipelines also differ by their stages.
+    ``v = sqrt((p-1)·W/c)``, but v is at least what the tokens need. c is that of the first form:
+    constants matter in short micro-batches, which the device bounds. Without an iteration's time
+    micro-batches are full.
     """
-    times, num_stages = cost.coefficients, cost.num_stages
-    forms = times.forms
-    alone_ms = num_stages * np.max([f.sequence_time_ms(lengths) + f.c_ms for f in forms], axis=0)
-    per_token_ms = np.max([form.token_time_ms(lengths) for form in forms], axis=0)
-    full_ms = per_token_ms * cost.max_tokens
-    if math.isinf(iteration_ms):
-        paced_ms = per_token_ms * (1.0 + times.c_ms / full_ms)
-        return alone_ms, np.append(scheme.num_ranks * paced_ms, num_stages)
-    best = math.sqrt((num_stages - 1) * iteration_ms / max(times.c_ms, _LEAST_CONSTANT_MS))
-    num = np.maximum(best, iteration_ms / full_ms)
-    filling = 1.0 + (num_stages - 1) / num
-    paced_ms = per_token_ms * filling * (1.0 + num * times.c_ms / iteration_ms)
-    return alone_ms, scheme.num_ranks * paced_ms
+
+    def __init__(self, schemes: Sequence[tuple[Scheme, SchemeCost]], iteration_ms: float) -> None:
+        self._schemes, self._iteration_ms = schemes, iteration_ms
+        costs = [cost for _, cost in schemes]
+        self._times = [cost.coefficients for cost in costs]
+        num_forms = max((1 + len(times.others) for times in self._times), default=1)
+        # Shape (num_forms, num_schemes, 1): schemes with fewer forms repeat the first one.
+        self._a_ms, self._b_ms, self._c_ms = (
+            np.array(
+                [
+                    [(form.a_ms_per_token2, form.b_ms_per_token, form.c_ms) for form in of_scheme]
+                    for of_scheme in (
+                        ((times, *times.others) + (times,) * num_forms)[:num_forms]
+                        for times in self._times
+                    )
+                ],
+                dtype=np.float64,
+            )
+            .reshape(-1, num_forms, 3)
+            .transpose(2, 1, 0)[..., None]
+        )
+        self._num_ranks, self._num_stages, self._max_tokens, self._longest = (
+            np.array([(s.num_ranks, c.num_stages, c.max_tokens, c.longest) for s, c in schemes])
+            .reshape(-1, 4)
+            .T[..., None]
+        )
+        self._has_waves = np.array([cost.waves is not None for cost in costs])
+
+    def of(self, lengths: FloatArray) -> tuple[FloatArray, FloatArray]:
+        """Of sequences of these lengths, both of shape (num_schemes, num_lengths)."""
+        times = self._times[0]  # the window is the model's, not a scheme's
+        per_token = lengths if times.window is None else times.squared(lengths) / lengths
+        per_token_ms = self._a_ms * per_token + self._b_ms
+        alone_ms = self._num_stages * (per_token_ms * lengths + self._c_ms).max(axis=0)
+        per_token_ms, c_ms = per_token_ms.max(axis=0), self._c_ms[0]
+        full_ms = per_token_ms * self._max_tokens
+        if math.isinf(self._iteration_ms):
+            paced_ms = per_token_ms * (1.0 + c_ms / full_ms)
+        else:
+            least_ms = np.maximum(c_ms, _LEAST_CONSTANT_MS)
+            best = np.sqrt((self._num_stages - 1) * self._iteration_ms / least_ms)
+            num = np.maximum(best, self._iteration_ms / full_ms)
+            filling = 1.0 + (self._num_stages - 1) / num
+            paced_ms = per_token_ms * filling * (1.0 + num * c_ms / self._iteration_ms)
+        return alone_ms, self._num_ranks * paced_ms
+
+    def rivals(self, index: int) -> Iterator[tuple[int, bool]]:
+        """Other schemes that are worse than one in no pace, and whether they are better in one.
+
+        Compared are, for sequences of every length that it holds, both paces, and ranks; without an
+        iteration's time also stages. Its replicas must give way to whole ones of the rival. Only
+        bounds are known of a scheme that divides its width per micro-batch, so it beats none, and
+        none beats it.
+        """
+        if self._has_waves[index]:
+            return
+        longest = self._longest[index, 0]
+        lengths = np.geomspace(longest / _MOST_OVER_SHORTEST, longest, _NUM_COMPARED)
+        compared = [*self.of(lengths), self._num_ranks]
+        if math.isinf(self._iteration_ms):
+            compared.append(self._num_stages)
+        rows = np.hstack(compared)
+        is_able = ~self._has_waves & (self._longest[:, 0] >= longest)
+        is_able &= self._num_ranks[index] % self._num_ranks[:, 0] == 0
+        is_able[index] = False
+        is_no_worse = is_able & (rows <= rows[index]).all(axis=1)
+        for place in np.flatnonzero(is_no_worse).tolist():
+            yield place, bool((rows[place] < rows[index]).any())
 
 
 def _without_slow_waves(
@@ -357,14 +397,18 @@ def _column(scheme: Scheme) -> tuple[int, int, int, bool, bool]:
 def _wave_pace_ms(
     scheme: Scheme, cost: SchemeCost, lengths: FloatArray, iteration_ms: float
 ) -> float:
-    """Mean rank time per token if every sequence is in its best group, see `_pace`."""
+    """Mean rank time per token if every sequence is in its best group, see `_Paces`."""
     assert cost.waves is not None
-    paces_ms = []
-    for group in cost.waves.usable:
-        alone = SchemeCost(group.coefficients, group.room_tokens, cost.num_stages)
-        _, pace_ms = _pace(scheme.of_context_group(group.size), alone, lengths, iteration_ms)
-        paces_ms.append(np.where(lengths <= group.room_tokens, pace_ms, np.inf))
-    return float(np.min(paces_ms, axis=0).mean())
+    groups = [
+        (
+            scheme.of_context_group(group.size),
+            SchemeCost(group.coefficients, group.room_tokens, cost.num_stages),
+        )
+        for group in cost.waves.usable
+    ]
+    _, paces_ms = _Paces(groups, iteration_ms).of(lengths)
+    rooms = np.array([alone.max_tokens for _, alone in groups])[:, None]
+    return float(np.where(lengths <= rooms, paces_ms, np.inf).min(axis=0).mean())
 
 
 def neighbours(candidates: Candidates, mix: Mix) -> tuple[Mix, ...]:

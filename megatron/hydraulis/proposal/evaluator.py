@@ -107,13 +107,7 @@ class Estimator:
         longer_ms = np.concatenate((np.zeros_like(longer_ms[:, :1]), longer_ms), axis=1)
         self._longer_ms = np.moveaxis(longer_ms, 1, 2)
         """Work of the 0, 1, … longest buckets: (num_batches, num_schemes, num_buckets + 1)."""
-        self._per_length = np.array(
-            [
-                cost.coefficients.a_ms_per_token2
-                / max(cost.coefficients.b_ms_per_token, _LEAST_PER_TOKEN_MS)
-                for cost in costs
-            ]
-        )
+        self._per_length = np.array([_per_length(cost, edges[0], edges[-1]) for cost in costs])
         self._grid_ms, self._grid_shares = _work_shares(costs, batches)
         self._parts: dict[tuple[tuple[Mix, ...], tuple[int, ...]], tuple[FloatArray, FloatArray]]
         self._parts = {}
@@ -290,13 +284,22 @@ def _between(
     return between
 
 
+def _per_length(cost: SchemeCost, shortest: float, longest: float) -> float:
+    """Time per token of a long sequence over that of a short one: of one form it rises with a/b."""
+    short_ms, long_ms = (
+        cost.coefficients.least_time_ms(cost.coefficients.squared(length) / length, 1.0, 0.0)
+        for length in (shortest, longest)
+    )
+    return float(long_ms / max(short_ms, _LEAST_PER_TOKEN_MS))
+
+
 def _work_ms(cost: SchemeCost, squares: FloatArray | float, tokens: FloatArray | float) -> Any:
     """Time of sequences on one stage in full micro-batches.
 
     squares, tokens: sums over the sequences, of `Coefficients.squared` and of their lengths.
     """
-    times, num_full = cost.coefficients, tokens / (_FULL * max(1, cost.max_tokens))
-    return times.time_of_sums_ms(squares, tokens) + (num_full - 1.0) * times.c_ms
+    num_full = tokens / (_FULL * max(1, cost.max_tokens))
+    return cost.coefficients.least_time_ms(squares, tokens, num_full)
 
 
 def _alone_ms(cost: SchemeCost, lengths: FloatArray) -> FloatArray:

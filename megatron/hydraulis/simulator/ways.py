@@ -365,10 +365,9 @@ class Ways:
         num_micro_batches = np.ceil(rows / num_rows)
         before_ms, least_ms = 0.0, np.zeros(len(self.batches))
         for stage in self._stages.coefficients(layout.scheme):
-            a_ms, b_ms, c_ms = stage.a_ms_per_token2, stage.b_ms_per_token, stage.c_ms
-            all_ms = a_ms * squares + b_ms * tokens + c_ms * num_micro_batches
+            all_ms = stage.least_time_ms(squares, tokens, num_micro_batches)
             least_ms = np.maximum(least_ms, all_ms / layout.num_lanes + before_ms)
-            before_ms += b_ms * least_tokens + c_ms
+            before_ms += stage.time_of_sums_ms(0.0, least_tokens)
         return float(least_ms.sum())
 
     @cached_property

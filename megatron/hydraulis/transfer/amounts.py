@@ -89,10 +89,10 @@ class LayoutAmounts:
         if key not in self._known:
             find = contributed_ranges if contributed else held_ranges
             ranges = union(find(self.layout, bucket, role) for role in holders.values())
-            by_rank = np.empty(self.layout.num_ranks, dtype=np.int64)
-            owners = [bucket.owner_of(share) for share in range(self.layout.num_ranks)]
-            by_rank[owners] = elements_in_shares(bucket, ranges)
-            self._known[key] = by_rank
+            by_share = elements_in_shares(bucket, ranges)
+            if bucket.owner_order is not None:
+                by_share[np.array(bucket.owner_order)] = by_share.copy()
+            self._known[key] = by_share
         return self._known[key]
 
 

@@ -1,10 +1,15 @@
 """The 1F1B recurrence against the design's numbers and closed forms; see also tests/property."""
 
 import math
+from dataclasses import replace
 
 import pytest
 
-from megatron.hydraulis.cost_model import pipeline_time_ms
+from megatron.hydraulis.cost_model import Coefficients, pipeline_time_ms
+from megatron.hydraulis.cost_model.pipeline import last_backward_end_ms
+from megatron.hydraulis.errors import ConfigurationError
+from megatron.hydraulis.planner.bounds import packing_bound_ms
+from megatron.hydraulis.planner.costs import SchemeCost
 
 
 @pytest.mark.parametrize("forward_share", [0.0, 1 / 3, 0.5, 1.0])
@@ -64,3 +69,16 @@ def test_impossible_pipelines(
 ) -> None:
     with pytest.raises(ValueError, match=message):
         pipeline_time_ms(times_ms, num_stages, forward_share=forward_share)
+
+
+def test_forms_have_one_share_of_the_forward_as_bounds_need_it() -> None:
+    # Two micro-batches of 4 ms on 2 stages, of which the first recomputes. Stage 0: F1 0-1,
+    # F2 1-2.3, B1 5-8, B2 9-11.7. Stage 1: F1 1-2, B1 2-5, F2 5-6.3, B2 6.3-9. With either share
+    # for both no order takes less than the bound of 4 + 4 + 1·4 = 12.
+    halves_ms = ([1.0, 4 / 3], [3.0, 8 / 3])
+    found_ms = last_backward_end_ms([halves_ms, halves_ms])
+    plain = Coefficients(0.0, 0.0, 4.0)
+    bound_ms = packing_bound_ms([1, 1], SchemeCost(plain, max_tokens=1, num_stages=2))
+    assert (found_ms, bound_ms) == (pytest.approx(35 / 3), 12.0)
+    with pytest.raises(ConfigurationError, match=r"forms .* share .* 0\.333.* correct"):
+        replace(plain, others=(replace(plain, forward_share=0.25),))

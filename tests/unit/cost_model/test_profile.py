@@ -230,6 +230,7 @@ def test_overhead_is_regroup_and_optimizer() -> None:
         (content(row(forms=[{"a_ms_per_token2": 0.0}])), "form 0 of scheme 0 .* 'b_ms_per_token'"),
         (content(row(forms=[FORM | {"c_ms": math.nan}])), "form 0 of scheme 0 .* c = nan ms"),
         (content(row(forms=[FORM | {"d": 1}])), "form 0 of scheme 0 .* unknown keys 'd'"),
+        (content(row(forms=[FORM | {"forward_share": 0.25}])), "unknown keys 'forward_share'"),
         (content(row(host_ms=-1.0)), "scheme 0 of .* but are a = .* host -1.0 ms"),
         (content(num_ranks=-1), "a job of at least 1 rank but num_ranks is -1"),
         (content(devices=8), "profile: has the unknown keys 'devices'"),
