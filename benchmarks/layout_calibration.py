@@ -31,8 +31,8 @@ from benchmarks.inputs import COST_PROFILE, MODEL, llama_shape
 from megatron.hydraulis.cost_model import AnalyticCostModel, ModelShape, ProfileCostModel
 from megatron.hydraulis.cost_model.analytic import KERNELS, KernelConstants
 from megatron.hydraulis.cost_model.device import DeviceConstants, device_constants
+from megatron.hydraulis.cost_model.layer_memory import LayerMemory
 from megatron.hydraulis.cost_model.layouts import FixedLengthJob, Layout, cost_model_of
-from megatron.hydraulis.cost_model.memory import LayerMemory
 from megatron.hydraulis.cost_model.overlap import CostTerm
 from megatron.hydraulis.cost_model.pipeline import StageCosts, equal_micro_batches_time_ms
 from megatron.hydraulis.cost_model.regrouping import FP32_BYTES

@@ -25,7 +25,7 @@ from torch import Tensor
 from torch.autograd.function import Function, once_differentiable
 
 from megatron.hydraulis.cost_model.context import choose_way
-from megatron.hydraulis.cost_model.memory import OFFSET_CHANNELS, QUERY_BLOCK
+from megatron.hydraulis.cost_model.layer_memory import OFFSET_CHANNELS, QUERY_BLOCK
 from megatron.hydraulis.errors import ConfigurationError
 from megatron.hydraulis.model_shape import count_windowed_layers, require_no_dropout
 from megatron.hydraulis.runtime.packed_rows import (
