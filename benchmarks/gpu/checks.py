@@ -92,6 +92,7 @@ def steps(
         *(make.overlap(connections) for connections in CONNECTIONS),
         make.pool(profile_path),
         make.attention(),
+        make.host(),
     )
 
 
@@ -385,6 +386,24 @@ class _Maker:
             60,
             figures,
             lambda run: self._ranks(run, 1, "attention", "run"),
+        )
+
+    def host(self) -> Step:
+        figures = [
+            Figure(
+                key=f"host {way}",
+                what=f"host time of a layer and micro-batch, forward and backward: {way}",
+                unit="ms",
+                is_of_device=True,
+            )
+            for way in ("torch", "te", "layers of te", "experts of te", "latents of te")
+        ]
+        return self.step(
+            "host",
+            "host time of a layer, which cost_model/host.py assumes",
+            90,
+            figures,
+            lambda run: self._ranks(run, 1, "host", "run"),
         )
 
     def _ranks(

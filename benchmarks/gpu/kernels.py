@@ -78,7 +78,7 @@ def run(place: Place) -> None:
                 worst = max(worst, *(a / b for a, b in zip(found, single, strict=True)))
         place.measured(name, worst)
     for way, (attention, model, has_te_layers) in WAYS.items():
-        if why_not := _environment(model).obstacle(attention):
+        if why_not := environment_of(model).obstacle(attention):
             place.lacks(f"engine {way}", why_not)
             continue
         exact = _gradients(model, torch.float32, "sdpa")
@@ -119,7 +119,8 @@ def _attention_errors(name: CoreAttentionName, lengths: tuple[int, ...]) -> list
     return errors(found, attention_fp64(query, key, value, gradient, lengths))
 
 
-def _environment(model: SmallModel) -> Environment:
+def environment_of(model: SmallModel) -> Environment:
+    """The environment of a model's attention."""
     sizes = dict(model.variant)
     row = RowKind(model.num_heads, model.num_groups, value_head_size=sizes.get("v_head_dim"))
     head_size = HEAD_SIZE
