@@ -33,7 +33,7 @@ BF16_MODEL = replace(BF16_ON_THE_CPU, core_attention="te", has_te_layers=True)
 
 NUM_DRAWS = 2
 """Of weights and sequences."""
-STRATEGIES = ("tp2+2*tp1", "cp4~", "pp2+tp2")
+STRATEGIES = ("tp2+2*tp1", "cp4~", "pp2+tp2", "cp4~fs", "tp2cp2fs")
 # Products of weight gradients add to the arena.
 LAYERS = {"generic_gemm", "generic_gemm_accumulating", "rmsnorm_fwd", "rmsnorm_bwd"}
 GROUPED = {"grouped_gemm", "grouped_gemm_accumulating"}
@@ -55,7 +55,9 @@ KERNELS_OF = {
 
 
 def job_of(text: str, model: SmallModel) -> Job:
-    return waves(list(SPLITS.values()), model) if text == "cp4~" else law_job(4, text, model)
+    if "~" not in text:
+        return law_job(4, text, model)
+    return replace(waves(list(SPLITS.values()), model), strategies=(text,))
 
 
 @pytest.mark.parametrize("text", STRATEGIES)
@@ -79,7 +81,7 @@ def test_latents_in_fp32(name: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize("name", EXPERT_MODELS)
 def test_experts_in_fp32(name: str, tmp_path: Path) -> None:
     model = replace(EXPERT_MODELS[name], dtype=torch.float32, has_te_layers=True)
-    for text in ("tp2+2*tp1", "tp2cp2ep4", "pp2+cp2ep2"):
+    for text in ("tp2+2*tp1", "tp2cp2ep4", "pp2+cp2ep2", "tp2cp2fs"):
         job = law_job(4, text, model)
         runs, kernels = run(job, tmp_path / text)
         assert_law(job, runs)
@@ -108,7 +110,7 @@ def test_experts_one_by_one_in_fp32(text: str, tmp_path: Path) -> None:
     assert not kernels & GROUPED
 
 
-@pytest.mark.parametrize("text", ["tp2+2*tp1", "pp2+cp2ep2"])
+@pytest.mark.parametrize("text", ["tp2+2*tp1", "pp2+cp2ep2", "cp4~fs"])
 def test_recomputed_norms_and_activations_in_fp32(text: str, tmp_path: Path) -> None:
     plain = replace(
         EXPERT_MODELS["every second layer dense"], dtype=torch.float32, has_te_layers=True
@@ -117,7 +119,7 @@ def test_recomputed_norms_and_activations_in_fp32(text: str, tmp_path: Path) -> 
         ("recompute_granularity", "selective"),
         ("recompute_modules", ("layernorm", "moe_act")),
     )
-    job = law_job(4, text, plain)
+    job = job_of(text, plain)
     runs, _ = run(replace(job, model=replace(plain, variant=(*plain.variant, *again))), tmp_path)
     assert_law(job, runs)
 
