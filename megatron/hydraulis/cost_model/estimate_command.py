@@ -272,10 +272,12 @@ def _schemes(
 
 
 def _fastest_of_each_size(schemes: Sequence[ProfiledScheme]) -> list[ProfiledScheme]:
-    """The best schemes of each number of ranks, in order; larger ones hold longer sequences."""
+    """The best schemes of each number of ranks, in order; larger ones hold longer sequences. Groups
+    of cp ranks that no strategy names, such as those of ``cp8~fs``, are not among them."""
     kept: list[ProfiledScheme] = []
-    for num_ranks in sorted({row.scheme.num_ranks for row in schemes}):
-        of_size = [row for row in schemes if row.scheme.num_ranks == num_ranks]
+    replicas = [row for row in schemes if row.scheme.as_replica == row.scheme]
+    for num_ranks in sorted({row.scheme.num_ranks for row in replicas}):
+        of_size = [row for row in replicas if row.scheme.num_ranks == num_ranks]
         # Time per token in a full micro-batch, without attention, which depends on the lengths.
         of_size.sort(
             key=lambda row: row.coefficients.time_of_sums_ms(0.0, row.max_tokens) / row.max_tokens
@@ -289,6 +291,7 @@ def _table(profile: ProfileCostModel, rows: Sequence[ProfiledScheme]) -> Table:
         f"estimated cost profile, {profile.device}",
         ("scheme",),
         ("a, ns/token²", "b, µs/token", "c, ms", "max tokens"),
+        caption="A micro-batch takes the longest a·Σs² + b·Σs + c of its scheme's lines.",
     )
     for row in rows:
         name, limit = str(row.scheme), f"{row.max_tokens:,}" if row.max_tokens else "does not fit"

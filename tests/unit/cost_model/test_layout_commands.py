@@ -260,22 +260,25 @@ def test_an_estimate_that_nothing_fits_is_an_error(
     assert not out.exists()
 
 
-def test_the_table_of_all_schemes_has_the_best_of_each_size(
+def test_the_table_of_all_schemes_has_the_best_replicas_of_each_size(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     job = ["estimate", *LLAMA_32B, "--device", "h100", "--num-ranks", "64"]
     assert main(job) == 0
     text = capsys.readouterr().out
     assert main([*job, "--json"]) == 0
-    rows = json.loads(capsys.readouterr().out)["schemes"]
-    shown = [parse_scheme(name, label="") for name in re.findall(r"│ ((?:tp|cp|pp)\w+)", text)]
-    assert f"{len(rows) - len(shown)} other schemes fit" in text
-    sizes = {row["tp"] * row["cp"] * row["pp"] for row in rows}
-    assert {scheme.num_ranks for scheme in shown} == sizes
-    for size in sizes:
-        of_size = [row for row in rows if row["tp"] * row["cp"] * row["pp"] == size]
-        of_size.sort(key=lambda row: row["b_ms_per_token"] + row["c_ms"] / row["max_tokens"])
-        best = {Scheme(row["tp"], row["cp"], row["pp"]) for row in of_size[:3]}
+    content = capsys.readouterr().out
+    profile = ProfileCostModel.from_json(json.loads(content), what="output")
+    shown = [parse_scheme(name, label="") for name in re.findall(r"│ (\w+) +│", text)]
+    assert f"{len(profile.schemes) - len(shown)} other schemes fit" in text
+    replicas = [row for row in profile.schemes if row.scheme.fs in (1, row.scheme.cp)]
+    assert len(replicas) < len(profile.schemes), "no groups of cp8~fs"
+    for size in {row.scheme.num_ranks for row in replicas}:
+        of_size = [row for row in replicas if row.scheme.num_ranks == size]
+        of_size.sort(
+            key=lambda row: row.coefficients.time_of_sums_ms(0, row.max_tokens) / row.max_tokens
+        )
+        best = {row.scheme for row in of_size[:3]}
         assert best == {scheme for scheme in shown if scheme.num_ranks == size}
 
 
