@@ -188,7 +188,7 @@ class AnalyticCostModel(TrainedModel):
             has_te_layers=self.has_te_layers,
             groups_experts=self.groups_experts,
         )
-        object.__setattr__(self, "recompute", self.recompute.without(kept))
+        object.__setattr__(self, "recompute", self.recompute.without(tuple(kept)))
 
     @property
     def peak_flops_per_s(self) -> float:

@@ -15,6 +15,7 @@ from megatron.hydraulis.cost_model.device import Precision
 from megatron.hydraulis.cost_model.regrouping import wire_bytes
 from megatron.hydraulis.cost_model.trained_model import (
     CORE_ATTENTIONS,
+    KEPT_TEXT,
     NO_RECOMPUTE,
     SELECTIVE_MODULES,
     Recompute,
@@ -43,8 +44,6 @@ _ROUTER_BYTES = {"fp32": 4, "fp64": 8}
 """Size of a score by --moe-router-dtype."""
 _KEPT_MODULES = ("moe", "shared_experts", "mla_up_proj", "gdn_norm_out")
 """Modules of upstream's selective recompute that are not recomputed here."""
-KEPT_TEXT = "its activations are kept, which takes more memory"
-"""What happens instead to a module that selective recompute names in vain."""
 _SEQUENCE_BY_SEQUENCE = ("local", "unfused")
 """Attention backends of upstream that, like our sdpa, need no kernel for packed sequences."""
 
@@ -648,13 +647,14 @@ def _num_score_tensors(args: argparse.Namespace) -> int:
 
 
 def drop_kept_modules(
-    args: argparse.Namespace, kept_here: tuple[str, ...]
+    args: argparse.Namespace, kept_here: Mapping[str, str]
 ) -> tuple[tuple[str, str], ...]:
     """Remove from ``args.recompute_modules`` those that keep their activations.
 
     The update is the same. Returns (option with the module, what happens instead) for each.
 
-    kept_here: of the modules that can be recomputed, those that this model's layers keep.
+    kept_here: of the modules that can be recomputed, those that this model's layers keep, with what
+        happens instead.
     """
     modules = args.recompute_modules or []
     kept = [module for module in modules if module in (*_KEPT_MODULES, *kept_here)]
@@ -662,7 +662,9 @@ def drop_kept_modules(
         args.recompute_modules = [module for module in modules if module not in kept] or None
         if args.recompute_modules is None and _granularity(args) == "selective":
             args.recompute_granularity, args.recompute_activations = None, False
-    return tuple((f"--recompute-modules {module}", KEPT_TEXT) for module in kept)
+    return tuple(
+        (f"--recompute-modules {module}", kept_here.get(module, KEPT_TEXT)) for module in kept
+    )
 
 
 def check_recompute(args: argparse.Namespace) -> None:

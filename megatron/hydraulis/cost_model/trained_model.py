@@ -28,17 +28,29 @@ SELECTIVE_MODULES = ("core_attn", "mlp", "layernorm", "moe_act")
 """Modules that selective recompute can name."""
 
 
-def kept_modules(
-    *, has_experts: bool, has_te_layers: bool, groups_experts: bool
-) -> tuple[str, ...]:
-    """Modules of SELECTIVE_MODULES that keep their activations all the same.
+KEPT_TEXT = "its activations are kept, which takes more memory"
+"""What happens instead to a module that selective recompute names in vain."""
+
+
+def kept_modules(*, has_experts: bool, has_te_layers: bool, groups_experts: bool) -> dict[str, str]:
+    """The SELECTIVE_MODULES that keep their activations all the same, with what the user reads.
 
     Upstream recomputes the MLPs of layers without experts, but here all layers keep the same
     modules. What it recomputes in order to discard an output alone (``CheckpointWithoutOutput``,
     megatron-core 0.19.2) needs Transformer Engine, the activation of experts grouped products.
     """
-    are_kept = {"mlp": has_experts, "layernorm": not has_te_layers, "moe_act": not groups_experts}
-    return tuple(module for module, is_kept in are_kept.items() if is_kept)
+    kept = {}
+    if has_experts:
+        kept["mlp"] = f"{KEPT_TEXT}, as layers have experts"
+    if not has_te_layers:
+        kept["layernorm"] = f"{KEPT_TEXT}; only layers of Transformer Engine recompute norms"
+    if not has_experts:
+        kept["moe_act"] = "without effect, as there are no experts"
+    elif not groups_experts:
+        kept["moe_act"] = (
+            f"{KEPT_TEXT}; only --moe-grouped-gemm with layers of Transformer Engine recomputes it"
+        )
+    return kept
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

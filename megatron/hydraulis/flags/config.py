@@ -103,8 +103,8 @@ class HydraulisConfig:
     a rank."""
 
     fs_prefetch: int = field(default=1, metadata=_flag("N"))
-    """Layers whose weights are gathered ahead where cp ranks share them, as in cp8fs; each takes
-    memory for one. Default: 1."""
+    """Weights gathered ahead where cp ranks share them, as in cp8fs (layers); each takes memory for
+    one. Default: 1."""
 
     memory_trial: Literal["auto", "on", "off"] = "auto"
     """Before the first iteration, run the largest micro-batch of each strategy without training,

@@ -227,7 +227,7 @@ def chosen_layers(flags: ParsedFlags, asked: str, *, has_cuda: bool) -> str:
     return "local" if is_missing and not is_given else layers
 
 
-def modules_kept_by(flags: ParsedFlags, asked: str, *, has_cuda: bool) -> tuple[str, ...]:
+def modules_kept_by(flags: ParsedFlags, asked: str, *, has_cuda: bool) -> dict[str, str]:
     """`kept_modules` of the layers that the job runs; arguments of `chosen_layers`."""
     has_te_layers = chosen_layers(flags, asked, has_cuda=has_cuda) == TE_LAYERS
     return kept_modules(

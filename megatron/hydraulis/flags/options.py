@@ -382,8 +382,8 @@ _REFUSED = (
     ),
     Refused(
         "fully sharded data parallelism",
-        "parameters are sharded over all ranks between iterations, not between layers",
-        "remove it; if memory is short, use a scheme with more tp or pp ranks",
+        "all ranks share parameters between iterations; between layers cp ranks do, as in cp8fs",
+        "remove it; if memory is short, name such replicas by --strategy, or more tp or pp",
         r"use-(megatron-fsdp|torch-fsdp2)",
     ),
     Refused(

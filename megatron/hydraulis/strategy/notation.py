@@ -95,7 +95,7 @@ def _term(match: re.Match[str]) -> Term:
             )
         if mark and axis != "cp":
             raise StrategyError(
-                f"'~' belongs behind the degree of cp, not of {axis}; {_EXAMPLE} or 'cp8~'"
+                f"'~' belongs behind the degree of cp, not of {axis}; {_EXAMPLE} or 'cp8~fs'"
             )
         degrees[axis] = int(degree or 0)
         splitting += mark

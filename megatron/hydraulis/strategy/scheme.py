@@ -63,8 +63,8 @@ class Scheme:
             )
         if self.shares_weights and self.pp > 1:
             raise StrategyError(
-                f"fs gathers the weights of a layer for every micro-batch, in pipelines not yet, "
-                f"but {self} has pp {self.pp}; drop the fs or the pp"
+                f"ranks of a pipeline cannot share weights yet but {self} has fs and pp {self.pp}; "
+                f"drop the fs or the pp"
             )
         if self.shares_weights and self.fs % self.cp:
             raise StrategyError(

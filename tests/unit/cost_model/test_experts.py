@@ -189,7 +189,7 @@ def test_recomputing_mlps_frees_nothing_of_experts(
         asked = [*selective, *modules] if modules else []
         assert main(["estimate", *flags, *asked, "--out", str(path)]) == 0
         rows[" ".join(modules)] = ProfileCostModel.read(path).schemes
-        note = "--recompute-modules mlp: its activations are kept, which takes more memory\n"
+        note = "--recompute-modules mlp: its activations are kept, which takes more memory, as "
         assert (note in capsys.readouterr().err) == ("mlp" in modules)
     assert rows["mlp"] == rows[""] != rows["core_attn"] == rows["core_attn mlp"]
 

@@ -336,7 +336,12 @@ def test_experts_with_biases_cost_the_same_with_options_of_training(
         ("--bf16 --vocab-size 100 --no-such 1 --ignore-unknown-options", ", --no-such 1"),
         (
             "--bf16 --recompute-activations --recompute-modules moe_act",
-            "--recompute-modules moe_act: its activations are kept",
+            "--recompute-modules moe_act: without effect, as there are no experts",
+        ),
+        (
+            "--bf16 --recompute-activations --recompute-modules layernorm",
+            "--recompute-modules layernorm: its activations are kept, which takes more memory; "
+            "only layers of Transformer Engine",
         ),
         ("--bf16 --v-head-dim 8", "--v-head-dim: without effect, as there is no --multi-latent-"),
         (

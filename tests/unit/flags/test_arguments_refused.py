@@ -125,7 +125,7 @@ def test_every_taken_option_is_listed_and_changes_no_argument() -> None:
         ("--use-checkpoint-args", "checkpoints", "--finetune"),
         ("--fp16", "half precision with loss scaling", "--bf16"),
         ("--freeze-all-layers", "other optimizers", "AdamW"),
-        ("--use-megatron-fsdp", "fully sharded data parallelism", "more tp or pp"),
+        ("--use-megatron-fsdp", "fully sharded data parallelism", "as in cp8fs"),
         ("--init-method-xavier-uniform", "initialisation", "--seed"),
         ("--mock-data", "other data", "--data-path"),
         ("--logits-load-dir d", "distillation", "distillation"),

@@ -129,7 +129,7 @@ def test_placement(
         ("r", 1, "'r' at character 1"),
         ("cp4fs~", 4, "'~' belongs behind the degree of cp, not of fs"),
         ("cp4fsfs", 4, "cp4fsfs has fs twice"),
-        ("cp2fspp2", 4, "cp2fspp2 has pp 2; drop the fs or the pp"),
+        ("cp2fspp2", 4, "cp2fspp2 has fs and pp 2; drop the fs or the pp"),
         ("cp2fs4", 2, "cp2fs4 has cp 2 and fs 4, as groups of cp4fs do; use cp4fs"),
         ("tp1", 0, "at least 1 rank but has 0"),
         ("999999999*tp1", 999999999, "at most 131072 ranks here but this one has 999999999"),
