@@ -34,6 +34,13 @@ class Role:
     column: tuple[int, int] | None = None
     """(number of this cp rank, number of them) if each keeps a share of the weights; else None."""
 
+    def __post_init__(self) -> None:
+        if self.column is not None and self.experts is not None:
+            raise PlanError(
+                f"{self.column[1]} cp ranks share the same weights but one of them has experts "
+                f"{self.experts[0]} to {self.experts[1] - 1} alone; drop the fs or the ep"
+            )
+
     @property
     def has_embedding(self) -> bool:
         """True if this is the first stage."""

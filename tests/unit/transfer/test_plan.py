@@ -128,6 +128,14 @@ class TestRole:
         with pytest.raises(PlanError, match="holds experts 0 to 1 but it is of experts 1 to 2"):
             first.cut_of(replace(WEIGHT, experts=(1, 3)))
 
+    def test_columns_share_weights_but_not_with_whole_experts(self) -> None:
+        roles = roles_of("tp2cp3fs", 6)
+        assert [(each.tp_rank, each.column) for each in roles] == [
+            (tp, (column, 3)) for column in range(3) for tp in range(2)
+        ]
+        with pytest.raises(PlanError, match=r"2 cp ranks share .* experts 0 to 1 alone; drop"):
+            roles_of("cp2fsep2", 2, num_experts=4)
+
     def test_ranks_of_equal_place_in_replicas_of_one_scheme_have_equal_roles(self) -> None:
         roles = roles_of("2*tp2", 4)
         assert roles[0] == roles[2] != roles[1] == roles[3]
