@@ -219,7 +219,7 @@ def possible_schemes(model: AnalyticCostModel) -> list[Scheme]:
         if replica == scheme and cp > 1 and pp == ep == 1:
             plain.append(replace(scheme, fs=cp))
             offer(plain[1], instead_of=scheme)
-        if model.offers_recompute and model.recompute.granularity != "full":
+        if model.offer_recompute and model.recompute.granularity != "full":
             for each in plain:
                 offer(replace(each, recomputes=True), instead_of=each)
     return found

@@ -241,17 +241,10 @@ _LAYERS = (
         form={"action": "store_true", "dest": "layernorm_zero_centered_gamma"},
     ),
     ModelFlag("--loss-chunk-tokens", "tokens whose logits exist at the same time"),
-    ModelFlag(
-        "--offer-recompute",
-        "estimate schemes that recompute every layer, too, such as tp8r, where these hold a "
-        "quarter more tokens",
-        form={"action": "store_true", "dest": "offers_recompute"},
+    _switch(
+        "--offer-recompute", "estimate tp8r too, where it holds a quarter more tokens than tp8"
     ),
-    ModelFlag(
-        "--fs-prefetch",
-        "layers whose weights are gathered ahead where cp ranks share them (default: 1)",
-        form={"type": int, "metavar": "N", "default": 1},
-    ),
+    ModelFlag("--fs-prefetch", "layers gathered ahead where cp ranks share weights", default=1),
     _switch(
         "--moe-grouped-gemm",
         "products of all experts in one call, by layers of Transformer Engine",
@@ -587,10 +580,9 @@ def given_layers(namespace: argparse.Namespace, shape: ModelShape) -> dict[str, 
     args.transformer_impl = asked_layers(args, args.transformer_impl)
     attention = args.core_attention or core_attention_of(args.attention_backend or "auto")
     settings = layer_settings(args, shape, attention)
-    return settings | {
-        name: getattr(namespace, name)
-        for name in ("loss_chunk_tokens", "fs_prefetch", "offers_recompute")
-    }
+    others = ("loss_chunk_tokens", "fs_prefetch", "offer_recompute")
+    given = {name: getattr(namespace, name) for name in others}
+    return settings | {name: value for name, value in given.items() if value is not None}
 
 
 def given_settings(namespace: argparse.Namespace, shape: ModelShape) -> dict[str, Any]:

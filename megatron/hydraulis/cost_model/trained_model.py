@@ -179,7 +179,7 @@ class TrainedModel:
     """Whether the job trains; otherwise there are no gradients and moments."""
     gradient_bytes: int = FP32_BYTES
     """Size of a gradient on the wire."""
-    offers_recompute: bool = False
+    offer_recompute: bool = False
     """Whether schemes with ``r`` are offered where they hold more tokens; nothing else."""
     fs_prefetch: int = 1
     """Layers whose shared weights are gathered before they are used; time and memory."""

@@ -31,12 +31,12 @@ def test_schemes_that_recompute_are_offered_if_asked_and_where_they_hold_more() 
     usual = model(num_ranks=16)
     without, offered = (
         [row.scheme for row in estimated_profile(each).schemes]
-        for each in (usual, replace(usual, offers_recompute=True))
+        for each in (usual, replace(usual, offer_recompute=True))
     )
     assert not any(each.recomputes for each in without)
     assert [each for each in offered if not each.recomputes] == without
     assert {"tp8r", "tp4pp2r", "cp8fsr", "fs8r"} <= set(map(str, offered))
-    everywhere = replace(usual, offers_recompute=True, recompute=EVERY_LAYER)
+    everywhere = replace(usual, offer_recompute=True, recompute=EVERY_LAYER)
     assert not any(row.scheme.recomputes for row in estimated_profile(everywhere).schemes)
 
 
