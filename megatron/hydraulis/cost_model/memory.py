@@ -204,7 +204,8 @@ class MemoryModel(TrainedModel):
             sum(self.gathered_parameters(scheme, has_experts=has_experts))
             for has_experts in self.kinds_of_layers
         )
-        weights = (1 + self.fs_prefetch) * layer + num_embeddings * embedding + final_norm
+        num_slots = min(1 + self.fs_prefetch, num_layers)
+        weights = num_slots * layer + num_embeddings * embedding + final_norm
         # Gradients of embedding and output layer take turns.
         gradients = NUM_GRADIENT_SLOTS * layer + embedding + final_norm
         if (wire_bytes := self.footprint(scheme).gradient_bytes) == FP32_BYTES:
