@@ -383,13 +383,17 @@ class Ways:
     def homogeneous(self) -> list[Strategy]:
         """Strategies of one scheme that fill the job, each once.
 
-        ``~`` only with ep, where it is Megatron's expert parallelism over data-parallel ranks, and
-        of several widths only the narrowest that holds the longest sequence, and all ranks.
+        ``~`` only with ep or fs, where it is Megatron's expert parallelism, or fully sharded data
+        parallelism, over data-parallel ranks, and of several widths only the narrowest that holds
+        the longest sequence, and all ranks.
         """
         num_ranks, per_node = self.pool.num_ranks, self.pool.ranks_per_node
         found: dict[str, Strategy] = {}
         for strategy in self.pool.strategies:
-            is_usual = all(scheme.ep > 1 or not scheme.splits_cp for scheme in strategy.schemes)
+            is_usual = all(
+                scheme.ep > 1 or scheme.shares_weights or not scheme.splits_cp
+                for scheme in strategy.schemes
+            )
             if is_usual and len(strategy.schemes) == 1 and not strategy.idle_ranks:
                 found[str(strategy)] = strategy
         for scheme in (*self._plain_schemes(), *self._splitting_schemes()):
@@ -405,27 +409,31 @@ class Ways:
                 yield row.scheme
 
     def _splitting_schemes(self) -> Iterator[Scheme]:
-        """Yields by tp, ep and pp the narrowest scheme that holds the longest sequence, and that of
-        all ranks, which has no replicas to balance."""
-        known: set[Scheme] = set()
+        """Yields by tp, ep and pp, with fs and without, the narrowest scheme that holds the longest
+        sequence, and that of all ranks, which has no replicas to balance."""
+        known: set[tuple[Scheme, bool]] = set()
         for scheme in self.profile.splitting_schemes:  # narrow ones first
-            if scheme.ep > 1 and self.profile.max_tokens(scheme) >= self.limit:
-                narrow = scheme.of_context_group(1)
-                if narrow not in known or scheme.num_ranks == self.pool.num_ranks:
-                    known.add(narrow)
+            shares = scheme.shares_weights
+            if (scheme.ep > 1 or shares) and self.profile.max_tokens(scheme) >= self.limit:
+                column = replace(scheme, cp=1, fs=1, splits_cp=False), shares
+                if column not in known or scheme.num_ranks == self.pool.num_ranks:
+                    known.add(column)
                     yield scheme
 
     def static(self) -> list[Strategy]:
-        """Homogeneous strategies that hold the longest sequence."""
+        """Homogeneous strategies that hold the longest sequence. With fs none has ``~``: groups of
+        several widths are not Megatron's, and those of one are in `layouts`."""
         return [
             strategy
             for strategy in self.homogeneous()
-            if self._layout(strategy, strategy.schemes[0]).cost.longest >= self.limit
+            for scheme in strategy.schemes
+            if not (scheme.splits_cp and scheme.shares_weights)
+            if self._layout(strategy, scheme).cost.longest >= self.limit
         ]
 
     def layouts(self) -> Iterator[LaneLayout]:
         """Yields layouts whose lanes hold the longest sequence; with ``~`` the replicas are the
-        smallest that hold all ep ranks."""
+        smallest that hold all ep ranks, or all that share weights."""
         for strategy in self.homogeneous():
             (scheme,) = strategy.schemes
             whole = scheme.of_context_group(scheme.cp)

@@ -17,6 +17,7 @@ from megatron.hydraulis.cost_model.staging import PoolFootprint
 from megatron.hydraulis.cost_model.trained_model import EVERY_LAYER, NO_RECOMPUTE, Recompute
 from megatron.hydraulis.errors import StrategyError
 from megatron.hydraulis.proposal.candidates import Candidates
+from megatron.hydraulis.simulator.ways import FIXED_ROWS, Ways
 from megatron.hydraulis.strategy import Pool, Scheme, Strategy
 from megatron.hydraulis.strategy.notation import parse_scheme
 from tests.support.planning import LLAMA_7B
@@ -166,6 +167,24 @@ def test_shared_weights_are_offered_where_they_save_memory() -> None:
     assert "tp4cp2fs" not in rows
     schemes = Candidates.of(estimated_profile(model()), 8, 8).schemes
     assert {"cp8~fs", "cp8fs"} <= {str(each) for each in schemes}
+
+
+def test_lanes_of_fully_sharded_data_parallelism_are_compared() -> None:
+    """Groups of one width that share weights with others are what Megatron's FSDP trains; only
+    groups that change from micro-batch to micro-batch are not."""
+    of_8b = model()
+    pool = Pool.of(Strategy.parse("cp8~fs", 8))
+    costs = JobCosts(profile=estimated_profile(of_8b), model=None)
+    ways = Ways(batches=[[2048, *[500] * 60]], pool=pool, costs=costs)
+    lanes = {(str(each.strategy), str(each.scheme)) for each in ways.layouts()}
+    assert {("cp8~fs", "cp2fs8"), ("cp8~fs", "fs8"), ("cp8fs", "cp8fs")} <= lanes
+    assert ("cp8~fs", "cp8fs") not in lanes
+    static = {str(strategy) for strategy in ways.static()}
+    assert "cp8fs" in static
+    assert "cp8~fs" not in static
+    for candidate in ways.candidates(FIXED_ROWS):
+        (work,) = candidate.works()
+        assert candidate.least_ms <= work.makespan_ms(ways.simulated) * (1 + 1e-9)
 
 
 def test_rows_of_shared_weights_follow_from_others_if_the_model_is_known() -> None:
