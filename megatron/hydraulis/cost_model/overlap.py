@@ -1,8 +1,8 @@
 """What hides behind something else in a micro-batch: a ring's messages, and weights of ``fs``.
 
 What one rank of a ring of c does to the keys and values that it has overlaps with their exchange,
-but for the last of c steps: max(attention, exchange + attention/c), in the forward and, with
-figures of its own, in the backward. Other exchanges come before attention and add up.
+but for the last of c steps: max(attention, exchange + attention/c), in the forward and, with other
+figures, in the backward. Other exchanges come before attention and add up.
 
 Weights that cp ranks share are gathered while the layer before computes, and their gradients are
 reduce-scattered while the next one does. A pass takes the longer of its compute, with the messages

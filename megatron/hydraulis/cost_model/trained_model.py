@@ -125,7 +125,7 @@ class Recompute:
         return min(self.num_layers, num_again) if self.method == "uniform" else min(1, num_again)
 
     def drops(self, module: str) -> bool:
-        """Whether the activations of one of SELECTIVE_MODULES are recomputed alone."""
+        """True if the activations of one of SELECTIVE_MODULES are recomputed alone."""
         return self.granularity == "selective" and module in self.modules
 
 
@@ -180,7 +180,7 @@ class TrainedModel:
     gradient_bytes: int = FP32_BYTES
     """Size of a gradient on the wire."""
     offer_recompute: bool = False
-    """Whether schemes with ``r`` are offered where they hold more tokens; nothing else."""
+    """True to offer schemes with ``r`` where they hold more tokens; it has no other effect."""
     fs_prefetch: int = 1
     """Layers whose shared weights are gathered before they are used; time and memory."""
 

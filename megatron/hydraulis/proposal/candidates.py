@@ -216,7 +216,7 @@ def _splitting(cost_model: ProfileCostModel, num_ranks: int) -> tuple[Scheme, ..
 
 
 def _is_usual(scheme: Scheme) -> bool:
-    """Whether a scheme with ``~`` has groups that would be no replicas."""
+    """True for a scheme whose groups, if it has ``~``, would be no replicas."""
     return scheme.ep > 1 or scheme.shares_weights
 
 

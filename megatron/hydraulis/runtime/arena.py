@@ -128,7 +128,7 @@ class Arena:
             for unit in layout.parameters_of
             if unit in role.units
         }
-        """By unit, in canonical order."""
+        """Places of the parameters of each unit, in canonical order."""
         self.starts: dict[Unit, int] = {}
         """First element of what is regrouped of each unit, in both storages."""
         end = 0
@@ -138,7 +138,7 @@ class Arena:
         self.num_parameters = self.num_gradients = end
         """Elements that the role needs of the storage of parameters, and of gradients."""
         self.weight_slots: dict[Unit, Slot] = {}
-        """By unit, where it is whole; empty unless columns share it."""
+        """Slot in which each unit is whole; empty unless columns share weights."""
         self.gradient_slots: dict[Unit, Slot] = {}
         if role.column is not None:
             first = aligned(end, UNIT_ALIGNMENT_ELEMENTS)

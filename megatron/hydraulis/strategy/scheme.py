@@ -34,7 +34,7 @@ class Scheme:
     when it is used; 1: every cp rank holds them whole. All cp ranks of a replica (``cp8fs``), more
     than those of a context group of it (``cp4fs8``)."""
     recomputes: bool = False
-    """Whether the backward recomputes every layer, whatever the job recomputes: the ``r`` of
+    """True if the backward recomputes every layer, whatever the job recomputes: the ``r`` of
     ``tp8r``, which takes longer and holds more tokens."""
 
     def __post_init__(self) -> None:
@@ -74,7 +74,7 @@ class Scheme:
 
     @property
     def shares_weights(self) -> bool:
-        """Whether cp ranks hold a share of the weights each: the ``fs`` of ``cp8fs``."""
+        """True if each cp rank holds a share of the weights: the ``fs`` of ``cp8fs``."""
         return self.fs > 1
 
     @property
