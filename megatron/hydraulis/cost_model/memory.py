@@ -190,18 +190,16 @@ class MemoryModel(TrainedModel):
         # With one stage, tied embeddings are one matrix.
         if is_last and not (shape.tied_embeddings and is_first):
             num_embeddings += 1
-        num_parameters = self.num_layer_parameters(
-            scheme, num_layers, are_first=is_first, as_share=True
-        )
+        num_parameters = self.num_layer_parameters(scheme, num_layers, are_first=is_first)
         embedding = shape.num_embedding_parameters / scheme.tp
         final_norm = is_last * shape.hidden_size
-        num_parameters += (num_embeddings * embedding + final_norm) / scheme.fs
+        num_parameters += num_embeddings * embedding + final_norm
         gradient_bytes = self.has_optimizer * FP32_BYTES
-        num_bytes = num_parameters * (self.parameter_bytes + gradient_bytes)
+        num_bytes = num_parameters / scheme.fs * (self.parameter_bytes + gradient_bytes)
         if not scheme.shares_weights:
             return num_bytes
         layer = max(
-            sum(self.gathered_parameters(scheme, has_experts=has_experts))
+            self.gathered_parameters(scheme, has_experts=has_experts)
             for has_experts in self.kinds_of_layers
         )
         num_slots = min(1 + self.fs_prefetch, num_layers)

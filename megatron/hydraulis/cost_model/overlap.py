@@ -138,10 +138,9 @@ def shared_weights_s(
         collective_s = partial(_collective_s, model, scheme, operation)
         of_layers_s = 0.0
         for has_experts, number in model.kinds_of_layers.items():
-            others, experts = model.gathered_parameters(scheme, has_experts=has_experts)
-            of_layers_s += number * collective_s(scheme.fs, entry_bytes * others)
-            of_layers_s += number * collective_s(scheme.fs_of_experts, entry_bytes * experts)
-        return of_layers_s / shape.num_layers, collective_s(scheme.fs, entry_bytes * embedding)
+            gathered = model.gathered_parameters(scheme, has_experts=has_experts)
+            of_layers_s += number * collective_s(entry_bytes * gathered)
+        return of_layers_s / shape.num_layers, collective_s(entry_bytes * embedding)
 
     gather_s, embedding_s = messages_s("all_gather", model.parameter_bytes)
     scatter_s, embedding_back_s = messages_s("reduce_scatter", model.gradient_bytes)
@@ -155,13 +154,10 @@ def _collective_s(
     model: AnalyticCostModel,
     scheme: Scheme,
     operation: Operation,
-    num_ranks: int,
     num_bytes: float,
 ) -> float:
     """A collective of num_bytes, in all, over cp ranks that share weights."""
-    kernels, span = model.device.kernels, scheme.tp * scheme.fs
-    if num_ranks == 1 or not num_bytes:
-        return 0.0
+    kernels, num_ranks, span = model.device.kernels, scheme.fs, scheme.tp * scheme.fs
     if kernels is not None and not model.cluster.uses_network(span):
         return kernels.collective_s(model.rates, operation, num_ranks, num_bytes)
     link = model.collective_link(span, scheme.tp)

@@ -251,15 +251,9 @@ class TrainedModel:
         return self.rank_load(scheme) * self.shape.experts_per_token / scheme.tp
 
     def num_layer_parameters(
-        self, scheme: Scheme, num_layers: int, *, are_first: bool = False, as_share: bool = False
+        self, scheme: Scheme, num_layers: int, *, are_first: bool = False
     ) -> float:
-        """Parameters of so many layers on a rank.
-
-        Args:
-            are_first: whether they are the first of the model.
-            as_share: whether those that cp ranks share count by the rank's share of them, instead
-                of as they are when they are used.
-        """
+        """Parameters of so many layers on a rank when they are used; are_first: of the model."""
         shape = self.shape
         num_with_experts = shape.num_with_experts(num_layers, are_first=are_first)
         routed = num_with_experts * shape.num_routed_entries
@@ -267,23 +261,16 @@ class TrainedModel:
         whole += num_with_experts * shape.num_router_entries
         others = shape.num_parameters_of_layers(num_layers, are_first=are_first) - routed - whole
         num_routed = routed / (scheme.tp if scheme.ep == 1 else scheme.ep)
-        if as_share:
-            return (whole + others / scheme.tp) / scheme.fs + num_routed / scheme.fs_of_experts
         return whole + others / scheme.tp + num_routed
 
-    def gathered_parameters(self, scheme: Scheme, *, has_experts: bool) -> tuple[float, float]:
-        """Parameters of a layer that its cp ranks gather to use it, if they share weights.
-
-        Returns (those that all of them have, those of experts: 0 where no other has the same ones).
-        """
+    def gathered_parameters(self, scheme: Scheme, *, has_experts: bool) -> float:
+        """Parameters of a layer that cp ranks that share weights gather to use it; without ep."""
         shape, num_whole = self.shape, self.shape.num_whole_attention_entries
         cut, whole = shape.num_attention_entries - num_whole, num_whole + 2 * shape.hidden_size
         if not has_experts:
-            return whole + (cut + shape.num_mlp_entries) / scheme.tp, 0.0
-        routed, router = shape.num_routed_entries, shape.num_router_entries
-        cut += shape.num_expert_entries - routed - router
-        num_routed = routed / (scheme.tp if scheme.ep == 1 else scheme.ep)
-        return whole + router + cut / scheme.tp, num_routed * (scheme.fs_of_experts > 1)
+            return whole + (cut + shape.num_mlp_entries) / scheme.tp
+        router = shape.num_router_entries
+        return whole + router + (cut + shape.num_expert_entries - router) / scheme.tp
 
     @property
     def kinds_of_layers(self) -> dict[bool, int]:

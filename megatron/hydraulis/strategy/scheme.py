@@ -78,12 +78,6 @@ class Scheme:
         return self.fs > 1
 
     @property
-    def fs_of_experts(self) -> int:
-        """cp ranks over which experts are distributed: those that share weights and, with ep, have
-        the same ones."""
-        return max(1, self.fs * math.gcd(self.ep, self.tp) // self.ep)
-
-    @property
     def num_ranks(self) -> int:
         return self.tp * self.cp * self.pp
 
