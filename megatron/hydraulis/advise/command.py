@@ -488,12 +488,19 @@ def verdict(advice: Advice) -> str:
 
 def choice_table(advice: Advice, peak_flops_per_s: float) -> Table:
     """A row per way to train; times by `Advice.kind`."""
+    strategies = [strategy for choice in advice.choices for strategy in choice.strategies]
+    schemes = [scheme for strategy in strategies for scheme in strategy.schemes]
+    marks = ""
+    if any(scheme.shares_weights for scheme in schemes):
+        marks += " fs: cp ranks share the weights."
+    if any(scheme.recomputes for scheme in schemes):
+        marks += " r: every layer is recomputed."
     table = figures_table(
         "the same batches, four ways to train",
         ("way", "strategy"),
         ("tokens/s", "MFU %", "gain ×", "memory GB", "regrouping s"),
         caption=f"MFU: of causal attention. Gain: over the first row. Memory: estimated, of the "
-        f"fullest rank. Regrouping: with the optimizer, {advice.kind} ({NOTHING_HIDDEN}).",
+        f"fullest rank. Regrouping: with the optimizer, {advice.kind} ({NOTHING_HIDDEN}).{marks}",
     )
     for choice in advice.choices:
         time_s = choice.time_s(advice.kind)

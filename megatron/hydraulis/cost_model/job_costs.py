@@ -354,11 +354,14 @@ class JobCosts:
             and (row.scheme.fs == scheme.fs or self.model is not None)
         ]
         if not rows:
-            known = ", ".join(str(row.scheme) for row in self.profile.schemes)
+            schemes = [row.scheme for row in self.profile.schemes]
+            known = ", ".join(str(each) for each in schemes if each.as_replica == each)
+            is_missing = " (an estimate has only those that fit)" * self.profile.is_estimated
             raise StrategyError(
-                f"scheme {scheme}: a width of cp is estimated from another of the same tp, ep, pp "
-                f"and layers but the cost profile of {self.profile.device} has {known}; measure "
-                f"{scheme.of_context_group(1)}, or take strategies of these schemes"
+                f"scheme {scheme}: a scheme without a row is estimated from one of the same tp, "
+                f"ep, pp and layers, with the same fs and r or neither, but the cost profile of "
+                f"{self.profile.device} has {known}{is_missing}; measure "
+                f"{scheme.of_context_group(1).as_replica}, or take strategies of these schemes"
             )
 
         def order(row: ProfiledScheme) -> tuple[bool, bool, float, int]:
@@ -499,8 +502,8 @@ def warn_of_assumed_rows(profile: ProfileCostModel, pool: Pool) -> None:
     """Say on stderr which schemes of a pool were not measured."""
     if assumed := profile.assumed_schemes(pool):
         print(
-            f"warning: not measured: {', '.join(map(str, assumed))}; assumed from other widths of "
-            "cp, measure them with hydraulis profile",
+            f"warning: not measured: {', '.join(map(str, assumed))}; assumed from rows of other "
+            "schemes, measure them with hydraulis profile",
             file=sys.stderr,
             flush=True,
         )

@@ -264,7 +264,8 @@ def propose(
         raise PlanError(
             f"a sequence must fit one micro-batch but the longest has {longest} tokens and the "
             f"largest limit of {len(candidates.schemes)} admissible schemes is "
-            f"{candidates.longest}; lower --seq-length, recompute more, or take a larger tp or cp"
+            f"{candidates.longest}; lower --seq-length, recompute more (--offer-recompute "
+            f"where times are estimated), or take a larger tp or cp"
         )
     regimes = regimes_of(
         batches,

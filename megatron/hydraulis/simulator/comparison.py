@@ -312,7 +312,7 @@ def strategy_use_table(results: Sequence[WayResult]) -> Table:
     table = _table("Strategies")
     table.add_column("way", no_wrap=True)
     table.add_column("iterations with it: strategy", overflow="fold")
-    table.add_column("a rank receives\nGB/iteration", justify="right")
+    table.add_column("regrouping: a rank\nreceives GB/iteration", justify="right")
     for result in results:
         uses = result.num_uses.most_common()
         # No line break between the number and the strategy.

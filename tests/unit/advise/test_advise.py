@@ -211,6 +211,20 @@ def test_a_pool_of_one_strategy_is_called_by_it(
     assert "By the rule: what is not overlapped" in text
 
 
+def test_the_marks_of_schemes_are_explained(
+    job: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    content = json.loads((tmp_path / "profile.json").read_text())
+    marks = {"cp": 8, "fs": 8, "recomputes": True}
+    profiles = {"plain": content["schemes"], "marked": [SCHEMES[1] | {"tp": 1} | marks]}
+    for name, schemes in profiles.items():
+        (tmp_path / "profile.json").write_text(json.dumps(content | {"schemes": schemes}))
+        assert main([*job, "--cost-profile", str(tmp_path / "profile.json")]) == 0
+        text = " ".join(capsys.readouterr().out.split())
+        assert ("│ cp8fsr │" in text) == (name == "marked")
+        assert ("fs: cp ranks share the weights. r: every layer" in text) == (name == "marked")
+
+
 def test_the_next_proposal_has_the_settings_of_the_advice(
     job: list[str],
     tmp_path: Path,

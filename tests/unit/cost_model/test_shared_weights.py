@@ -196,7 +196,7 @@ def test_rows_of_shared_weights_follow_from_others_if_the_model_is_known() -> No
         assert row.max_tokens == model().max_tokens(group)
         expected = model().coefficients(group).scaled(a=1.2, b=1.3, c=1.1)
         assert row.coefficients.time_ms([4096]) == pytest.approx(expected.time_ms([4096]))
-    with pytest.raises(StrategyError, match="cp8fs"):
+    with pytest.raises(StrategyError, match="measure cp8fs,"):
         JobCosts(profile=slower).coefficients(scheme("cp8fs"))
     # Others never follow from shared weights.
     shared = estimated_profile(model(), [scheme("cp8fs")])
