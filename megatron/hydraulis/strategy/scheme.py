@@ -69,7 +69,7 @@ class Scheme:
         if self.shares_weights and self.fs % self.cp:
             raise StrategyError(
                 f"fs shares weights among the cp ranks but {self} has fs {self.fs} and cp "
-                f"{self.cp}; write fs without a number"
+                f"{self.cp}; use cp{self.cp}fs, which has fs {self.cp}"
             )
 
     @property

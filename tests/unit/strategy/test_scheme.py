@@ -37,7 +37,7 @@ def test_layers_that_do_not_fit_the_model(scheme: Scheme, num_layers: int, messa
         ({"ep": 0}, "ep is 0"),
         ({"fs": 0}, "fs is 0"),
         ({"cp": 4, "fs": 4, "pp": 2}, "cp4fspp2 has fs and pp 2; drop the fs or the pp"),
-        ({"cp": 8, "fs": 4}, "cp8fs4 has fs 4 and cp 8"),
+        ({"cp": 8, "fs": 4}, "cp8fs4 has fs 4 and cp 8; use cp8fs,"),
     ],
 )
 def test_impossible_schemes(arguments: dict[str, int], message: str) -> None:
