@@ -112,6 +112,7 @@ def _made_for(
             "row_quantum_tokens": row_quantum_tokens(resolved, device),
             "sequence_parallel": hydraulis.sequence_parallel,
         },
+        "layers gathered ahead": hydraulis.fs_prefetch,
         "cost profile": profile and hashlib.sha256(Path(profile).read_bytes()).hexdigest(),
         "batch size": [resolved.sizes.largest, resolved.sizes.unit],
         "lengths": hashlib.sha256(np.sort(lengths).astype(np.int64).tobytes()).hexdigest(),
@@ -131,7 +132,7 @@ def _why_not_kept(
     before = content.get(MADE_FOR)
     if not isinstance(before, dict):
         return "does not say what it was proposed for"
-    # Files of earlier versions do not name the batch size or first layers.
+    # Files of earlier versions do not name everything, such as the batch size.
     differing = [name for name, value in made_for.items() if before.get(name, value) != value]
     return f"was proposed for other values of {', '.join(differing)}" if differing else None
 

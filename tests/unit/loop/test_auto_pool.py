@@ -76,6 +76,7 @@ EXPERTS = "--num-experts 4 --moe-router-topk 2 --moe-layer-freq"
     [
         (f"{EXPERTS} [1,0]", f"{EXPERTS} [0,1]", "first layers without experts"),
         ("", "--global-batch-size 16", "batch size"),
+        ("", "--fs-prefetch 2", "layers gathered ahead"),
     ],
 )
 def test_what_a_pool_is_for_counts_unless_the_file_of_an_earlier_version_does_not_name_it(
