@@ -35,7 +35,7 @@ from megatron.hydraulis.data.sampler import BatchSizes
 from megatron.hydraulis.lengths.counts import read_length_counts
 from megatron.hydraulis.model_shape import ModelShape
 from megatron.hydraulis.proposal.propose import ProposalRequest
-from megatron.hydraulis.proposal.verdict import Setting, dynamic_cp, ways_of
+from megatron.hydraulis.proposal.verdict import Setting, ways_of, without_plans
 from megatron.hydraulis.simulator.ways import FIXED_ROWS, MEGATRON_CP
 from megatron.hydraulis.terminal import StrategyText, figures_table, results_console
 
@@ -148,7 +148,10 @@ def run_case(
     for there, baseline, gain in readings:
         pool_s = baseline.time_s / gain
         own, *others = Setting.all_of(there)
-        of_settings = (dynamic_cp(request, each, advice.proposal.pool) for each in (own, *others))
+        of_settings = (
+            without_plans(request, each, advice.proposal.pool, MEGATRON_CP)
+            for each in (own, *others)
+        )
         gains["baseline"].append(gain)
         gains[MEGATRON_CP].append(
             min((each.time_s for each in of_settings if each), default=math.inf) / pool_s

@@ -45,7 +45,7 @@ from megatron.hydraulis.lengths.batches import add_batch_arguments
 from megatron.hydraulis.planner.solver import native_prints_to_stderr
 from megatron.hydraulis.proposal.propose import Proposal, ProposalRequest, propose
 from megatron.hydraulis.proposal.verdict import (
-    DYNAMIC_CP,
+    HOW,
     OPEN_TEXT,
     PROFILE,
     PoolVerdict,
@@ -54,7 +54,7 @@ from megatron.hydraulis.proposal.verdict import (
     pool_verdict,
     print_measurements,
 )
-from megatron.hydraulis.simulator.ways import CEILING, FIXED_ROWS, MEGATRON_CP, PACKING, Ways
+from megatron.hydraulis.simulator.ways import BALANCED, CEILING, FIXED_ROWS, PACKING, Ways
 from megatron.hydraulis.strategy import Pool, Scheme, Strategy
 from megatron.hydraulis.terminal import (
     OnProgress,
@@ -460,8 +460,7 @@ def verdict(advice: Advice) -> str:
     over_static, over_fixed = advice.verdict.text, advice.gain(advice.fixed_rows)
     reach = advice.bound_s / advice.pool.time_s(advice.kind)
     static, pool = advice.static, "the pool"
-    by_megatron = static.name == MEGATRON_CP
-    of_static = f"Megatron's {DYNAMIC_CP}" if by_megatron else "balanced plans"
+    of_static = HOW[static.name]
     if is_worth_a_pool(advice):
         what, strategies = pool, advice.proposal.pool.strategies
         if len(strategies) == 1:
@@ -472,7 +471,7 @@ def verdict(advice: Advice) -> str:
             f"{over_fixed:.2f} × as fast as Megatron with rows of fixed length"
         )
     else:
-        strategy = static.strategy if by_megatron else f"--strategy '{static.strategy}'"
+        strategy = f"--strategy '{static.strategy}'" if static.name == BALANCED else static.strategy
         what = (
             f"Train with {strategy} and {of_static}{static.setting.text}: "
             f"{advice.fixed_rows.time_s(advice.kind) / static.time_s(advice.kind):.2f} × "

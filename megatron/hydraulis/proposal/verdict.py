@@ -1,8 +1,9 @@
 """What a pool gains over the best that the same GPUs do without one.
 
 That best is the **baseline**: the fastest of all static strategies of one scheme with balanced
-plans, and of Megatron's dynamic cp; each as the flags of the job say, with the other recomputation
-(of every layer, or of none), and with Transformer Engine's ring of keys and values.
+plans, of their lanes with packed rows, and of Megatron's dynamic cp; each as the flags of the job
+say, with the other recomputation (of every layer, or of none), and with Transformer Engine's ring
+of keys and values.
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ from megatron.hydraulis.simulator.ways import (
     BALANCED,
     FULL_OVER_QUICK,
     MEGATRON_CP,
+    PACKING,
     Ways,
     fastest_static,
 )
@@ -41,6 +43,12 @@ RECOMPUTE_EVERY_LAYER = (
 _RING = ("--core-attention", "te", "--cp-comm-type", "auto")
 DYNAMIC_CP = "--hybrid-context-parallel"
 """Megatron's flag of its dynamic cp."""
+HOW = {
+    BALANCED: "balanced plans",
+    PACKING: "packed rows",
+    MEGATRON_CP: f"Megatron's {DYNAMIC_CP}",
+}
+"""How a baseline is trained, by its way."""
 
 
 PROFILE = "profile.json"
@@ -106,7 +114,7 @@ class Baseline:
     """The best without a pool; times are means over the batches."""
 
     way: str
-    """`BALANCED` or `MEGATRON_CP`."""
+    """One of `HOW`."""
     strategy: Strategy
     setting: Setting
     time_s: float
@@ -115,8 +123,7 @@ class Baseline:
     @property
     def text(self) -> str:
         """Strategy and setting in a few words."""
-        how = f"Megatron's {DYNAMIC_CP}" if self.way == MEGATRON_CP else "balanced plans"
-        return f"{self.strategy} with {how}{self.setting.text}"
+        return f"{self.strategy} with {HOW[self.way]}{self.setting.text}"
 
     @property
     def overhead_s(self) -> float:
@@ -267,8 +274,8 @@ def pool_verdict(
         own, of_baseline = there[setting.text], there[baseline.setting.text]
         pool_s = _mean_s(request, own, proposal.pool)
         first: Baseline | None
-        if baseline.way == MEGATRON_CP:
-            first = dynamic_cp(request, of_baseline, proposal.pool)
+        if baseline.way != BALANCED:
+            first = without_plans(request, of_baseline, proposal.pool, baseline.way)
         else:
             used = {strategy.replicas for strategy in proposal.pool.strategies}
             is_pool = own is of_baseline and used == {baseline.strategy.replicas}
@@ -317,8 +324,9 @@ def best_baseline(
                 if first is None
                 or (strategy.replicas, setting) != (first.strategy.replicas, first.setting)
             )
-        below_s = math.inf if best is None else best.time_s
-        best = dynamic_cp(request, setting, pool, below_s) or best
+        for way in (PACKING, MEGATRON_CP):
+            below_s = math.inf if best is None else best.time_s
+            best = without_plans(request, setting, pool, way, below_s) or best
     below_s = math.inf if best is None else best.time_s
     for place, times_ms in fastest_static(
         [(strategy, setting.costs.profile) for setting, strategy in candidates],
@@ -356,17 +364,18 @@ def _mean_s(
     return fmean(times_s)
 
 
-def dynamic_cp(
-    request: ProposalRequest, setting: Setting, pool: Pool, below_s: float = math.inf
+def without_plans(
+    request: ProposalRequest, setting: Setting, pool: Pool, way: str, below_s: float = math.inf
 ) -> Baseline | None:
-    """Megatron's dynamic cp in a setting; None if nothing of it takes less than below_s."""
-    dynamic = ways_of(request, setting, pool).fastest(MEGATRON_CP, below_s)
-    if dynamic is None:
+    """The fastest of a way that needs no planner, in a setting; None if nothing of it takes less
+    than below_s."""
+    found = ways_of(request, setting, pool).fastest(way, below_s)
+    if found is None:
         return None
-    works, makespan_s = dynamic
+    works, makespan_s = found
     strategy = works[0].strategy
     time_s = makespan_s + setting.costs.overhead_ms(strategy) / _MS_PER_S
-    return Baseline(way=MEGATRON_CP, strategy=strategy, setting=setting, time_s=time_s)
+    return Baseline(way=way, strategy=strategy, setting=setting, time_s=time_s)
 
 
 def ways_of(request: ProposalRequest, setting: Setting, pool: Pool) -> Ways:

@@ -15,9 +15,13 @@ from megatron.hydraulis.cost_model.memory import MemoryModel
 from megatron.hydraulis.cost_model.overlap import shared_weights_s
 from megatron.hydraulis.cost_model.staging import PoolFootprint
 from megatron.hydraulis.cost_model.trained_model import EVERY_LAYER, NO_RECOMPUTE, Recompute
+from megatron.hydraulis.data.sampler import BatchSizes
 from megatron.hydraulis.errors import StrategyError
+from megatron.hydraulis.lengths.counts import LengthCounts
 from megatron.hydraulis.proposal.candidates import Candidates
-from megatron.hydraulis.simulator.ways import FIXED_ROWS, Ways
+from megatron.hydraulis.proposal.propose import ProposalRequest
+from megatron.hydraulis.proposal.verdict import Setting, best_baseline
+from megatron.hydraulis.simulator.ways import FIXED_ROWS, PACKING, Ways
 from megatron.hydraulis.strategy import Pool, Scheme, Strategy
 from megatron.hydraulis.strategy.notation import parse_scheme
 from tests.support.planning import LLAMA_7B
@@ -176,6 +180,16 @@ def test_lanes_of_fully_sharded_data_parallelism_are_compared() -> None:
     for candidate in ways.candidates(FIXED_ROWS):
         (work,) = candidate.works()
         assert candidate.least_ms <= work.makespan_ms(ways.simulated) * (1 + 1e-9)
+    request = ProposalRequest(
+        corpus=LengthCounts.of([500, 2048], [600, 1]),
+        sizes=BatchSizes.constant(num_sequences=600),
+        num_ranks=8,
+        ranks_per_node=8,
+        num_batches=2,
+    )
+    best = best_baseline(request, [Setting(costs=costs)], pool)
+    assert best is not None
+    assert (best.way, str(best.strategy)) == (PACKING, "cp8~fs")
 
 
 def test_rows_of_shared_weights_follow_from_others_if_the_model_is_known() -> None:
