@@ -164,7 +164,7 @@ def gradients_of(engine: Engine, case: str) -> np.ndarray:
         if case == "grpo, sequence means":
             found = sequence_mean(found)
         engine.forward_backward(engine.plan(found), gspo if case == "gspo" else ppo)
-    gradients = engine.runtime.shards.gradients.numpy().copy()
+    gradients = engine.runtime.shards.gradients.clone().numpy()  # its storage is resized
     engine.runtime.discard_gradients()
     return gradients
 

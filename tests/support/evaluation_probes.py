@@ -59,5 +59,5 @@ def run_evaluating(job: Job, evaluates: bool, tells_next: bool) -> EvaluatedRun:
         losses.append(outcome.loss.mean)
         shards, optimizer = engine.shards, engine.optimizer
         tensors = (shards.parameters, optimizer.exp_avg, optimizer.exp_avg_sq, shards.gradients)
-        states.append(tuple(tensor.numpy().copy() for tensor in tensors))
+        states.append(tuple(tensor.clone().numpy() for tensor in tensors))
     return EvaluatedRun(tuple(losses), tuple(states), tuple(evaluated))

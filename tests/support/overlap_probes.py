@@ -20,9 +20,11 @@ import torch.distributed as dist
 from megatron.hydraulis.optimizer.sharded_adamw import ShardedAdamW
 from megatron.hydraulis.runtime import engine as engine_module
 from megatron.hydraulis.runtime import regroup
+from megatron.hydraulis.runtime.engine import RuntimeEngine
 from megatron.hydraulis.runtime.executor import make_forward_step
 from megatron.hydraulis.runtime.regroup import OneStepRoute
 from megatron.hydraulis.runtime.spans import MemoryRecorder, RecordedSpan
+from megatron.hydraulis.runtime.strategy_runtime import StrategyRuntime
 from megatron.hydraulis.transfer.calls import Calls
 from tests.support.forked_ranks import ForkedRanks
 from tests.support.gloo_pool import prepare_parent
@@ -70,12 +72,19 @@ def probe_memory(job: Job) -> MemoryProbe:
             batches = packs_of_rank(strategy, job.assignments[i], job.batches[i], engine.rank)
             engine.train_step(strategy.name, batches, make_forward_step())
             arenas[strategy.name] = engine.memory.num_bytes
-            arena = engine.runtime_of(strategy.name).arena
-            item_bytes = engine.dtype.itemsize + engine.shards.gradients.element_size()
-            needed[strategy.name] = 0 if arena is None else arena.num_parameters * item_bytes
+            runtime = engine.runtime_of(strategy.name)
+            of_parameters = runtime.num_parameters * engine.dtype.itemsize
+            needed[strategy.name] = of_parameters + bytes_of_gradients(engine, runtime)
     models = {id(engine.runtime_of(s.name).model) for s in engine.pool.strategies}
     models.discard(id(None))
     return MemoryProbe(arenas, needed, engine.staging.num_bytes, len(models))
+
+
+def bytes_of_gradients(engine: RuntimeEngine, runtime: StrategyRuntime) -> int:
+    """Bytes of the arena's gradients and of those of the shards, which begin in their place."""
+    place = runtime.place_of_shards(engine.shards)
+    num_elements = max(runtime.num_gradients, place + engine.shards.parameters.numel())
+    return num_elements * engine.shards.gradients.element_size()
 
 
 @dataclass(frozen=True)
@@ -110,15 +119,12 @@ def probe_change(job: Job) -> ChangeProbe:
             engine.train_step(strategy.name, batches, make_forward_step(), next_strategy=other)
             after_update.append(engine.memory.num_bytes)
     engine.finish_regrouping()
-    needed = [
-        engine.runtime_of(strategy.name).num_parameters for strategy in engine.pool.strategies
-    ]
-    item_bytes = engine.shards.gradients.element_size()
+    runtimes = [engine.runtime_of(strategy.name) for strategy in engine.pool.strategies]
     return ChangeProbe(
         while_built,
         after_update,
-        [num_elements * engine.dtype.itemsize for num_elements in needed],
-        [num_elements * item_bytes for num_elements in needed],
+        [runtime.num_parameters * engine.dtype.itemsize for runtime in runtimes],
+        [bytes_of_gradients(engine, runtime) for runtime in runtimes],
     )
 
 

@@ -7,6 +7,7 @@ Between iterations a tensor-parallel rank holds its *state* (`state_bytes`):
   a layer and each that is gathered ahead, of the embedding and of the output layer; gradients of
   two layers, and of embedding or output layer; and what it receives of a gradient;
 - its canonical shard: fp32 master weights, two moments and the gradient over all ranks of the job;
+  with one stage the gradient takes the place of gradients that have been sent;
 - staging of transfers (`PoolFootprint`);
 - workspaces of cuBLAS.
 
@@ -65,6 +66,7 @@ from megatron.hydraulis.cost_model.staging import (
 )
 from megatron.hydraulis.cost_model.trained_model import SAFE_EXPERT_LOAD, TrainedModel
 from megatron.hydraulis.strategy import Scheme
+from megatron.hydraulis.transfer.canonical import DEFAULT_BUCKET_CAP_ELEMENTS
 
 # Master weight, first moment, second moment, summed gradient: all fp32.
 _CANONICAL_BYTES_PER_PARAMETER = 4 * FP32_BYTES
@@ -221,7 +223,9 @@ class MemoryModel(TrainedModel):
         """What a rank of a stage holds between iterations; num_layers as for `role_bytes`."""
         shape, role = self.shape, self.role_bytes(scheme, stage, num_layers)
         per_parameter = _CANONICAL_BYTES_PER_PARAMETER if self.has_optimizer else FP32_BYTES
-        canonical = per_parameter * shape.num_parameters / self.num_ranks
+        canonical = per_parameter * self._owned
+        if self.has_optimizer and not self.accumulates and scheme.pp == 1 and scheme.fs == 1:
+            canonical -= FP32_BYTES * self._gradients_in_place(scheme, role)
         footprint = self.footprint(scheme)
         products: float = _WORKSPACE_BYTES
         if self.has_te_layers:
@@ -233,6 +237,27 @@ class MemoryModel(TrainedModel):
             products += workspaces + num_entries * self.parameter_bytes
         staging = footprint.staging_bytes(shape.num_parameters_per_layer, self.parameter_bytes)
         return role + canonical + staging + products
+
+    def _gradients_in_place(self, scheme: Scheme, role_bytes: float) -> float:
+        """Elements of the shard's gradient that lie where the arena's gradients were sent from.
+
+        That of a bucket begins where the bucket ends in the arena, or later
+        (`Arena.place_of_shards`): beyond the arena's end are those of the last bucket, or what the
+        last layer moves all of them by.
+        """
+        shape = self.shape
+        held, owned = role_bytes / (self.parameter_bytes + FP32_BYTES), self._owned
+        last = min(shape.num_embedding_parameters, DEFAULT_BUCKET_CAP_ELEMENTS) / self.num_ranks
+        behind = shape.num_parameters_per_layer
+        behind += 0 if shape.tied_embeddings else shape.num_embedding_parameters
+        layer = self.num_layer_parameters(scheme, 1)
+        moved = layer - (held - owned) * behind / shape.num_parameters
+        return max(0.0, owned - max(last, moved))
+
+    @property
+    def _owned(self) -> float:
+        """Elements of a canonical shard."""
+        return self.shape.num_parameters / self.num_ranks
 
     def footprint(self, scheme: Scheme) -> PoolFootprint:
         """The footprint of the job's pool, or of a job that the scheme fills."""

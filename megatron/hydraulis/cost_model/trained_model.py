@@ -179,6 +179,9 @@ class TrainedModel:
     """Whether the job trains; otherwise there are no gradients and moments."""
     gradient_bytes: int = FP32_BYTES
     """Size of a gradient on the wire."""
+    accumulates: bool = False
+    """Whether gradients of several calls are added up on the shards before an update, in memory of
+    their own."""
     offer_recompute: bool = False
     """True to offer schemes with ``r`` where they hold more tokens; it has no other effect."""
     fs_prefetch: int = 1

@@ -83,6 +83,7 @@ def build_engine(
     definition: ModelDefinition,
     settings: AdamWSettings | None,
     *,
+    accumulates: bool = False,
     spans: SpanRecorder = NO_SPANS,
     make: Callable[..., RuntimeEngine] = RuntimeEngine,
 ) -> RuntimeEngine:
@@ -90,6 +91,7 @@ def build_engine(
 
     Args:
         pool: the strategies that hold the model.
+        accumulates: as for `RuntimeEngine`.
     """
     if resolved.args.disable_jit_fuser:
         disable_jit_fuser()
@@ -103,6 +105,7 @@ def build_engine(
         gradient_dtype=torch.bfloat16 if gradient_bytes(resolved.args) == BF16_BYTES else None,
         overlap=not resolved.hydraulis.no_regroup_overlap,
         num_layers_ahead=resolved.hydraulis.fs_prefetch,
+        accumulates=accumulates,
         spans=spans,
     )
 

@@ -148,10 +148,15 @@ def build_from_folder(
     profile = cost_profile if isinstance(cost_profile, ProfileCostModel) else None
     profile = read_cost_profile(resolved, profile, attention)
     planning = Planning.of(
-        resolved, device, profile, attention, has_optimizer=optimizer is not None
+        resolved,
+        device,
+        profile,
+        attention,
+        has_optimizer=optimizer is not None,
+        accumulates=True,
     )
     definition = definition_of(resolved, attention)
-    engine = build_engine(resolved, planning.pool, definition, optimizer)
+    engine = build_engine(resolved, planning.pool, definition, optimizer, accumulates=True)
     places = StoredModel.of(definition, separate_layers=True).parameters
     on_all_ranks(lambda: _fill(engine, path, places), what)
     engine.parameters_changed()

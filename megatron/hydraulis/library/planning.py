@@ -123,11 +123,13 @@ class Planning:
         core_attention: str | None = None,
         *,
         has_optimizer: bool = True,
+        accumulates: bool = False,
     ) -> Planning:
         """Plan with the profile if there is one, else with what is known of the device.
 
         core_attention is the chosen one; until then it follows from the flags. Without an optimizer
-        the run needs no memory for training, which a profile cannot know.
+        the run needs no memory for training, and where it accumulates (`RuntimeEngine`) it needs
+        more, which a profile cannot know.
 
         Raises ConfigurationError, StrategyError among them, when no strategy holds the model and
         when --strategy-schedule names one that does not. A dry run without GPU and profile only
@@ -135,7 +137,7 @@ class Planning:
         """
         cost_model: CostModel
         model = analytic_cost_model(resolved, device, core_attention)
-        model = replace(model, has_optimizer=has_optimizer)
+        model = replace(model, has_optimizer=has_optimizer, accumulates=accumulates)
         regroup = model.regroup_costs(
             [resolved.pool.tp_lcm], overlaps=not resolved.hydraulis.no_regroup_overlap
         ).for_pool(resolved.pool.strategies)

@@ -33,7 +33,8 @@ class CanonicalShards:
 
     Args:
         dtype: of master parameters, gradients and optimizer state; fp32, or fp64 in tests.
-        has_gradients: whether there is memory for them.
+        has_gradients: whether there is memory for them; otherwise `gradients` is empty until it
+            is set to memory of as many elements as there are parameters.
     """
 
     def __init__(
@@ -54,6 +55,10 @@ class CanonicalShards:
         self.parameters = torch.zeros(self._offsets[-1], dtype=dtype, device=device)
         num_gradients = self._offsets[-1] if has_gradients else 0
         self.gradients = torch.zeros(num_gradients, dtype=dtype, device=device)
+
+    def offset(self, bucket: int) -> int:
+        """First element of a bucket in the flat shards."""
+        return self._offsets[bucket]
 
     def bucket_parameters(self, bucket: Bucket) -> Tensor:
         """The owned part of a bucket's parameters, flat."""

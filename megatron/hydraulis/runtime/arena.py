@@ -13,7 +13,9 @@ from torch import Tensor
 
 from megatron.hydraulis.cost_model.staging import NUM_GRADIENT_SLOTS
 from megatron.hydraulis.errors import ConfigurationError
+from megatron.hydraulis.optimizer.shards import CanonicalShards
 from megatron.hydraulis.runtime.model_building import global_name
+from megatron.hydraulis.transfer.calls import Calls
 from megatron.hydraulis.transfer.canonical import UNIT_ALIGNMENT_ELEMENTS, CanonicalLayout, Unit
 from megatron.hydraulis.transfer.role import Role, UnitPlaces, aligned
 
@@ -43,6 +45,17 @@ class ArenaMemory:
     def size_gradients(self, num_elements: int) -> None:
         """Resize for gradients; if the size changes, contents are undefined."""
         _resize(self._gradients, num_elements)
+
+    def holds(self, gradients: Tensor) -> bool:
+        """True if these lie in the gradients' storage."""
+        own, other = (each.untyped_storage().data_ptr() for each in (self._gradients, gradients))
+        return gradients.numel() > 0 and own == other
+
+    def gradients_at(self, start: int, num_elements: int) -> Tensor:
+        """A part of the gradients' storage, which must have that size already."""
+        return torch.empty(0, dtype=self._gradients.dtype, device=self._gradients.device).set_(
+            self._gradients.untyped_storage(), start, (num_elements,), (1,)
+        )
 
     def release_gradients_unless(self, num_elements: int) -> None:
         """Free the gradients' memory unless it has this size already."""
@@ -212,6 +225,25 @@ class Arena:
     def in_memory(self) -> AbstractContextManager[None]:
         """Within, views of the arena can be created, whatever the current size of the memory."""
         return self._memory.reaching(self.num_parameters, self.num_gradients)
+
+    def place_of_shards(self, shards: CanonicalShards, calls: Calls) -> int:
+        """The first element of the gradients' storage for those of the shards, which need no memory
+        of their own: they arrive where all that lay there has been sent.
+
+        Scatters run in the reverse order of ``calls``. Until a call has arrived, what calls before
+        it will send is in use, and so is what it sends itself.
+        """
+        is_one_stage = self._role.has_embedding and self._role.has_output
+        if not is_one_stage or self._role.column is not None:
+            # Shares of other stages arrive too early, and slots are in use until the backward ends.
+            return self.num_gradients
+        place = unsent = 0
+        for call in calls:
+            units = {shards.layout.buckets[bucket].unit for bucket in call} & self.starts.keys()
+            ends = (self.starts[unit] + self.places[unit].share_elements for unit in units)
+            unsent = max(unsent, *ends, 0)
+            place = max(place, *(unsent - shards.offset(bucket) for bucket in call))
+        return place
 
     def zero_gradients(self) -> None:
         """Set all gradients to 0, and those in slots."""

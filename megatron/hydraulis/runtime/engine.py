@@ -82,6 +82,9 @@ class RuntimeEngine:
         overlap: overlap regrouping with compute; the results are the same bit by bit.
         num_slots: staging slots: calls that a thread may rearrange at the same time.
         num_layers_ahead: layers whose weights are gathered ahead where columns share them.
+        accumulates: whether several calls of `forward_backward` before an update are usual. The
+            shards' gradients then have memory of their own; otherwise they are where the arena's
+            gradients have been sent from, and a second call copies them.
         spans: records gathers, scatters, waits, and the work of the schedules.
 
     Raises:
@@ -104,6 +107,7 @@ class RuntimeEngine:
         overlap: bool = True,
         num_slots: int = NUM_STAGING_SLOTS,
         num_layers_ahead: int = 1,
+        accumulates: bool = False,
         spans: SpanRecorder = NO_SPANS,
     ) -> None:
         self.definition = definition
@@ -140,13 +144,14 @@ class RuntimeEngine:
             self.rank,
             dtype=wide,
             device=self.device,
-            has_gradients=settings is not None,
+            has_gradients=settings is not None and accumulates,
         )
         initialise_shards(self.shards, entries, seed)
         self._optimizer = None if settings is None else ShardedAdamW(self.shards, settings)
         self.memory = ArenaMemory(dtype=self.dtype, grad_dtype=wide, device=self.device)
         self.staging = Staging(self.device, num_slots)
         self._overlap = overlap
+        self._accumulates = accumulates
         self._balances = balances(definition.transformer)
         self.routers: RouterState | None = None
         """Biases of routers; None without experts."""
@@ -258,7 +263,7 @@ class RuntimeEngine:
         runtime = self.runtime_of(strategy_name)
         out_of_memory: OutOfMemory | None = None
         with self._in_phase("forward-backward", strategy_name, phase):
-            self.memory.size_gradients(runtime.num_gradients)
+            self._size_gradients(runtime)
             if runtime.arena is not None:
                 runtime.arena.zero_gradients()
             scatter = self._scatter_pass(runtime)
@@ -427,6 +432,8 @@ class RuntimeEngine:
         self.memory.size_parameters(0)
         self.memory.size_gradients(0)
         self.shards.gradients.untyped_storage().resize_(0)
+        if not self._accumulates:
+            self.shards.gradients = self.shards.gradients.new_empty(0)
         flats = [self.shards.parameters]
         if self._optimizer is not None:
             flats += [self._optimizer.exp_avg, self._optimizer.exp_avg_sq]
@@ -534,11 +541,14 @@ class RuntimeEngine:
         self._forget_gather()
         if strategy_name not in self._runtimes:
             # Free the arenas, whose contents are no longer needed, while the model is built.
+            self._keep_gradients()
             self.memory.size_parameters(0)
             self.memory.size_gradients(0)
         runtime = self.runtime_of(strategy_name)
-        # Free what is no longer needed first: never hold both.
-        self.memory.release_gradients_unless(runtime.num_gradients)
+        # Free what is no longer needed first: never hold both. Gradients of shards may be in use
+        # until the next ones are computed.
+        if self._accumulates:
+            self.memory.release_gradients_unless(runtime.num_gradients)
         self.memory.size_parameters(runtime.num_parameters)
         gather = GatherPass(
             runtime.regrouper,
@@ -548,6 +558,26 @@ class RuntimeEngine:
         )
         self._gathered = (strategy_name, gather)
         return gather
+
+    def _size_gradients(self, runtime: StrategyRuntime) -> None:
+        """Size the gradients' memory for the strategy, with those of the shards where they have
+        none of their own."""
+        if self._accumulates:
+            self.memory.size_gradients(runtime.num_gradients)
+            return
+        if self._accumulated:  # this call adds to them
+            self._keep_gradients()
+            self.memory.size_gradients(runtime.num_gradients)
+            return
+        place, num_elements = runtime.place_of_shards(self.shards), self.shards.parameters.numel()
+        self.shards.gradients = self.shards.gradients.new_empty(0)
+        self.memory.size_gradients(max(runtime.num_gradients, place + num_elements))
+        self.shards.gradients = self.memory.gradients_at(place, num_elements)
+
+    def _keep_gradients(self) -> None:
+        """Copy the shards' gradients out of the arena's memory if they are there."""
+        if self.memory.holds(self.shards.gradients):
+            self.shards.gradients = self.shards.gradients.clone()
 
     def _scatter_pass(self, runtime: StrategyRuntime) -> ScatterPass:
         bound = runtime.bound

@@ -55,6 +55,12 @@ class StrategyRuntime:
         """Elements of the arena's storage of gradients."""
         return 0 if self.bound is None else self.bound.arena.num_gradients
 
+    def place_of_shards(self, shards: CanonicalShards) -> int:
+        """See `Arena.place_of_shards`; 0 where idle."""
+        if self.bound is None:
+            return 0
+        return self.bound.arena.place_of_shards(shards, self.regrouper.calls)
+
 
 @dataclass
 class StrategyRuntimes:

@@ -244,7 +244,7 @@ def test_all_schemes_that_fit_are_the_default(capsys: pytest.CaptureFixture[str]
     ("command", "message"),
     [
         ("estimate --num-ranks 1", "1 ranks .* none of 1 .* tp1 needs .* of 69.0 GB"),
-        ("estimate --num-ranks 16 --schemes tp1 tp2", "16 ranks .* none of 2 .* tp2 needs 132"),
+        ("estimate --num-ranks 16 --schemes tp1 tp2", "16 ranks .* none of 2 .* tp2 needs 124"),
         (
             "advise --lengths examples/lengths_instance_b.json --global-batch-size 8 --num-ranks 1",
             "on 1 ranks of h100 none of 1 does: tp1 needs .* GB of 69.0 GB",

@@ -73,7 +73,7 @@ def test_experts_are_shared_like_other_weights() -> None:
 
 def test_limits_of_an_8b_model_on_eight_gpus() -> None:
     plain, shared = memory().max_tokens(scheme("cp8")), memory().max_tokens(scheme("cp8fs"))
-    assert plain < 6_000
+    assert plain < 12_000
     assert shared >= 60_000
     # Groups of a wave hold as many tokens a rank.
     assert [memory().max_tokens(scheme(each)) for each in ("cp4fs8", "fs8")] == [
