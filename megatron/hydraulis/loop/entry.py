@@ -75,7 +75,7 @@ def set_hardware_queues(words: Sequence[str]) -> None:
     is 1 if a strategy has tp or strategies are still to be proposed, else 32, as the cost model
     assumes (`RegroupCosts.for_pool`). docs/regrouping.md has the price of either.
 
-    words: command line of training, not yet checked.
+    words: command line of training, not yet checked, or what a profile measures.
     """
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     for names in ("--strategy-pool --pool", "--strategy", "--tensor-model-parallel-size"):

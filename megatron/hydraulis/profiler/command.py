@@ -38,6 +38,7 @@ from megatron.hydraulis.library.building import (
     definition_of,
 )
 from megatron.hydraulis.library.planning import profiled_model
+from megatron.hydraulis.loop.entry import set_hardware_queues
 from megatron.hydraulis.loop.faults import quieten_upstream, report_error
 from megatron.hydraulis.loop.startup import (
     check_devices,
@@ -173,6 +174,10 @@ def run(namespace: argparse.Namespace) -> int:
 
 
 def _run(namespace: argparse.Namespace) -> None:
+    measured = ["--strategy-pool", str(namespace.pool)] if namespace.pool else []
+    if namespace.schemes:
+        measured += ["--strategy", "+".join(namespace.schemes)]
+    set_hardware_queues([*namespace.model_flags, *measured])  # as training does
     check_launcher_numbers()
     has_cuda = torch.cuda.is_available()
     if not has_cuda:

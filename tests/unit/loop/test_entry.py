@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 import torch.distributed as dist
 
+from megatron.hydraulis.__main__ import main
 from megatron.hydraulis.errors import DataError
 from megatron.hydraulis.loop import entry
 
@@ -144,3 +145,13 @@ def test_hardware_queues_follow_the_strategies(
         assert queues("--strategy-pool", str(pool)) == queues("--pool", str(pool)) == number
     assert queues("--strategy", "tp8", given="8") == "8"
     assert queues("--strategy-pool", "--strategy") == "32"  # which parsing refuses
+
+
+@pytest.mark.parametrize(("schemes", "number"), [(("cp2", "tp2"), "1"), (("cp4~fs", "pp2"), "32")])
+def test_profiles_are_measured_with_the_hardware_queues_of_training(
+    schemes: tuple[str, ...], number: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", "")
+    monkeypatch.setenv("WORLD_SIZE", "many")  # an error, before anything is measured
+    assert main(["profile", "--out", "p", "--schemes", *schemes, "--", "--lr", "1"]) == 2
+    assert os.environ["CUDA_DEVICE_MAX_CONNECTIONS"] == number
