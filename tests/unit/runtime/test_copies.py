@@ -4,7 +4,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron.hydraulis.runtime.regroup import Copy, stacked
+from megatron.hydraulis.runtime.copies import Copy, stacked
 
 NUM_EXPERTS, NUM_ATOMS, NUM_ROWS, ATOM_WIDTH = 128, 4, 6, 3
 """Of a layer: a flat matrix by rows and one cut by columns for each expert."""
