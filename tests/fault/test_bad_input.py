@@ -218,7 +218,7 @@ def test_a_global_batch_of_evaluation_beyond_its_data_is_refused(
 
 def test_a_sequence_that_no_replica_holds_is_refused(command: Command, tmp_path: Path) -> None:
     # A vocabulary so large that the logits of some dozen tokens fill a rank's memory.
-    flags = ("--strategy", "2*tp1", "--padded-vocab-size", str(2_000_000))
+    flags = ("--strategy", "2*tp1", "--padded-vocab-size", str(2_500_000))
     without = ["--max-tokens-per-micro-batch", "--make-vocab-size-divisible-by"]
     error = _refused(command(*flags, without=without), 2, tmp_path)
     assert f"trains {SEQ_LENGTH} tokens" in error

@@ -12,7 +12,7 @@ Other orders of the owners (`best_owner_orders`) are neglected.
 import math
 from collections import Counter, defaultdict
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 
 import numpy as np
@@ -92,8 +92,11 @@ class PoolFootprint:
 def footprint_of_scheme(
     scheme: Scheme, shape: ModelShape, num_ranks: int, ranks_per_node: int, gradient_bytes: int
 ) -> PoolFootprint:
-    """The needs of a job that replicas of one scheme fill, in whole nodes."""
-    scheme = scheme.as_replica
+    """The needs of a job that replicas of one scheme fill, in whole nodes.
+
+    Stages have equal shares of the layers, so that a choice of layers can ask for each stage alone.
+    """
+    scheme = replace(scheme.as_replica, layers=None)
     num_replicas, num_idle = divmod(num_ranks, scheme.num_ranks)
     text = f"{num_replicas}*{scheme}" + (f"+{num_idle}*idle" if num_idle else "")
     strategy = Strategy.parse(text, num_ranks, ranks_per_node=ranks_per_node)
