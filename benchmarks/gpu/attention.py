@@ -8,7 +8,6 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
@@ -20,6 +19,7 @@ from megatron.hydraulis.runtime.core_attention import (
     MODULE_OF,
     current_environment,
 )
+from tests.support.context_probes import packed
 
 NUM_WARMUP = 3
 
@@ -90,17 +90,7 @@ def _packed(sizes: Sizes, name: Any, lengths: Sequence[int]) -> Callable[[], Non
         params_dtype=torch.bfloat16,
     )
     attention = MODULE_OF[name](config, 1, AttnMaskType.causal, "self")
-    borders = torch.tensor([0, *lengths], device="cuda").cumsum(0).to(torch.int32)
-    row = PackedSeqParams(
-        qkv_format="thd",
-        cu_seqlens_q=borders,
-        cu_seqlens_kv=borders,
-        cu_seqlens_q_padded=borders,
-        cu_seqlens_kv_padded=borders,
-        max_seqlen_q=max(lengths),
-        max_seqlen_kv=max(lengths),
-        local_cp_size=1,
-    )
+    row = packed(lengths, lengths, device="cuda")
     num_tokens = sum(lengths)
     inputs = [
         _drawn(num_tokens, heads, head_size).requires_grad_()

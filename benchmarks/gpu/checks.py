@@ -119,24 +119,12 @@ class _Maker:
 
     def preflight(self) -> Step:
         figures = [
-            Figure(
-                key="products",
-                what="products of matrices in bf16 on the slowest GPU",
-                unit="TFLOP/s",
-                is_of_device=True,
-            ),
-            Figure(
-                key="all_reduce",
-                what="sum of 16 MiB over all GPUs: rate of a GPU",
-                unit="GB/s",
-                is_of_device=True,
-            ),
-            Figure(
-                key="all_to_all",
-                what="exchange of 16 MiB among all GPUs: rate of a GPU",
-                unit="GB/s",
-                is_of_device=True,
-            ),
+            Figure(key=key, what=what, unit=unit, is_of_device=True)
+            for key, what, unit in (
+                ("products", "products of matrices in bf16 on the slowest GPU", "TFLOP/s"),
+                ("all_reduce", "sum of 16 MiB over all GPUs: rate of a GPU", "GB/s"),
+                ("all_to_all", "exchange of 16 MiB among all GPUs: rate of a GPU", "GB/s"),
+            )
         ]
 
         def run(run: Run) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -13,7 +14,7 @@ from torch import Tensor
 
 from benchmarks.gpu.rank import Place
 from benchmarks.gpu.reference import attention_fp64, errors
-from megatron.hydraulis.data.packed_batch import pack
+from megatron.hydraulis.data.packed_batch import PackedBatch, pack
 from megatron.hydraulis.optimizer.sharded_adamw import AdamWSettings
 from megatron.hydraulis.runtime.core_attention import (
     CORE_ATTENTIONS,
@@ -109,11 +110,7 @@ def _attention_errors(name: CoreAttentionName, lengths: tuple[int, ...]) -> list
         dtype=torch.bfloat16,
     )
     attention = MODULE_OF[name](model.transformer(), 1, AttnMaskType.causal, "self")
-    row = packed(list(lengths), list(lengths))
-    for which in ("q", "kv"):
-        for kind in ("", "_padded"):
-            borders = f"cu_seqlens_{which}{kind}"
-            setattr(row, borders, getattr(row, borders).cuda())
+    row = packed(lengths, lengths, device="cuda")
     found: list[Any] = list(run_attention(attention, tensors, row))
     query, key, value, gradient = tensors
     return errors(found, attention_fp64(query, key, value, gradient, lengths))
@@ -129,9 +126,10 @@ def environment_of(model: SmallModel) -> Environment:
     return current_environment(dtype=torch.bfloat16, head_size=head_size, rows=(row,))
 
 
-@functools.cache
-def _gradients(model: SmallModel, dtype: torch.dtype, attention: CoreAttentionName) -> Tensor:
-    """Flat, on the shards, in fp64, of two equal micro-batches."""
+def engine_and_batch(
+    model: SmallModel, dtype: torch.dtype, attention: CoreAttentionName, lengths: Sequence[int]
+) -> tuple[RuntimeEngine, PackedBatch]:
+    """An engine of one rank, and a micro-batch of random sequences of these lengths."""
     definition = dataclasses.replace(
         dataclasses.replace(model, dtype=dtype).definition(), core_attention=attention
     )
@@ -139,8 +137,14 @@ def _gradients(model: SmallModel, dtype: torch.dtype, attention: CoreAttentionNa
         definition, Pool.of(Strategy.parse("tp1", 1)), AdamWSettings(lr=1e-3), seed=3
     )
     rng = np.random.default_rng(0)
-    sequences = [rng.integers(0, model.vocab_size, size=length + 1) for length in LENGTHS]
-    batch = pack(sequences).pinned().to("cuda", non_blocking=True)
+    sequences = [rng.integers(0, model.vocab_size, size=length + 1) for length in lengths]
+    return engine, pack(sequences).pinned().to("cuda", non_blocking=True)
+
+
+@functools.cache
+def _gradients(model: SmallModel, dtype: torch.dtype, attention: CoreAttentionName) -> Tensor:
+    """Flat, on the shards, in fp64, of two equal micro-batches."""
+    engine, batch = engine_and_batch(model, dtype, attention, LENGTHS)
     engine.forward_backward("tp1", [batch, batch], make_forward_step())
     engine.close()
     return engine.shards.gradients.double()

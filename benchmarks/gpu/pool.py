@@ -16,9 +16,10 @@ from benchmarks.gpu.rank import Place
 from benchmarks.gpu.training_inputs import document_lengths
 from benchmarks.paired_statistics import ratio_of_totals
 from benchmarks.step_report import finish_device
-from megatron.hydraulis.data.packed_batch import PackedBatch, pack
+from megatron.hydraulis.data.packed_batch import PackedBatch
 from megatron.hydraulis.errors import HydraulisError
 from megatron.hydraulis.flags.arguments import Resolved, parse_arguments
+from megatron.hydraulis.library.batches import RankShare, TokenSequence
 from megatron.hydraulis.library.building import build_engine, choose_core_attention, definition_of
 from megatron.hydraulis.library.devices import constants_of_this_rank
 from megatron.hydraulis.library.planning import Planning, read_cost_profile
@@ -30,7 +31,7 @@ from megatron.hydraulis.profiler.command import training_defaults
 from megatron.hydraulis.runtime.engine import RuntimeEngine
 from megatron.hydraulis.runtime.executor import make_forward_step
 from megatron.hydraulis.runtime.memory import CudaMemory
-from megatron.hydraulis.strategy import Pool, Strategy
+from megatron.hydraulis.strategy import Pool
 
 POOL = "pool"
 SEED = 3
@@ -120,7 +121,7 @@ def _plans(
     if place.rank == 0:
         pools: dict[str, Pool] = {POOL: planning.pool}
         for strategy in planning.pool.strategies:
-            if len(strategy.schemes) == 1 and not strategy.idle_ranks:
+            if strategy.is_homogeneous:
                 pools[strategy.name] = Pool.of(strategy)
         found: dict[str, list[IterationPlan]] = {}
         for name, pool in pools.items():
@@ -152,22 +153,21 @@ def _times_s(
     forward_step = make_forward_step()
     for number, (name, index) in enumerate(order):
         plan = ways[name][index]
-        strategy = engine.pool.strategy(plan.strategy)
-        micro_batches = _micro_batches(place, plan, strategy, batches[index])
+        micro_batches = _micro_batches(place, plan, batches[index])
         following = order[(number + 1) % len(order)]
         upcoming = ways[following[0]][following[1]].strategy
         finish_device()
         dist.barrier()
         start_s = time.perf_counter()
         outcome = engine.train_step(
-            strategy.name, micro_batches, forward_step, next_strategy=upcoming
+            plan.strategy, micro_batches, forward_step, next_strategy=upcoming
         )
         finish_device()
         own = torch.tensor(time.perf_counter() - start_s, device="cuda")
         dist.all_reduce(own, op=dist.ReduceOp.MAX)
         assert outcome.updated
         say(
-            f"{name}, batch {index}: {strategy.name}, {own.item():.4f} s, predicted "
+            f"{name}, batch {index}: {plan.strategy}, {own.item():.4f} s, predicted "
             f"{plan.predicted_time_s:.4f} s, loss {outcome.loss.mean:.4f}"
         )
         if number >= len(ways):
@@ -176,29 +176,13 @@ def _times_s(
 
 
 def _micro_batches(
-    place: Place, plan: IterationPlan, strategy: Strategy, lengths: tuple[int, ...]
-) -> list[PackedBatch]:
+    place: Place, plan: IterationPlan, lengths: tuple[int, ...]
+) -> tuple[PackedBatch, ...]:
     """This rank's part of the micro-batches of its replica, of random tokens."""
-    replica = plan.replica_of(place.rank)
-    if replica is None:
-        return []
-    position = replica.replica.position_of(place.rank)
-    assert position is not None
-    found = []
-    for micro_batch in replica.micro_batches:
-        share = micro_batch.share_of(position.cp, replica.scheme.cp)
-        rngs = [np.random.default_rng((SEED, i)) for i in share.sequences]
-        sequences = [
-            rng.integers(0, place.sizes.model.shape.vocab_size, size=lengths[i] + 1)
-            for rng, i in zip(rngs, share.sequences, strict=True)
-        ]
-        packed = pack(
-            sequences,
-            replica.scheme.tp,
-            context_size=share.group.size,
-            context_rank=position.cp - share.group.offset,
-            row_tokens=share.row_tokens or 1,
-            allow_empty=True,
-        )
-        found.append(packed.pinned().to(torch.device("cuda"), non_blocking=True))
-    return found
+    vocab_size = place.sizes.model.shape.vocab_size
+
+    def sequence_of(index: int) -> TokenSequence:
+        rng = np.random.default_rng((SEED, index))
+        return TokenSequence(rng.integers(0, vocab_size, size=lengths[index] + 1))
+
+    return RankShare.of(plan, place.rank, torch.device("cuda"), sequence_of).micro_batches

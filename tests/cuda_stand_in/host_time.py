@@ -66,20 +66,30 @@ class HostTimes:
 
 def of_micro_batch(case: Case) -> HostTimes:
     """What one more micro-batch takes, on a lone rank."""
-    few, many = MICRO_BATCHES
+    linears_s: list[float] = []
     with _disable_current_modes():  # the one that makes the host read zeros is slow
-        step = step_of(replace(case, micro_batches=many))
+        step = step_of(replace(case, micro_batches=max(MICRO_BATCHES)))
         linear = torch.nn.Linear(64, 64, bias=False, dtype=torch.bfloat16, device="cuda")
-        for _ in range(NUM_WARM):
-            step(many)
-            _of_linear(linear)
-        times = [
-            (*_of_step(step, few), *_of_step(step, many), _of_linear(linear))
-            for _ in range(NUM_REPEATS)
-        ]
-    least = [min(each) for each in zip(*times, strict=True)]
-    forward_s, backward_s = least[2] - least[0], least[3] - least[1]
-    return HostTimes(forward_s / (many - few), backward_s / (many - few), least[4])
+
+        def step_s(num_micro_batches: int) -> tuple[float, float]:
+            linears_s.append(_of_linear(linear))
+            return _of_step(step, num_micro_batches)
+
+        forward_s, backward_s = of_one_more(step_s, NUM_REPEATS)
+    return HostTimes(forward_s, backward_s, min(linears_s))
+
+
+def of_one_more(step_s: Callable[[int], tuple[float, ...]], num_repeats: int) -> list[float]:
+    """What one more micro-batch takes: the difference of the least times of several steps.
+
+    step_s: trains a number of micro-batches and returns its times, all of which are compared.
+    """
+    few, many = MICRO_BATCHES
+    turns = [(step_s(few), step_s(many)) for _ in range(NUM_WARM + num_repeats)][NUM_WARM:]
+    of_few, of_many = (
+        [min(each) for each in zip(*of, strict=True)] for of in zip(*turns, strict=True)
+    )
+    return [(b - a) / (many - few) for a, b in zip(of_few, of_many, strict=True)]
 
 
 def _of_step(step: Callable[[int], object], num_micro_batches: int) -> tuple[float, float]:

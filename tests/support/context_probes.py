@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
@@ -63,9 +63,14 @@ class SharedAttention:
         return [each.to(self.dtype) for each in drawn]
 
 
-def packed(lengths: list[int], padded: list[int], group: Any = None) -> PackedSeqParams:
+def packed(
+    lengths: Sequence[int], padded: Sequence[int], group: Any = None, device: str = "cpu"
+) -> PackedSeqParams:
     """Upstream's description of a row."""
-    borders = [torch.tensor([0, *each]).cumsum(0).to(torch.int32) for each in (lengths, padded)]
+    borders = [
+        torch.tensor([0, *each], device=device).cumsum(0).to(torch.int32)
+        for each in (lengths, padded)
+    ]
     return PackedSeqParams(
         qkv_format="thd",
         cu_seqlens_q=borders[0],

@@ -150,6 +150,11 @@ class Strategy:
         return tuple(dict.fromkeys(replica.scheme for replica in self.replicas))
 
     @property
+    def is_homogeneous(self) -> bool:
+        """True if replicas of one scheme use all ranks."""
+        return len(self.schemes) == 1 and not self.idle_ranks
+
+    @property
     def rank_groups(self) -> list[tuple[int, ...]]:
         """Rank tuples of the tp, cp, ep and pp groups that the strategy needs, in a fixed order.
 
