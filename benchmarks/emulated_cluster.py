@@ -52,21 +52,21 @@ from benchmarks.inputs import (
 from benchmarks.paired_statistics import RatioEstimate, ratio_of_totals
 from benchmarks.rank_set import RankSet
 from benchmarks.workload import DATA_SEED, WEIGHT_SEED, Workload
-from megatron.hydraulis.cost_model.interface import Coefficients, CostModel
-from megatron.hydraulis.cost_model.pipeline import pipeline_time_ms
+from megatron.hydraulis.cost_model.interface import CostModel
 from megatron.hydraulis.cost_model.profile import ProfileCostModel
-from megatron.hydraulis.data.packed_batch import pack
 from megatron.hydraulis.data.sampler import BatchSizes
 from megatron.hydraulis.errors import HydraulisError
 from megatron.hydraulis.lengths.batches import sample_batches
 from megatron.hydraulis.lengths.counts import read_length_counts
+from megatron.hydraulis.library.batches import RankShare, TokenSequence
+from megatron.hydraulis.planner.costs import SchemeCost
 from megatron.hydraulis.planner.plan import IterationPlan
 from megatron.hydraulis.planner.planners import CertifiedPlanner
 from megatron.hydraulis.planner.replica_plan import MicroBatch, ReplicaPlan
 from megatron.hydraulis.runtime.engine import RuntimeEngine
 from megatron.hydraulis.runtime.executor import make_forward_step
 from megatron.hydraulis.simulator.work import fixed_length_shares
-from megatron.hydraulis.strategy import Pool, Scheme, Strategy
+from megatron.hydraulis.strategy import Pool, Strategy
 from megatron.hydraulis.terminal import figures_table, results_console
 
 TOKENS_PER_RANK = BATCH_TOKENS / 64
@@ -152,16 +152,12 @@ class EmulatedRank:
             return []
         rng = np.random.default_rng((DATA_SEED, plan.iteration))
         vocab_size = self._model.shape.vocab_size
-        return [
-            self._device.shorten(
-                pack(
-                    [rng.integers(0, vocab_size, size=n + 1) for n in batch.lengths],
-                    mine.scheme.tp,
-                ),
-                mine.scheme,
-            )
-            for batch in mine.micro_batches
-        ]
+
+        def sequence_of(place: int) -> TokenSequence:
+            return TokenSequence(rng.integers(0, vocab_size, size=plan.lengths[place] + 1))
+
+        share = RankShare.of(plan, self._engine.rank, self._engine.device, sequence_of)
+        return [self._device.shorten(row, mine.scheme) for row in share.micro_batches]
 
 
 @dataclass(frozen=True)
@@ -302,9 +298,7 @@ def static_strategies(pool: Pool, cost_model: ProfileCostModel, window: int) -> 
     return [
         strategy
         for strategy in pool.strategies
-        if len(strategy.schemes) == 1
-        and not strategy.idle_ranks
-        and cost_model.max_tokens(strategy.schemes[0]) >= window
+        if strategy.is_homogeneous and cost_model.max_tokens(strategy.schemes[0]) >= window
     ]
 
 
@@ -323,7 +317,7 @@ def fixed_length_plan(
 
     Raises ValueError if replicas differ or cannot hold a row.
     """
-    if len(strategy.schemes) != 1 or strategy.idle_ranks:
+    if not strategy.is_homogeneous:
         raise ValueError(
             f"rows are distributed evenly over equal replicas but these are {strategy}"
         )
@@ -332,15 +326,14 @@ def fixed_length_plan(
         raise ValueError(
             f"{scheme} holds {cost_model.max_tokens(scheme)} tokens but a row has {window_tokens}"
         )
-    coefficients = cost_model.coefficients(scheme)
+    cost = SchemeCost(cost_model.coefficients(scheme), window_tokens, scheme.pp)
     shares = fixed_length_shares(lengths, window_tokens, len(strategy.replicas))
     replicas = []
     for replica, rows in zip(strategy.replicas, shares, strict=True):
         micro_batches = tuple(
             MicroBatch(tuple(row), tuple(lengths[i] for i in row)) for row in rows if row
         )
-        times_ms = [coefficients.time_ms(m.lengths) for m in micro_batches]
-        time_s = _replica_ms(times_ms, scheme, coefficients) / MS_PER_S
+        time_s = cost.replica_time_ms([cost.time_ms(m.lengths) for m in micro_batches]) / MS_PER_S
         replicas.append(ReplicaPlan(scheme, replica.ranks, micro_batches, time_s))
     makespan_s = max(replica.predicted_time_s for replica in replicas)
     return IterationPlan(
@@ -358,15 +351,12 @@ def padded_time_s(plan: IterationPlan, cost_model: CostModel, *, window_tokens: 
     """
     slowest_ms = 0.0
     for replica in plan.replicas:
-        coefficients = cost_model.coefficients(replica.scheme)
-        times_ms = [coefficients.time_ms(m.lengths, window_tokens) for m in replica.micro_batches]
-        slowest_ms = max(slowest_ms, _replica_ms(times_ms, replica.scheme, coefficients))
+        cost = SchemeCost(cost_model.coefficients(replica.scheme), 0, replica.scheme.pp)
+        times_ms = [
+            cost.coefficients.time_ms(m.lengths, window_tokens) for m in replica.micro_batches
+        ]
+        slowest_ms = max(slowest_ms, cost.replica_time_ms(times_ms))
     return slowest_ms / MS_PER_S
-
-
-def _replica_ms(times_ms: Sequence[float], scheme: Scheme, coefficients: Coefficients) -> float:
-    time_ms = pipeline_time_ms(times_ms, scheme.pp, forward_share=coefficients.forward_share)
-    return max(time_ms, len(times_ms) * coefficients.host_ms)
 
 
 def run_sides(
@@ -418,11 +408,7 @@ def _text(pool: Pool, plans: Sequence[IterationPlan]) -> str:
 
 def _longest_held(pool: Pool, cost_model: ProfileCostModel) -> int:
     """Tokens of the longest sequence that a homogeneous strategy holds."""
-    limits = [
-        cost_model.max_tokens(s.schemes[0])
-        for s in pool.strategies
-        if len(s.schemes) == 1 and not s.idle_ranks
-    ]
+    limits = [cost_model.max_tokens(s.schemes[0]) for s in pool.strategies if s.is_homogeneous]
     if not limits:
         raise HydraulisError(
             f"a comparison with a static strategy needs a homogeneous one but none of the pool's "

@@ -18,7 +18,7 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import astuple, dataclass, replace
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -31,28 +31,6 @@ from megatron.hydraulis.runtime.executor import ForwardStep
 from megatron.hydraulis.strategy import Scheme
 
 MS_PER_S = 1000.0
-
-
-class Clock(Protocol):
-    """The clock of an emulated device."""
-
-    def now_s(self) -> float:
-        """Seconds since some fixed moment."""
-        ...
-
-    def sleep(self, duration_s: float) -> None:
-        """Return after this many seconds, at least 0."""
-        ...
-
-
-class WallClock:
-    """The machine's time; a sleeping rank frees its core."""
-
-    def now_s(self) -> float:
-        return time.perf_counter()
-
-    def sleep(self, duration_s: float) -> None:
-        time.sleep(duration_s)
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -194,7 +172,8 @@ class EmulatedForwardStep:
 
     Args:
         forward_step: runs the tiny tensors.
-        clock: the machine's if None.
+        now_s: seconds since some fixed moment; the machine's time by default.
+        sleep: returns after so many seconds, at least 0; a sleeping rank frees its core.
         count: counts the operations; a new one if None.
     """
 
@@ -202,11 +181,12 @@ class EmulatedForwardStep:
         self,
         forward_step: ForwardStep,
         *,
-        clock: Clock | None = None,
+        now_s: Callable[[], float] = time.perf_counter,
+        sleep: Callable[[float], None] = time.sleep,
         count: EmulationCount | None = None,
     ) -> None:
         self._forward_step = forward_step
-        self._clock = WallClock() if clock is None else clock
+        self._now_s, self._sleep = now_s, sleep
         self.count = EmulationCount() if count is None else count
 
     def __call__(
@@ -216,7 +196,7 @@ class EmulatedForwardStep:
 
         Raises ConfigurationError for a micro-batch without a modelled time.
         """
-        start_s = self._clock.now_s()
+        start_s = self._now_s()
         batch = next(data_iterator)
         if not isinstance(batch, EmulatedBatch):
             raise ConfigurationError(
@@ -227,7 +207,7 @@ class EmulatedForwardStep:
         output, loss_function = self._forward_step(iter((batch,)), model)
 
         def begin_backward() -> Callable[[], None]:
-            backward_start_s = self._clock.now_s()
+            backward_start_s = self._now_s()
             return lambda: self._sleep_until_over(backward_start_s, batch.backward_s)
 
         timed: Tensor = _TimedBackward.apply(output, begin_backward)
@@ -235,14 +215,14 @@ class EmulatedForwardStep:
         return timed, loss_function
 
     def _sleep_until_over(self, start_s: float, modelled_s: float) -> None:
-        remaining_s = modelled_s - (self._clock.now_s() - start_s)
+        remaining_s = modelled_s - (self._now_s() - start_s)
         self.count.num_operations += 1
         self.count.modelled_s += modelled_s
         if remaining_s < 0.0:
             self.count.num_overruns += 1
             self.count.overrun_s -= remaining_s
         else:
-            self._clock.sleep(remaining_s)
+            self._sleep(remaining_s)
 
 
 class _TimedBackward(Function):

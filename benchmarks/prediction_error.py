@@ -24,13 +24,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
-import torch
-from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
 
 from benchmarks import pool_gain
 from benchmarks.command import make_parser, torchrun, write_figures
 from megatron.hydraulis.observability.records import IterationRecord, read_metrics
 from megatron.hydraulis.terminal import figures_table, results_console
+from tests.support.tiny_corpus import write_corpus
 
 SEQ_LENGTH = 1024
 VOCAB_SIZE = 1024
@@ -111,7 +110,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _errors_of(
-    strategy: str, folder: Path, corpus: Path, arguments: argparse.Namespace
+    strategy: str, folder: Path, corpus: str, arguments: argparse.Namespace
 ) -> RunErrors:
     """Make a profile for a strategy, then train with it."""
     name = "".join(c if c.isalnum() else "_" for c in strategy)
@@ -126,7 +125,7 @@ def _errors_of(
     torchrun(
         arguments.num_ranks,
         *("pretrain_gpt.py", *MODEL_FLAGS, *LIMIT_FLAGS, "--strategy", strategy),
-        *("--data-path", str(corpus), "--split", "100,0,0", "--run-dir", str(run_dir)),
+        *("--data-path", corpus, "--split", "100,0,0", "--run-dir", str(run_dir)),
         *("--cost-profile", str(profile), "--train-iters", str(arguments.iterations)),
         *("--global-batch-tokens", str(arguments.global_batch_tokens)),
         *("--lr", "1e-3", "--min-lr", "1e-4"),
@@ -150,22 +149,15 @@ def figures(strategy: str, records: Sequence[IterationRecord]) -> RunErrors:
     )
 
 
-def _write_corpus(folder: Path) -> Path:
-    """Random documents with a long tail, and the lengths of their sequences."""
+def _write_corpus(folder: Path) -> str:
+    """Documents with a long tail, and the lengths of their sequences."""
     draw = random.Random(1)
     lengths = [
         max(2, min(SEQ_LENGTH, round(draw.lognormvariate(np.log(MEDIAN_TOKENS), SIGMA))))
         for _ in range(NUM_DOCUMENTS)
     ]
-    tokens = np.random.default_rng(1)
-    prefix = folder / "corpus"
-    builder = IndexedDatasetBuilder(f"{prefix}.bin", dtype=np.int32)
-    for length in lengths:
-        document = tokens.integers(0, VOCAB_SIZE - 1, size=length + 1)
-        builder.add_document(torch.from_numpy(document), [length + 1])
-    builder.finalize(f"{prefix}.idx")
     (folder / "lengths.json").write_text(json.dumps(lengths))
-    return prefix
+    return write_corpus(folder / "corpus", lengths, num_tokens=VOCAB_SIZE - 1)
 
 
 if __name__ == "__main__":

@@ -35,7 +35,7 @@ from megatron.hydraulis.data.sampler import BatchSizes
 from megatron.hydraulis.lengths.counts import read_length_counts
 from megatron.hydraulis.model_shape import ModelShape
 from megatron.hydraulis.proposal.propose import ProposalRequest
-from megatron.hydraulis.proposal.verdict import Setting, ways_of, without_plans
+from megatron.hydraulis.proposal.verdict import Setting, without_plans
 from megatron.hydraulis.simulator.ways import FIXED_ROWS, MEGATRON_CP
 from megatron.hydraulis.terminal import StrategyText, figures_table, results_console
 
@@ -146,21 +146,11 @@ def run_case(
     ]
     gains: dict[str, list[float]] = {way: [] for way in ("baseline", MEGATRON_CP, FIXED_ROWS)}
     for there, baseline, gain in readings:
-        pool_s = baseline.time_s / gain
-        own, *others = Setting.all_of(there)
-        of_settings = (
-            without_plans(request, each, advice.proposal.pool, MEGATRON_CP)
-            for each in (own, *others)
-        )
+        settings, pool_s = list(Setting.all_of(there)), baseline.time_s / gain
         gains["baseline"].append(gain)
-        gains[MEGATRON_CP].append(
-            min((each.time_s for each in of_settings if each), default=math.inf) / pool_s
-        )
-        fixed = ways_of(request, own, advice.proposal.pool).fastest(FIXED_ROWS)
-        assert fixed is not None
-        works, makespan_s = fixed
-        fixed_s = makespan_s + there.overhead_ms(works[0].strategy) / 1e3
-        gains[FIXED_ROWS].append(fixed_s / pool_s)
+        for way, of_way in ((MEGATRON_CP, settings), (FIXED_ROWS, settings[:1])):
+            found = [without_plans(request, each, advice.proposal.pool, way) for each in of_way]
+            gains[way].append(min((b.time_s for b in found if b), default=math.inf) / pool_s)
     return CaseResult(
         name=f"{name}, {num_ranks}, {context_tokens // 1024}K",
         gains={way: tuple(of_way) for way, of_way in gains.items()},

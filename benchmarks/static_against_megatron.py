@@ -314,7 +314,7 @@ def _homogeneous(text: str) -> str:
         strategy = Strategy.parse(text, NUM_RANKS)
     except HydraulisError as error:
         raise argparse.ArgumentTypeError(str(error)) from error
-    if len(strategy.schemes) != 1 or strategy.idle_ranks or strategy.schemes[0].cp > 1:
+    if not strategy.is_homogeneous or strategy.schemes[0].cp > 1:
         raise argparse.ArgumentTypeError(
             f"plain megatron-core runs one scheme with cp=1 on all ranks but '{text}' is something "
             f"else; use one like {', '.join(DEFAULT_STRATEGIES)}"

@@ -112,7 +112,7 @@ def run_plans(plans: list[str]) -> list[Iteration]:
         groups=worker_groups(),
     )
     clock = FrozenClock()
-    forward_step = EmulatedForwardStep(make_forward_step(), clock=clock)
+    forward_step = EmulatedForwardStep(make_forward_step(), now_s=clock.now_s, sleep=clock.sleep)
     done = []
     for text in plans:
         plan = IterationPlan.from_json(json.loads(text))
@@ -211,7 +211,9 @@ def run_wave() -> tuple[list[float], int, int]:
     batch = EmulatedDevice(wave_profile()).shorten(part, strategy.replicas[0].scheme)
     clock = FrozenClock()
     outcome = engine.train_step(
-        "cp4~", [batch], EmulatedForwardStep(make_forward_step(), clock=clock)
+        "cp4~",
+        [batch],
+        EmulatedForwardStep(make_forward_step(), now_s=clock.now_s, sleep=clock.sleep),
     )
     return clock.sleeps_s, batch.tokens.size(-1), outcome.loss.trained_tokens
 

@@ -319,7 +319,7 @@ def best_baseline(
         else:
             candidates += (
                 (setting, strategy)
-                for strategy in ways_of(request, setting, pool).static()
+                for strategy in _ways_of(request, setting, pool).static()
                 if request.schemes is None or strategy.schemes[0] in request.schemes
                 if first is None
                 or (strategy.replicas, setting) != (first.strategy.replicas, first.setting)
@@ -369,7 +369,7 @@ def without_plans(
 ) -> Baseline | None:
     """The fastest of a way that needs no planner, in a setting; None if nothing of it takes less
     than below_s."""
-    found = ways_of(request, setting, pool).fastest(way, below_s)
+    found = _ways_of(request, setting, pool).fastest(way, below_s)
     if found is None:
         return None
     works, makespan_s = found
@@ -378,7 +378,7 @@ def without_plans(
     return Baseline(way=way, strategy=strategy, setting=setting, time_s=time_s)
 
 
-def ways_of(request: ProposalRequest, setting: Setting, pool: Pool) -> Ways:
+def _ways_of(request: ProposalRequest, setting: Setting, pool: Pool) -> Ways:
     """Ways to train the request's batches in a setting."""
     model = setting.costs.model
     return Ways(

@@ -87,7 +87,7 @@ def emulated_batch(scale: float = 1.0) -> EmulatedBatch:
 
 def run(clock: ManualClock, model: Losses, batch: PackedBatch) -> EmulatedForwardStep:
     """One micro-batch, forward and backward."""
-    step = EmulatedForwardStep(plain_step, clock=clock)
+    step = EmulatedForwardStep(plain_step, now_s=clock.now_s, sleep=clock.sleep)
     output, loss = step(iter([batch]), model)
     loss(output)[0].backward()
     return step
@@ -251,13 +251,15 @@ def test_gradients_are_those_of_the_plain_step() -> None:
 def test_without_a_backward_only_the_forward_takes_time() -> None:
     clock, batch = ManualClock(), emulated_batch()
     with torch.no_grad():
-        EmulatedForwardStep(plain_step, clock=clock)(iter([batch]), Losses(clock, 0.0, 0.0))
+        EmulatedForwardStep(plain_step, now_s=clock.now_s, sleep=clock.sleep)(
+            iter([batch]), Losses(clock, 0.0, 0.0)
+        )
     assert clock.sleeps_s == pytest.approx([batch.forward_s])
 
 
 def test_waiting_between_forward_and_backward_is_not_part_of_either() -> None:
     clock, batch = ManualClock(), emulated_batch()
-    step = EmulatedForwardStep(plain_step, clock=clock)
+    step = EmulatedForwardStep(plain_step, now_s=clock.now_s, sleep=clock.sleep)
     output, loss = step(iter([batch]), Losses(clock, 0.0, 0.0))
     clock.time_s += 5.0  # the next stage is busy
     loss(output)[0].backward()
