@@ -271,7 +271,7 @@ class JobCosts:
             regroup = model.regroup_costs((known.num_atoms,), overlaps=overlaps)
             is_one = corner is Corner.LOW or known.hiding is Hiding.ONE_QUEUE
             if is_one and regroup.hiding is Hiding.MANY_QUEUES:
-                regroup = replace(regroup, hiding=Hiding.ONE_QUEUE)  # streams share one
+                regroup = regroup.with_hiding(Hiding.ONE_QUEUE)  # streams share one
             profile = profile.with_regrouping(regroup)
         return replace(self, profile=profile, model=model).with_widths()
 
@@ -319,7 +319,7 @@ class JobCosts:
             )
 
         coefficients = of_width(times)
-        has_others = _marks(row.scheme) != _marks(scheme)
+        has_others = row.scheme.apart_from_cp != scheme.apart_from_cp
         by_model = scheme.shares_weights or has_others
         if self.model is not None and (self.model.has_te_attention or by_model):
             wanted, model_row = self.model.coefficients(scheme), self.model.coefficients(row.scheme)
@@ -341,16 +341,14 @@ class JobCosts:
     def _nearest(self, scheme: Scheme) -> ProfiledScheme:
         """The measured width fewest doublings away; the narrower of two equally near ones. Shared
         weights and recomputation also follow from rows without, but not the reverse."""
-
-        def shape_of(each: Scheme) -> tuple[object, ...]:
-            return each.tp, each.ep, each.pp, each.layers
-
-        known_marks = {_marks(scheme)} if self.model is None else {_marks(scheme), _NO_MARKS}
+        known_from = [scheme]
+        if self.model is not None:
+            known_from.append(replace(scheme, fs=1, recomputes=False))
+        of_columns = {each.apart_from_cp for each in known_from}
         rows = [
             row
             for row in self.profile.schemes
-            if shape_of(row.scheme) == shape_of(scheme)
-            and _marks(row.scheme) in known_marks
+            if row.scheme.apart_from_cp in of_columns
             and (row.scheme.fs == scheme.fs or self.model is not None)
         ]
         if not rows:
@@ -366,7 +364,7 @@ class JobCosts:
 
         def order(row: ProfiledScheme) -> tuple[bool, bool, float, int]:
             of_row = row.scheme
-            has_others = _marks(of_row) != _marks(scheme)
+            has_others = of_row.apart_from_cp != scheme.apart_from_cp
             doublings = abs(math.log2(of_row.cp / scheme.cp))
             return has_others, of_row.fs != scheme.fs, doublings, of_row.cp
 
@@ -380,14 +378,6 @@ class JobCosts:
         model = replace(self.model, cp_comm_type="auto" if way == "a2a" else way)
         stages = model.terms_by_stage(scheme)
         return _MS_PER_S * max(terms["context_parallel"].per_token_s for terms in stages)
-
-
-_NO_MARKS = (False, False)
-
-
-def _marks(scheme: Scheme) -> tuple[bool, bool]:
-    """What changes time and memory besides shape and width."""
-    return scheme.shares_weights, scheme.recomputes
 
 
 def _as_measured(

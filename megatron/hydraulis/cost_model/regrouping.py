@@ -256,7 +256,7 @@ class RegroupCosts:
         if some strategy has tp."""
         has_tp = any(scheme.tp > 1 for strategy in strategies for scheme in strategy.schemes)
         if has_tp and self.hiding is Hiding.MANY_QUEUES:
-            return replace(self, hiding=Hiding.ONE_QUEUE)
+            return self.with_hiding(Hiding.ONE_QUEUE)
         return self
 
     def _exposed_by_ms(

@@ -156,11 +156,9 @@ class Candidates:
         return self.num_ranks - int(math.sumprod(mix, self.sizes))
 
     def is_static(self, mix: Mix) -> bool:
-        """A mix is one scheme on all ranks that Megatron has, too: ``~`` only with ep."""
+        """True for a mix of one scheme, which `Scheme.is_static`, on all ranks."""
         used = [scheme for num, scheme in zip(mix, self.schemes, strict=True) if num]
-        return (
-            len(used) == 1 and not self.num_idle(mix) and (used[0].ep > 1 or not used[0].splits_cp)
-        )
+        return len(used) == 1 and used[0].is_static and not self.num_idle(mix)
 
     def limit(self, mix: Mix) -> int:
         """Most tokens of a sequence that a mix holds; 0 without replicas."""
@@ -211,13 +209,8 @@ def _splitting(cost_model: ProfileCostModel, num_ranks: int) -> tuple[Scheme, ..
     return tuple(
         scheme
         for scheme in cost_model.splitting_schemes
-        if _is_usual(scheme) or (scheme.pp == 1 and 2 * scheme.num_ranks >= num_ranks)
+        if scheme.distributes_parameters or (scheme.pp == 1 and 2 * scheme.num_ranks >= num_ranks)
     )
-
-
-def _is_usual(scheme: Scheme) -> bool:
-    """True for a scheme whose groups, if it has ``~``, would be no replicas."""
-    return scheme.ep > 1 or scheme.shares_weights
 
 
 def _cost(scheme: Scheme, cost_model: ProfileCostModel) -> SchemeCost:
@@ -365,33 +358,28 @@ def _without_slow_waves(
     lengths = np.sort(np.concatenate([np.asarray(batch, dtype=np.float64) for batch in batches]))
     share = np.cumsum(lengths) / lengths.sum()
     weighed = lengths[np.searchsorted(share, (np.arange(_NUM_WEIGHED) + 0.5) / _NUM_WEIGHED)]
-    split = [one for one in rated if one.scheme.splits_cp and _is_usual(one.scheme)]
+    split = [one for one in rated if one.scheme.splits_cp and one.scheme.distributes_parameters]
     of_batches = [max(batch) for batch in batches]
     kept: list[_Rated] = [one for one in rated if one not in split]
     for limit in (max(longest, *of_batches), int(np.median(of_batches))):
-        narrowest: dict[tuple[int, int, int, bool, bool], _Rated] = {}
+        narrowest: dict[object, _Rated] = {}
         for one in split:  # narrow ones first
             if one.cost.longest >= limit:
-                narrowest.setdefault(_column(one.scheme), one)
+                narrowest.setdefault(one.scheme.apart_from_cp, one)
         paces_ms = {
             one: _wave_pace_ms(one.scheme, one.cost, weighed[weighed <= limit], iteration_ms)
             + one.overhead_ms * num_ranks / (lengths.sum() / len(batches))
             for one in narrowest.values()
         }
         fastest = sorted(paces_ms, key=lambda one: paces_ms[one])[:_NUM_SPLITTING]
-        of_fastest = {_column(one.scheme) for one in fastest[:1]}
+        of_fastest = {one.scheme.apart_from_cp for one in fastest[:1]}
         widest = [
             one
             for one in split
-            if one.scheme.num_ranks == num_ranks and _column(one.scheme) in of_fastest
+            if one.scheme.num_ranks == num_ranks and one.scheme.apart_from_cp in of_fastest
         ]
         kept += [one for one in dict.fromkeys((*fastest, *widest)) if one not in kept]
     return kept
-
-
-def _column(scheme: Scheme) -> tuple[int, int, int, bool, bool]:
-    """What schemes have in common that differ in cp only."""
-    return scheme.tp, scheme.ep, scheme.pp, scheme.shares_weights, scheme.recomputes
 
 
 def _wave_pace_ms(

@@ -390,11 +390,9 @@ class Ways:
         num_ranks, per_node = self.pool.num_ranks, self.pool.ranks_per_node
         found: dict[str, Strategy] = {}
         for strategy in self.pool.strategies:
-            is_usual = all(
-                scheme.ep > 1 or scheme.shares_weights or not scheme.splits_cp
-                for scheme in strategy.schemes
-            )
-            if is_usual and len(strategy.schemes) == 1 and not strategy.idle_ranks:
+            scheme = strategy.schemes[0]
+            is_usual = scheme.distributes_parameters or not scheme.splits_cp
+            if is_usual and strategy.is_homogeneous:
                 found[str(strategy)] = strategy
         for scheme in (*self._plain_schemes(), *self._splitting_schemes()):
             if num_ranks % scheme.num_ranks == 0:
@@ -411,23 +409,22 @@ class Ways:
     def _splitting_schemes(self) -> Iterator[Scheme]:
         """Yields by tp, ep and pp, with fs and without, the narrowest scheme that holds the longest
         sequence, and that of all ranks, which has no replicas to balance."""
-        known: set[tuple[Scheme, bool]] = set()
+        known: set[object] = set()
         for scheme in self.profile.splitting_schemes:  # narrow ones first
-            shares = scheme.shares_weights
-            if (scheme.ep > 1 or shares) and self.profile.max_tokens(scheme) >= self.limit:
-                column = replace(scheme, cp=1, fs=1, splits_cp=False), shares
-                if column not in known or scheme.num_ranks == self.pool.num_ranks:
-                    known.add(column)
+            if scheme.distributes_parameters and self.profile.max_tokens(scheme) >= self.limit:
+                columns = scheme.apart_from_cp
+                if columns not in known or scheme.num_ranks == self.pool.num_ranks:
+                    known.add(columns)
                     yield scheme
 
     def static(self) -> list[Strategy]:
-        """Homogeneous strategies that hold the longest sequence. With fs none has ``~``: groups of
-        several widths are not Megatron's, and those of one are in `layouts`."""
+        """Homogeneous strategies that hold the longest sequence and are static; ``~`` with fs has
+        groups of one width in `layouts`."""
         return [
             strategy
             for strategy in self.homogeneous()
             for scheme in strategy.schemes
-            if not (scheme.splits_cp and scheme.shares_weights)
+            if scheme.is_static
             if self._layout(strategy, scheme).cost.longest >= self.limit
         ]
 

@@ -78,6 +78,24 @@ class Scheme:
         return self.fs > 1
 
     @property
+    def distributes_parameters(self) -> bool:
+        """True if cp ranks hold different weights or experts, as in ``cp8fs`` and ``cp8ep8``: the
+        groups of ``~`` need not be replicas."""
+        return self.shares_weights or self.ep > 1
+
+    @property
+    def is_static(self) -> bool:
+        """True if a strategy of this scheme alone is a baseline for a pool, with balanced plans:
+        ``~`` only with ep, which is Megatron's expert parallelism over data-parallel ranks. Groups
+        of several widths that share weights are not Megatron's."""
+        return self.ep > 1 or not self.splits_cp
+
+    @property
+    def apart_from_cp(self) -> tuple[object, ...]:
+        """What schemes have in common that differ in the number of their cp ranks only."""
+        return self.tp, self.ep, self.pp, self.layers, self.shares_weights, self.recomputes
+
+    @property
     def num_ranks(self) -> int:
         return self.tp * self.cp * self.pp
 
