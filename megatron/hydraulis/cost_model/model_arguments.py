@@ -15,7 +15,6 @@ from megatron.hydraulis.cost_model.device import Precision
 from megatron.hydraulis.cost_model.regrouping import wire_bytes
 from megatron.hydraulis.cost_model.trained_model import (
     CORE_ATTENTIONS,
-    KEPT_TEXT,
     NO_RECOMPUTE,
     SELECTIVE_MODULES,
     Recompute,
@@ -42,8 +41,6 @@ _FFN_OVER_HIDDEN = 4
 _GATED_FFN_MULTIPLE = 64
 _ROUTER_BYTES = {"fp32": 4, "fp64": 8}
 """Size of a score by --moe-router-dtype."""
-_KEPT_MODULES = ("moe", "shared_experts", "mla_up_proj", "gdn_norm_out")
-"""Modules of upstream's selective recompute that are not recomputed here."""
 _SEQUENCE_BY_SEQUENCE = ("local", "unfused")
 """Attention backends of upstream that, like our sdpa, need no kernel for packed sequences."""
 
@@ -645,18 +642,15 @@ def drop_kept_modules(
 
     The update is the same. Returns (option with the module, what happens instead) for each.
 
-    kept_here: of the modules that can be recomputed, those that this model's layers keep, with what
-        happens instead.
+    kept_here: `kept_modules` of the model's layers.
     """
     modules = args.recompute_modules or []
-    kept = [module for module in modules if module in (*_KEPT_MODULES, *kept_here)]
+    kept = [module for module in modules if module in kept_here]
     if kept:
         args.recompute_modules = [module for module in modules if module not in kept] or None
         if args.recompute_modules is None and _granularity(args) == "selective":
             args.recompute_granularity, args.recompute_activations = None, False
-    return tuple(
-        (f"--recompute-modules {module}", kept_here.get(module, KEPT_TEXT)) for module in kept
-    )
+    return tuple((f"--recompute-modules {module}", kept_here[module]) for module in kept)
 
 
 def check_recompute(args: argparse.Namespace) -> None:

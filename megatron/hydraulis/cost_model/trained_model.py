@@ -26,29 +26,29 @@ MOST_SCORE_TENSORS = 4
 (sigmoid, or softmax before the choice), two of the balancing loss and one of the z-loss."""
 SELECTIVE_MODULES = ("core_attn", "mlp", "layernorm", "moe_act")
 """Modules that selective recompute can name."""
-
-
-KEPT_TEXT = "its activations are kept, which takes more memory"
-"""What happens instead to a module that selective recompute names in vain."""
+_KEPT_MODULES = ("moe", "shared_experts", "mla_up_proj", "gdn_norm_out")
+"""Modules of upstream's selective recompute that are not recomputed here."""
+_KEPT_TEXT = "its activations are kept, which takes more memory"
 
 
 def kept_modules(*, has_experts: bool, has_te_layers: bool, groups_experts: bool) -> dict[str, str]:
-    """The SELECTIVE_MODULES that keep their activations all the same, with what the user reads.
+    """Modules that keep their activations though selective recompute names them, with what the user
+    reads.
 
     Upstream recomputes the MLPs of layers without experts, but here all layers keep the same
     modules. What it recomputes in order to discard an output alone (``CheckpointWithoutOutput``,
     megatron-core 0.19.2) needs Transformer Engine, the activation of experts grouped products.
     """
-    kept = {}
+    kept = dict.fromkeys(_KEPT_MODULES, _KEPT_TEXT)
     if has_experts:
-        kept["mlp"] = f"{KEPT_TEXT}, as layers have experts"
+        kept["mlp"] = f"{_KEPT_TEXT}, as layers have experts"
     if not has_te_layers:
-        kept["layernorm"] = f"{KEPT_TEXT}; only layers of Transformer Engine recompute norms"
+        kept["layernorm"] = f"{_KEPT_TEXT}; only layers of Transformer Engine recompute norms"
     if not has_experts:
         kept["moe_act"] = "without effect, as there are no experts"
     elif not groups_experts:
         kept["moe_act"] = (
-            f"{KEPT_TEXT}; only --moe-grouped-gemm with layers of Transformer Engine recomputes it"
+            f"{_KEPT_TEXT}; only --moe-grouped-gemm with layers of Transformer Engine recomputes it"
         )
     return kept
 
