@@ -77,12 +77,12 @@ class StrategyTraffic:
     @property
     def gather_bytes(self) -> list[int]:
         """Received in one step."""
-        return [each.received * PARAMETER_BYTES for each in self.links(Collective.ALL_TO_ALL)[0]]
+        return [each.received * PARAMETER_BYTES for each in self._links(Collective.ALL_TO_ALL)[0]]
 
     @property
     def scatter_bytes(self) -> list[int]:
         """Sent in one step."""
-        return [each.sent * GRADIENT_BYTES for each in self.links(Collective.ALL_TO_ALL)[1]]
+        return [each.sent * GRADIENT_BYTES for each in self._links(Collective.ALL_TO_ALL)[1]]
 
     @property
     def estimate_bytes(self) -> list[float]:
@@ -106,7 +106,11 @@ class StrategyTraffic:
         per_node = self.strategy.ranks_per_node
         return StrategyAmounts(LayoutAmounts(self.layout, per_node), self.roles)
 
-    def links(self, collective: Collective) -> list[list[LinkElements[int]]]:
+    def links(self, collective: Collective) -> list[LinkElements[int]]:
+        """Elements exchanged in a gather by this collective."""
+        return self._links(collective)[0]
+
+    def _links(self, collective: Collective) -> list[list[LinkElements[int]]]:
         """Elements exchanged in gather and scatter by this collective."""
         totals = np.zeros((2, 4, self.layout.num_ranks), dtype=np.int64)
         amounts = self.amounts
@@ -216,7 +220,7 @@ def link_table(traffic: PoolTraffic) -> Table:
         for name, of_strategy in owners.items():
             found = of_strategy(strategy)
             kinds = (Collective.ALL_TO_ALL, Collective.TWO_STEP)
-            one_step, two_steps = (found.links(kind)[0] for kind in kinds)
+            one_step, two_steps = map(found.links, kinds)
             across = [sum(each.received_across for each in kind) for kind in (one_step, two_steps)]
             saved = 1 - across[1] / across[0] if across[0] else 0.0
             is_first = name == next(iter(owners))
