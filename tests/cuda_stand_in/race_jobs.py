@@ -137,30 +137,19 @@ WAITS = {
         "runtime/track.py: self._stream.wait_stream(torch.cuda.current_stream())",
         _track_does_not_wait_for_compute,
     ),
-    "compute for gathers": RemovableWait(
-        _TICKET, partial(_compute_does_not_wait_for, "gather wait")
-    ),
-    "compute for scatters": RemovableWait(
-        _TICKET, partial(_compute_does_not_wait_for, "scatter wait")
-    ),
-    "the track's stream for gathers' collectives": RemovableWait(
-        _WORK, partial(_track_does_not_wait_for_collectives_of, "gather")
-    ),
-    "the track's stream for scatters' collectives": RemovableWait(
-        _WORK, partial(_track_does_not_wait_for_collectives_of, "scatter")
-    ),
-    "compute for gathers of columns": RemovableWait(
-        _TICKET, partial(_compute_does_not_wait_for, "column gather wait")
-    ),
-    "compute for scatters of columns": RemovableWait(
-        _TICKET, partial(_compute_does_not_wait_for, "column scatter wait")
-    ),
-    "the track's stream for collectives of columns' gathers": RemovableWait(
-        _WORK, partial(_track_does_not_wait_for_collectives_of, "column gather")
-    ),
-    "the track's stream for collectives of columns' scatters": RemovableWait(
-        _WORK, partial(_track_does_not_wait_for_collectives_of, "column scatter")
-    ),
+} | {
+    name: wait
+    for kind in ("gather", "scatter", "column gather", "column scatter")
+    for name, wait in (
+        (
+            f"compute for {kind}s",
+            RemovableWait(_TICKET, partial(_compute_does_not_wait_for, f"{kind} wait")),
+        ),
+        (
+            f"the track's stream for collectives of {kind}s",
+            RemovableWait(_WORK, partial(_track_does_not_wait_for_collectives_of, kind)),
+        ),
+    )
 }
 """What waits for what."""
 

@@ -5,13 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
-import numpy as np
 import pytest
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from megatron.hydraulis.runtime.model_building import ModelDefinition
 from tests.support.comparison import assert_same
-from tests.support.evaluation_probes import EvaluatedRun, run_evaluating
+from tests.support.evaluation_probes import check_evaluation
 from tests.support.gloo_pool import pool_of
 from tests.support.law import (
     FP64_TOLERANCE,
@@ -103,9 +102,4 @@ def test_evaluation_between_iterations_in_strategies_with_cp() -> None:
         schedule=(0, 1, 2),
         assignments=tuple(job.assignments[i] for i, job in enumerate(jobs)),
     )
-    plain: list[EvaluatedRun] = pool_of(4).run(run_evaluating, job, False, True)
-    between: list[EvaluatedRun] = pool_of(4).run(run_evaluating, job, True, True)
-    for expected, found in zip(plain, between, strict=True):
-        assert found.losses == expected.losses
-        for losses, trained in zip(found.evaluated, found.losses, strict=True):
-            np.testing.assert_allclose(losses, trained, rtol=1e-12)
+    check_evaluation(job)

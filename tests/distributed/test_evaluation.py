@@ -4,11 +4,9 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-import numpy as np
 import pytest
 
-from tests.support.evaluation_probes import EvaluatedRun, run_evaluating
-from tests.support.gloo_pool import pool_of
+from tests.support.evaluation_probes import check_evaluation
 from tests.support.law import MAIN_MODEL, changing
 from tests.support.models import SmallModel
 from tests.support.recomputed_models import recomputed
@@ -32,15 +30,4 @@ RECOMPUTED = recomputed(MAIN_MODEL, granularity="full", method="uniform", num_la
 )
 def test_training_is_the_same_bit_by_bit(model: SmallModel, tells_next: bool) -> None:
     job = changing(TEXTS, model)
-    plain: list[EvaluatedRun] = pool_of(4).run(run_evaluating, job, False, tells_next)
-    between: list[EvaluatedRun] = pool_of(4).run(run_evaluating, job, True, tells_next)
-    for expected, found in zip(plain, between, strict=True):
-        assert found.losses == expected.losses
-        for states in zip(found.states, expected.states, strict=True):
-            for after, before in zip(*states, strict=True):
-                np.testing.assert_array_equal(after, before)
-        for i, losses in enumerate(found.evaluated):
-            assert len(losses) == len(TEXTS)
-            # With the weights before the iteration, in every strategy.
-            np.testing.assert_allclose(losses, found.losses[i], rtol=1e-12)
-    assert len(set(plain[0].losses)) == len(job.schedule)
+    check_evaluation(job, tells_next=tells_next)

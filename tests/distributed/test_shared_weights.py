@@ -8,7 +8,6 @@ from dataclasses import replace
 from typing import Any
 from unittest.mock import patch
 
-import numpy as np
 import pytest
 import torch
 
@@ -20,7 +19,7 @@ from tests.distributed.test_context_combinations import combined
 from tests.distributed.test_experts import MODELS as EXPERT_MODELS
 from tests.distributed.test_latent_attention import MODELS as LATENT_MODELS
 from tests.support.broken_rules import run_broken
-from tests.support.evaluation_probes import EvaluatedRun, run_evaluating
+from tests.support.evaluation_probes import check_evaluation
 from tests.support.gloo_pool import pool_of
 from tests.support.law import (
     BIASED_MODEL,
@@ -128,12 +127,7 @@ def test_strategies_with_and_without_shares_alternate() -> None:
 
 def test_evaluation_changes_nothing_and_agrees_with_training() -> None:
     job = changing(("cp4fs", "tp2cp2fs", "2*cp2fs"), MAIN_MODEL)
-    plain: list[EvaluatedRun] = pool_of(4).run(run_evaluating, job, False, True)
-    between: list[EvaluatedRun] = pool_of(4).run(run_evaluating, job, True, True)
-    for expected, found in zip(plain, between, strict=True):
-        assert found.losses == expected.losses
-        for losses, trained in zip(found.evaluated, found.losses, strict=True):
-            np.testing.assert_allclose(losses, trained, rtol=1e-12)
+    check_evaluation(job)
 
 
 def bytes_of_arenas(job: Job) -> list[int]:

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from megatron.hydraulis.runtime.executor import make_forward_step
+from tests.support.gloo_pool import pool_of
 from tests.support.models import Job, build_engine, packs_of_rank, spread, use_fp64_loss
 
 
@@ -61,3 +62,19 @@ def run_evaluating(job: Job, evaluates: bool, tells_next: bool) -> EvaluatedRun:
         tensors = (shards.parameters, optimizer.exp_avg, optimizer.exp_avg_sq, shards.gradients)
         states.append(tuple(tensor.clone().numpy() for tensor in tensors))
     return EvaluatedRun(tuple(losses), tuple(states), tuple(evaluated))
+
+
+def check_evaluation(job: Job, *, tells_next: bool = True) -> None:
+    """On 4 ranks training is the same bit by bit with evaluations in between, and these have the
+    losses of the weights before the iteration, in every strategy."""
+    plain: list[EvaluatedRun] = pool_of(4).run(run_evaluating, job, False, tells_next)
+    between: list[EvaluatedRun] = pool_of(4).run(run_evaluating, job, True, tells_next)
+    for expected, found in zip(plain, between, strict=True):
+        assert found.losses == expected.losses
+        for states in zip(found.states, expected.states, strict=True):
+            for after, before in zip(*states, strict=True):
+                np.testing.assert_array_equal(after, before)
+        for losses, trained in zip(found.evaluated, found.losses, strict=True):
+            assert len(losses) == len(job.strategies)
+            np.testing.assert_allclose(losses, trained, rtol=1e-12)
+    assert len(set(plain[0].losses)) == len(job.schedule)

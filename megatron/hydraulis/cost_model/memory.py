@@ -59,14 +59,11 @@ from dataclasses import dataclass
 
 from megatron.hydraulis.cost_model.layer_memory import LayerMemory
 from megatron.hydraulis.cost_model.regrouping import FP32_BYTES
-from megatron.hydraulis.cost_model.staging import (
-    NUM_GRADIENT_SLOTS,
-    PoolFootprint,
-    footprint_of_scheme,
-)
+from megatron.hydraulis.cost_model.staging import PoolFootprint, footprint_of_scheme
 from megatron.hydraulis.cost_model.trained_model import SAFE_EXPERT_LOAD, TrainedModel
 from megatron.hydraulis.strategy import Scheme
 from megatron.hydraulis.transfer.canonical import DEFAULT_BUCKET_CAP_ELEMENTS
+from megatron.hydraulis.transfer.role import NUM_GRADIENT_SLOTS
 
 # Master weight, first moment, second moment, summed gradient: all fp32.
 _CANONICAL_BYTES_PER_PARAMETER = 4 * FP32_BYTES

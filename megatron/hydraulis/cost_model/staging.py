@@ -27,8 +27,6 @@ from megatron.hydraulis.transfer.canonical import CanonicalLayout, model_paramet
 from megatron.hydraulis.transfer.collective import Collective, collective_of
 from megatron.hydraulis.transfer.role import roles_of
 
-NUM_GRADIENT_SLOTS = 2
-"""Layers whose shared gradients are whole at a time: one is scattered while another computes."""
 NUM_GROUPS_OF_ALL = 2
 """Groups of all ranks: the job's and that of regrouping."""
 

@@ -11,13 +11,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron.hydraulis.cost_model.staging import NUM_GRADIENT_SLOTS
 from megatron.hydraulis.errors import ConfigurationError
 from megatron.hydraulis.optimizer.shards import CanonicalShards
 from megatron.hydraulis.runtime.model_building import global_name
 from megatron.hydraulis.transfer.calls import Calls
 from megatron.hydraulis.transfer.canonical import UNIT_ALIGNMENT_ELEMENTS, CanonicalLayout, Unit
-from megatron.hydraulis.transfer.role import Role, UnitPlaces, aligned
+from megatron.hydraulis.transfer.role import NUM_GRADIENT_SLOTS, Role, UnitPlaces, aligned
 
 
 class ArenaMemory:
@@ -46,16 +45,22 @@ class ArenaMemory:
         """Resize for gradients; if the size changes, contents are undefined."""
         _resize(self._gradients, num_elements)
 
-    def holds(self, gradients: Tensor) -> bool:
-        """True if these lie in the gradients' storage."""
-        own, other = (each.untyped_storage().data_ptr() for each in (self._gradients, gradients))
-        return gradients.numel() > 0 and own == other
-
-    def gradients_at(self, start: int, num_elements: int) -> Tensor:
-        """A part of the gradients' storage, which must have that size already."""
-        return torch.empty(0, dtype=self._gradients.dtype, device=self._gradients.device).set_(
-            self._gradients.untyped_storage(), start, (num_elements,), (1,)
+    def lend_gradients(self, shards: CanonicalShards, place: int, num_elements: int) -> None:
+        """Resize for gradients, and put those of the shards at element ``place``; contents of both
+        are undefined."""
+        flat, num_owned = self._gradients, shards.parameters.numel()
+        shards.gradients = shards.gradients.new_empty(0)
+        _resize(flat, max(num_elements, place + num_owned))
+        shards.gradients = torch.empty(0, dtype=flat.dtype, device=flat.device).set_(
+            flat.untyped_storage(), place, (num_owned,), (1,)
         )
+
+    def return_gradients(self, shards: CanonicalShards) -> None:
+        """Copy the shards' gradients to memory of their own if they are in this."""
+        flats = self._gradients, shards.gradients
+        own, other = (flat.untyped_storage().data_ptr() for flat in flats)
+        if shards.gradients.numel() > 0 and own == other:
+            shards.gradients = shards.gradients.clone()
 
     def release_gradients_unless(self, num_elements: int) -> None:
         """Free the gradients' memory unless it has this size already."""

@@ -541,7 +541,7 @@ class RuntimeEngine:
         self._forget_gather()
         if strategy_name not in self._runtimes:
             # Free the arenas, whose contents are no longer needed, while the model is built.
-            self._keep_gradients()
+            self.memory.return_gradients(self.shards)
             self.memory.size_parameters(0)
             self.memory.size_gradients(0)
         runtime = self.runtime_of(strategy_name)
@@ -561,23 +561,13 @@ class RuntimeEngine:
 
     def _size_gradients(self, runtime: StrategyRuntime) -> None:
         """Size the gradients' memory for the strategy, with those of the shards where they have
-        none of their own."""
-        if self._accumulates:
+        none of their own and this call does not add to them."""
+        if self._accumulates or self._accumulated:
+            self.memory.return_gradients(self.shards)
             self.memory.size_gradients(runtime.num_gradients)
-            return
-        if self._accumulated:  # this call adds to them
-            self._keep_gradients()
-            self.memory.size_gradients(runtime.num_gradients)
-            return
-        place, num_elements = runtime.place_of_shards(self.shards), self.shards.parameters.numel()
-        self.shards.gradients = self.shards.gradients.new_empty(0)
-        self.memory.size_gradients(max(runtime.num_gradients, place + num_elements))
-        self.shards.gradients = self.memory.gradients_at(place, num_elements)
-
-    def _keep_gradients(self) -> None:
-        """Copy the shards' gradients out of the arena's memory if they are there."""
-        if self.memory.holds(self.shards.gradients):
-            self.shards.gradients = self.shards.gradients.clone()
+        else:
+            place = runtime.place_of_shards(self.shards)
+            self.memory.lend_gradients(self.shards, place, runtime.num_gradients)
 
     def _scatter_pass(self, runtime: StrategyRuntime) -> ScatterPass:
         bound = runtime.bound

@@ -18,6 +18,9 @@ from megatron.hydraulis.transfer.canonical import (
     Unit,
 )
 
+NUM_GRADIENT_SLOTS = 2
+"""Layers whose shared gradients are whole at a time: one is scattered while another computes."""
+
 
 @dataclass(frozen=True)
 class Role:

@@ -4,6 +4,7 @@ from itertools import accumulate
 
 import pytest
 
+from benchmarks.inputs import llama_shape
 from megatron.hydraulis.model_shape import ModelShape
 from megatron.hydraulis.strategy import Strategy
 from megatron.hydraulis.transfer.amounts import LayoutAmounts, StrategyAmounts
@@ -12,22 +13,22 @@ from megatron.hydraulis.transfer.canonical import CanonicalLayout, Unit, model_p
 from megatron.hydraulis.transfer.collective import Collective, collective_of
 from megatron.hydraulis.transfer.role import roles_of
 
-
-def llama(num_layers: int, hidden: int, ffn: int, heads: int, vocab: int) -> ModelShape:
-    return ModelShape(
-        num_layers=num_layers,
-        hidden_size=hidden,
-        ffn_hidden_size=ffn,
-        num_attention_heads=heads,
-        num_query_groups=8,
-        kv_channels=128,
-        vocab_size=vocab,
-        gated_mlp=True,
-        tied_embeddings=False,
-    )
-
-
-M8, M32 = llama(32, 4096, 14336, 32, 128256), llama(64, 5120, 27648, 40, 151936)
+M8 = llama_shape(
+    num_layers=32,
+    hidden_size=4096,
+    ffn_hidden_size=14336,
+    num_attention_heads=32,
+    num_query_groups=8,
+    vocab_size=128256,
+)
+M32 = llama_shape(
+    num_layers=64,
+    hidden_size=5120,
+    ffn_hidden_size=27648,
+    num_attention_heads=40,
+    num_query_groups=8,
+    vocab_size=151936,
+)
 
 
 class Planned:
