@@ -181,7 +181,7 @@ def test_whole_experts_have_no_races(case: OrderCase, tmp_path: Path) -> None:
     ],
 )
 def test_without_a_wait_of_ours_there_is_a_race(removed: str, tmp_path: Path) -> None:
-    found = races_of(SHARED_WEIGHTS if "columns" in removed else IN_SUITE[0], tmp_path, removed)
+    found = races_of(SHARED_WEIGHTS if "column" in removed else IN_SUITE[0], tmp_path, removed)
     assert all(found), f"ranks without a race: {[i for i, races in enumerate(found) if not races]}"
 
 
