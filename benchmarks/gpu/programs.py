@@ -19,7 +19,6 @@ from megatron.hydraulis.strategy.notation import parse_scheme
 
 SINGLE = "tp1"
 GIB = 2**30
-_THROUGHPUT = re.compile(r"throughput per GPU \(TFLOP/s/GPU\): ([0-9.]+)")
 _TRIAL = re.compile(
     r"memory trial: .* micro-batches of ([0-9,]+) tokens take ([0-9.]+) of ([0-9.]+) GiB"
 )
@@ -93,12 +92,11 @@ def training(run: Run, sizes: Sizes, profile_path: Path, peak_flops_per_s: float
         run.lacks("prediction", "there is no cost profile, as the step 'profile' failed")
     (log,) = run.ranks(1, str(ROOT / "pretrain_gpt.py"), *flags)
     records = read_metrics(run.folder / "run")[sizes.num_not_counted :]
-    throughputs = [float(x) for x in _THROUGHPUT.findall(log)][sizes.num_not_counted :]
-    if not records or not throughputs:
-        raise StepFailure("the log has no throughput, or metrics.jsonl no iterations")
-    flops_per_s = statistics.median(throughputs) * 1e12
+    rates = [r.model_flops / r.iteration_time_s for r in records if r.model_flops]
+    if not rates:
+        raise StepFailure("metrics.jsonl has no iterations, or none with operations")
     (core_attention,) = re.findall(r"^core attention: .*$", log, re.MULTILINE)
-    run.measured("mfu", flops_per_s / peak_flops_per_s, core_attention=core_attention)
+    run.measured("mfu", statistics.median(rates) / peak_flops_per_s, core_attention=core_attention)
     time_s = sum(record.iteration_time_s for record in records)
     times_s = [record.iteration_time_s for record in records]
     run.measured("tokens/s", sum(r.num_tokens for r in records) / time_s, iteration_times_s=times_s)
