@@ -41,6 +41,16 @@ CONFIG_KEYS = (
 )
 
 
+COMPANIONS = (
+    *("chat_template.jinja", "generation_config.json", "merges.txt", "preprocessor_config.json"),
+    *("special_tokens_map.json", "tokenizer_config.json", "vocab.json"),
+)
+NO_COMPANIONS = (
+    *("README.md", "adapter_config.json", "embed_tokens.safetensors", "pytorch_model.bin"),
+    *("tokens.index.json", "trainer_state.json", "tokenization_other.py"),
+)
+
+
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_import_export_and_import_again(variant: str, tmp_path: Path) -> None:
     dtype = torch.bfloat16 if "tied" in variant else torch.float32
@@ -182,15 +192,22 @@ def test_layers_of_multi_token_prediction_are_left_out(
         import_folder(folder, tmp_path / "others")
 
 
-def test_the_tokenizer_of_another_folder(folder_with_tokenizer: Path, tmp_path: Path) -> None:
+def test_companions_of_another_folder(folder_with_tokenizer: Path, tmp_path: Path) -> None:
     source = folder_with_tokenizer
     path = import_folder(source, tmp_path / "mega").checkpoint
     back = tmp_path / "back"
     export_checkpoint(path, back, max_file_bytes=1 << 30, like=source)
     assert (back / "tokenizer.json").read_text() == "made up"
-    assert not (back / "generation_config.json").exists()
+    for name in COMPANIONS:
+        assert (back / name).read_bytes() == (source / name).read_bytes(), name
+    assert {path.name for path in back.iterdir()} == {
+        *("config.json", "model.safetensors", "tokenizer.json", *COMPANIONS)
+    }
     config = json.loads((back / "config.json").read_text())
     assert (config["bos_token_id"], config["eos_token_id"]) == (3, [60, 4])
+    (source / "generation_config.json").write_text('{"eos_token_id": 61}')
+    with pytest.raises(ConfigurationError, match=r"generation_config.*eos_token_id .* 61"):
+        export_checkpoint(path, tmp_path / "other", max_file_bytes=1 << 30, like=source)
     change_config(source, eos_token_id=[61])
     with pytest.raises(ConfigurationError, match=r"eos_token_id must be a token below the .* 61"):
         export_checkpoint(path, tmp_path / "other", max_file_bytes=1 << 30, like=source)
@@ -204,4 +221,7 @@ def folder_with_tokenizer(tmp_path: Path) -> Path:
     source = make_folder(tmp_path / "hf", "llama")
     change_config(source, bos_token_id=3, eos_token_id=[60, 4])
     (source / "tokenizer.json").write_text("made up")
+    for name in (*COMPANIONS, *NO_COMPANIONS):
+        (source / name).write_text('{"eos_token_id": [60, 4]}')
+    (source / "tokenizer").mkdir()
     return source

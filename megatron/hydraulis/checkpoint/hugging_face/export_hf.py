@@ -60,8 +60,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--like",
         type=Path,
         metavar="DIR",
-        help="Hugging Face folder, such as the imported one, whose tokenizer is copied: its files "
-        "and the ids of special tokens (default: none)",
+        help="Hugging Face folder, such as the imported one, whose companions of weights are "
+        "copied: tokenizer, chat template, settings of generation and processors, and the ids of "
+        "special tokens (default: none)",
     )
     parser.add_argument(
         "--max-file-gb",
@@ -113,7 +114,8 @@ def export_checkpoint(
         vocab_size: number of tokens without padding; as the checkpoint says if None.
         max_file_bytes: limit for the tensors in one file.
         checks_content: compare the checkpoint's files with their checksums first.
-        like: Hugging Face folder whose tokenizer is copied: files and ids of special tokens.
+        like: Hugging Face folder whose companions of weights are copied, and the ids of special
+            tokens.
 
     Raises:
         CheckpointError: the checkpoint is damaged or incomplete, or the folder cannot be written.
@@ -122,8 +124,8 @@ def export_checkpoint(
     import torch
 
     from megatron.hydraulis.checkpoint.hugging_face.folder import (
+        companions_of,
         new_folder,
-        tokenizer_of,
         write_safetensors,
     )
     from megatron.hydraulis.checkpoint.torch_dist import StoredCheckpoint
@@ -157,7 +159,7 @@ def export_checkpoint(
     model = model_from_arguments(vars(arguments), str(path), vocab_size=int(size))
     dtype = _check_tensors(checkpoint, model)
     dtype_name = str(dtype).removeprefix("torch.")
-    files, token_ids = ([], {}) if like is None else tokenizer_of(like, model.vocab_size)
+    files, token_ids = ([], {}) if like is None else companions_of(like, model.vocab_size)
     forms = {
         row.name: (row.shape, torch.float32 if row.place.key == ROUTER_BIAS else dtype)
         for row in tensor_rows(model)

@@ -1,4 +1,4 @@
-"""A Hugging Face folder: safetensors, the tokenizer's files, and that it is complete or not there.
+"""A Hugging Face folder: safetensors, their companions, and that it is complete or not there.
 
 The safetensors library writes only what is in memory as a whole. The format is a length of 8 bytes,
 a header in JSON and the tensors one after another, so they can be written as they are made:
@@ -7,6 +7,7 @@ https://github.com/huggingface/safetensors#format
 
 from __future__ import annotations
 
+import fnmatch
 import json
 import math
 import os
@@ -36,18 +37,15 @@ _DTYPES: Mapping[str, torch.dtype] = {
     "BF16": torch.bfloat16,
     "F16": torch.float16,
 }
-_TOKENIZER_FILES = (
-    "added_tokens.json",
-    "chat_template.jinja",
-    "chat_template.json",
-    "merges.txt",
-    "special_tokens_map.json",
-    "tokenizer.json",
-    "tokenizer.model",
-    "tokenizer_config.json",
-    "vocab.json",
+_COMPANIONS = (
+    *("*token*", "*vocab*", "merges.txt", "tekken.json", "*.model", "*.tiktoken"),
+    *("chat_template.*", "generation_config.json", "*processor_config.json"),
 )
-"""Names that transformers gives to the files of a tokenizer."""
+"""Patterns of the names that transformers and mistral-common give to what lies next to weights:
+tokenizers, chat templates, settings of generation and of processors."""
+_COMPANION_SUFFIXES = (".json", ".jinja", ".model", ".tiktoken", ".txt")
+_INDEX_SUFFIX = ".index.json"
+_GENERATION_CONFIG = "generation_config.json"
 
 
 @dataclass(frozen=True, slots=True)
@@ -265,14 +263,30 @@ def _header(forms: Mapping[str, tuple[tuple[int, ...], torch.dtype]]) -> bytes:
     return len(text).to_bytes(8, "little") + text
 
 
-def tokenizer_of(folder: Path, vocab_size: int) -> tuple[list[Path], dict[str, Any]]:
-    """Files of a Hugging Face folder's tokenizer, and ids of special tokens for ``config.json``.
+def companions_of(folder: Path, vocab_size: int) -> tuple[list[Path], dict[str, Any]]:
+    """Files of a Hugging Face folder that go with any weights, and ids of special tokens for
+    ``config.json``.
 
     Raises:
         CheckpointError: the folder has no configuration that can be read.
         ConfigurationError: a special token is beyond the vocabulary.
     """
-    path = folder / CONFIG_NAME
+    files = [
+        path
+        for path in sorted(folder.iterdir() if folder.is_dir() else ())
+        if path.is_file()
+        and path.name.endswith(_COMPANION_SUFFIXES)
+        and not path.name.endswith(_INDEX_SUFFIX)
+        and any(fnmatch.fnmatchcase(path.name, pattern) for pattern in _COMPANIONS)
+    ]
+    token_ids = _token_ids(folder / CONFIG_NAME, vocab_size)
+    if (generation := folder / _GENERATION_CONFIG) in files:
+        _token_ids(generation, vocab_size)
+    return files, token_ids
+
+
+def _token_ids(path: Path, vocab_size: int) -> dict[str, Any]:
+    """The ids of special tokens that a configuration has, which must be below the vocabulary."""
     config = JsonObject(read_json(path, "config", CheckpointError), str(path), CheckpointError)
     token_ids = {key: config.value(key) for key in TOKEN_IDS if config.has(key)}
     for key, value in token_ids.items():
@@ -282,7 +296,7 @@ def tokenizer_of(folder: Path, vocab_size: int) -> tuple[list[Path], dict[str, A
                     f"{path}: {key} must be a token below the vocabulary's {vocab_size} but is "
                     f"{token!r}; name the folder whose tokenizer the model was trained with"
                 )
-    return [folder / name for name in _TOKENIZER_FILES if (folder / name).is_file()], token_ids
+    return token_ids
 
 
 @contextmanager
