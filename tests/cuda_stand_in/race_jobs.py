@@ -158,6 +158,10 @@ VOTE = "checkpoint/saving.py: work.wait()"
 CANNOT_RACE = {
     "runtime/passes.py: ticket.wait()": "calls the wait of a track's ticket, which is taken out",
     "runtime/track.py: self.ended.wait()": "a thread's, on the CPU",
+    "runtime/track.py: last.wait()": "likewise",
+    "runtime/track.py: torch.cuda.current_stream().wait_stream(self._stream)": (
+        "for jobs of micro-batches that failed; all others have been waited for"
+    ),
     "runtime/memory.py: torch.cuda.synchronize()": "completes a measurement; orders no data",
     "runtime/spans.py: stamp.event.synchronize()": "completes a time; orders no data",
     "runtime/spans.py: event.synchronize()": "completes a time; orders no data",

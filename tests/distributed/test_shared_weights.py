@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from typing import Any
 from unittest.mock import patch
 
@@ -13,6 +15,8 @@ import torch
 
 from megatron.hydraulis.runtime.arena import Arena
 from megatron.hydraulis.runtime.columns import ColumnShares
+from megatron.hydraulis.runtime.engine import RuntimeEngine
+from megatron.hydraulis.runtime.executor import ForwardStep
 from megatron.hydraulis.runtime.track import StagingSlot, Step
 from megatron.hydraulis.transfer.canonical import Unit
 from tests.distributed.test_context_combinations import combined
@@ -128,6 +132,88 @@ def test_strategies_with_and_without_shares_alternate() -> None:
 def test_evaluation_changes_nothing_and_agrees_with_training() -> None:
     job = changing(("cp4fs", "tp2cp2fs", "2*cp2fs"), MAIN_MODEL)
     check_evaluation(job)
+
+
+class ExpectedError(Exception):
+    """Raised in a micro-batch on all ranks."""
+
+
+def raising(forward_step: ForwardStep, where: str) -> ForwardStep:
+    """A forward step that raises in the second micro-batch, at a place."""
+    is_first = True
+
+    def step(batches: Iterator[Any], model: torch.nn.Module) -> Any:
+        nonlocal is_first
+        if is_first:
+            is_first = False
+            return forward_step(batches, model)
+        if where == "data":
+            raise ExpectedError
+        if where == "layer":
+            layers: Any = model.decoder.layers  # type: ignore[union-attr]
+            hook = layers[0].mlp.register_forward_pre_hook(fail)
+            try:
+                return forward_step(batches, model)
+            finally:
+                hook.remove()
+        output, _ = forward_step(batches, model)
+        return output, fail
+
+    def fail(*arguments: Any) -> Any:
+        raise ExpectedError
+
+    return step
+
+
+@contextmanager
+def failing(where: str) -> Iterator[None]:
+    """Every call fails first, as does an evaluation after every update, while columns are late."""
+    right, right_update = RuntimeEngine.forward_backward, RuntimeEngine.optim_step
+    steps = {name: getattr(ColumnShares, name) for name in ("_gather_steps", "_scatter_steps")}
+    last: tuple[Any, ...] = ()
+    is_late = False
+
+    def late(name: str) -> Any:
+        def found(self: ColumnShares, unit: Unit, slot: StagingSlot) -> Iterator[Step]:
+            for works in steps[name](self, unit, slot):
+                time.sleep(0.03 * is_late)  # posted, and not complete
+                yield works
+                time.sleep(0.03 * is_late)  # complete, and not added
+
+        return found
+
+    def forward_backward(
+        self: RuntimeEngine, name: str, batches: Any, step: ForwardStep, **named: Any
+    ) -> None:
+        nonlocal last, is_late
+        last, is_late = (name, batches, raising(step, where)), True
+        with pytest.raises(ExpectedError):
+            right(self, name, batches, raising(step, where))
+        self.abandon_gradients()
+        is_late = False
+        right(self, name, batches, step, **named)
+
+    def optim_step(self: RuntimeEngine, **named: Any) -> Any:
+        nonlocal is_late
+        outcome = right_update(self, **named)
+        is_late = True
+        with pytest.raises(ExpectedError):
+            self.evaluate(*last)
+        is_late = False
+        return outcome
+
+    with (
+        patch.multiple(ColumnShares, **{name: late(name) for name in steps}),
+        patch.multiple(RuntimeEngine, forward_backward=forward_backward, optim_step=optim_step),
+    ):
+        yield
+
+
+@pytest.mark.parametrize("where", ["data", "layer", "loss"])
+@pytest.mark.parametrize("changes", [False, True], ids=["waves", "changing strategies"])
+def test_an_error_leaves_nothing_on_its_way(where: str, *, changes: bool) -> None:
+    job = changing(("cp4fs", "tp2cp2fs"), MAIN_MODEL) if changes else shared_waves(MAIN_MODEL)
+    assert_law(job, pool_of(4).run(run_broken, job, partial(failing, where)))
 
 
 def bytes_of_arenas(job: Job) -> list[int]:

@@ -400,6 +400,7 @@ class RuntimeEngine:
         With overlap this returns at once, and the model's modules wait for their parameters.
         """
         self.require_onloaded()
+        self._column_track.finish()  # micro-batches that failed may have left jobs
         if self._gathered is None or self._gathered[0] != strategy_name:
             with self._in_phase("gather", strategy_name, phase):
                 self._begin_gather(strategy_name).post_rest()
@@ -418,6 +419,7 @@ class RuntimeEngine:
 
     def finish_regrouping(self) -> None:
         """Wait until nothing is on its way. Collective."""
+        self._column_track.finish()
         if self._gathered is not None:
             self._gathered[1].finish()
 

@@ -149,6 +149,10 @@ class Track(Protocol):
         """Append a job; returns at once. Not after `close`."""
         ...
 
+    def finish(self) -> None:
+        """Wait for the end of all jobs, also of those that nobody waits for after an error."""
+        ...
+
     def close(self) -> None:
         """Accept no more jobs."""
         ...
@@ -218,6 +222,7 @@ class ThreadTrack:
         self._events: queue.SimpleQueue[_ThreadTicket | str] = queue.SimpleQueue()
         self._runner = _Runner(self._events, staging, spans)
         self._thread: threading.Thread | None = None
+        self._last: Ticket | None = None
         self._is_closed = False
         # The thread must not keep the track alive, or it would never be closed.
         weakref.finalize(self, self._events.put, _CLOSE)
@@ -239,7 +244,13 @@ class ThreadTrack:
             )
             self._thread.start()
         self._events.put(ticket)
+        self._last = ticket
         return ticket
+
+    def finish(self) -> None:
+        last, self._last = self._last, None
+        if last is not None:
+            last.wait()
 
     def close(self) -> None:
         self._is_closed = True
@@ -405,6 +416,9 @@ class StreamTrack:
             ended = torch.cuda.Event()
             ended.record(self._stream)
         return _StreamTicket(ended)
+
+    def finish(self) -> None:
+        torch.cuda.current_stream().wait_stream(self._stream)
 
     def close(self) -> None:
         """Does nothing: there is nothing to end."""

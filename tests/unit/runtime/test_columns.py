@@ -40,6 +40,8 @@ class FakeTrack:
         self.log.append(name)
         return FakeTicket(name, self.log, self.are_done)
 
+    def finish(self) -> None: ...
+
     def close(self) -> None: ...
 
 
