@@ -111,7 +111,8 @@ _OPTIONS: dict[OptionRange, str] = {
 }
 
 _OPTIONS_OF_COMMANDS: dict[OptionRange, str] = {
-    _FROM_1: "--max-tokens --num-sizes --short-tokens --num-repeats --top --iteration --call",
+    _FROM_1: """
+        --max-tokens --num-sizes --short-tokens --num-repeats --top --iteration --call --show""",
     _FROM_0: "--seed --num-warmup --matrix-size",
     _POSITIVE: "--max-file-gb --intra-node-gb-per-s --inter-node-gb-per-s",
     OptionRange(1, 2**53): "--memory-limit-bytes",

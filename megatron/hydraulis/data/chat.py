@@ -3,21 +3,23 @@
 The tokenizer's chat template renders a conversation. If it has ``{% generation %}`` marks, they
 say which tokens the assistant writes. Without them, two prefixes are rendered for every answer: the
 turns before it with the prompt for an answer, and the turns up to its end. The tokens of both must
-begin those of the whole conversation; the answer is what lies between. A template that ignores the
-prompt and writes the role before the answer is refused, as the role would be trained.
+begin those of the whole conversation; the answer is what lies between, up to its end token. A
+template that ignores the prompt and writes the role before the answer is refused, as the role would
+be trained. A turn's ``weight`` or ``train`` of 0 excludes an answer.
 """
 
 import argparse
-import json
 import re
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections import Counter
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NoReturn, get_args
 
 import numpy as np
 import numpy.typing as npt
 
+from megatron.hydraulis.data.conversations import CALL_KEYS, WEIGHT_KEYS, Conversation
 from megatron.hydraulis.data.dataset import Weights
 from megatron.hydraulis.data.documents import RawDocument
 from megatron.hydraulis.data.tokenizer import DocumentEncoder
@@ -35,35 +37,15 @@ LongConversations = Literal["error", "truncate", "drop"]
 TRAIN_ON: tuple[TrainOn, ...] = get_args(TrainOn)
 LONG_CONVERSATIONS: tuple[LongConversations, ...] = get_args(LongConversations)
 
-_TURN_KEYS = ("messages", "conversations")
-_SHAREGPT_ROLES = {
-    "human": "user",
-    "gpt": "assistant",
-    "chatgpt": "assistant",
-    "function_call": "assistant",
-    "observation": "tool",
-}
-"""ShareGPT's names of roles; it uses the usual ones, too."""
-
-_PREDECESSORS: Mapping[str, tuple[str | None, ...]] = {
-    "system": (None,),
-    "developer": (None,),
-    "user": (None, "system", "developer", "assistant"),
-    "assistant": ("user", "tool"),
-    "tool": ("assistant", "tool"),
-}
-"""Role -> roles that may come before it; None is the beginning."""
-
 _GENERATION_MARK = re.compile(r"\{%-?\s*generation\s*-?%\}")
 """Pattern by which ``transformers`` recognises the marks."""
 
+_SHOWN_CONVERSATIONS = 10
+DEFAULT_SEED = 1234
+"""The seed of --show, as Megatron's."""
+
 _SHOWN_TOKENS = 8
 """Tokens in a message about two texts that differ."""
-
-_SHOWN_CHARS = 100
-"""Length of a turn in a message about it."""
-
-Turn = Mapping[str, Any]
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -97,8 +79,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     group.add_argument(
         "--show",
-        action="store_true",
-        help="print ten conversations with the trained spans in ⟦brackets⟧ first",
+        type=int,
+        nargs="?",
+        const=_SHOWN_CONVERSATIONS,
+        metavar="N",
+        help="print N conversations, chosen at random, with the trained spans in ⟦brackets⟧ first "
+        "(default: %(const)s if N is left out)",
+    )
+    group.add_argument(
+        "--seed",
+        type=int,
+        metavar="S",
+        help=f"chooses the conversations of --show (default: {DEFAULT_SEED})",
     )
 
 
@@ -142,126 +134,17 @@ def check_arguments(namespace: argparse.Namespace) -> None:
                 f"--long-sequences {namespace.long_sequences} needs the longest length but "
                 f"--seq-length is not given; give it"
             )
+        if namespace.seed is not None and namespace.show is None:
+            raise ConfigurationError(
+                f"--seed {namespace.seed} chooses the conversations of --show, which is not given; "
+                f"add --show or remove it"
+            )
         return
-    options = ("train_on", "chat_template", "seq_length", "long_sequences", "show")
-    given = [option for option in options if getattr(namespace, option)]
+    options = ("train_on", "chat_template", "seq_length", "long_sequences", "show", "seed")
+    given = [option for option in options if getattr(namespace, option) is not None]
     if given:
         flag = "--" + given[0].replace("_", "-")
         raise ConfigurationError(f"{flag} is about conversations; add --chat or remove it")
-
-
-@dataclass(frozen=True)
-class Conversation:
-    """Turns as chat templates take them, in a valid order.
-
-    Raises:
-        DataError: no turn, an unknown role, or roles out of order.
-    """
-
-    turns: tuple[Turn, ...]
-    origin: str
-    """File and line, for messages."""
-    tools: Sequence[Any] | None = None
-
-    def __post_init__(self) -> None:
-        if not self.turns:
-            raise DataError(
-                f"{self.origin}: a conversation has at least 1 turn but this one has 0; remove it"
-            )
-        before: str | None = None
-        for number, turn in enumerate(self.turns, start=1):
-            role = turn["role"]
-            if role not in _PREDECESSORS:
-                raise DataError(
-                    f"{self.origin}: roles are {', '.join(_PREDECESSORS)} but turn {number} of "
-                    f"{len(self.turns)} has '{role}'; rename or remove it"
-                )
-            allowed = _PREDECESSORS[role]
-            if before not in allowed:
-                after = " or ".join(name or "the beginning" for name in allowed)
-                raise DataError(
-                    f"{self.origin}: {role} comes after {after} but turn {number} of "
-                    f"{len(self.turns)} comes after {before or 'the beginning'}; merge or reorder "
-                    f"the turns, or remove the conversation"
-                )
-            before = role
-
-    @property
-    def answers(self) -> list[int]:
-        """Positions of the assistant's turns."""
-        return [i for i, turn in enumerate(self.turns) if turn["role"] == "assistant"]
-
-    @classmethod
-    def of(cls, document: RawDocument, json_key: str | None = None) -> "Conversation":
-        """Read a JSON object with the turns, as a list, or with a prompt and its completion.
-
-        Args:
-            document: one JSON object; its key ``tools`` may describe tools.
-            json_key: key of the turns; by default ``messages`` or ``conversations``.
-
-        Raises:
-            DataError: none of these forms, or as the constructor.
-        """
-        value, origin = document.json(), document.origin
-        keys = _TURN_KEYS if json_key is None else (json_key,)
-        if not isinstance(value, dict):
-            raise DataError(
-                f"{origin}: a conversation is a JSON object but here is {type(value).__name__}; "
-                f"write an object with the key '{keys[0]}'"
-            )
-        key = next((key for key in keys if value.get(key) is not None), None)
-        if key is not None:
-            turns = _turns(value[key], "user", origin, key)
-            if isinstance(value.get("system"), str) and value["system"]:
-                turns.insert(0, {"role": "system", "content": value["system"]})
-        elif json_key is None and {"prompt", "completion"} <= value.keys():
-            turns = _turns(value["prompt"], "user", origin, "prompt")
-            turns += _turns(value["completion"], "assistant", origin, "completion")
-        else:
-            empty = [f"'{key}' is null" for key in keys if key in value]
-            raise DataError(
-                f"{origin}: turns are under {' or '.join(map(repr, keys))}"
-                f"{', or in prompt and completion,' if json_key is None else ''} but "
-                f"{''.join(empty[:1]) or f'the keys are {", ".join(value) or "none"}'}; convert "
-                f"the data, or name the key of the turns by --json-key"
-            )
-        tools = value.get("tools")
-        if isinstance(tools, str) and tools:
-            try:
-                tools = json.loads(tools)
-            except ValueError as error:
-                raise DataError(
-                    f"{origin}: tools are a list, or one in JSON, but the text is not JSON "
-                    f"({error}); correct the line"
-                ) from None
-        return cls(tuple(turns), origin, tools or None)
-
-
-def _turns(value: Any, role_of_text: str, origin: str, key: str) -> list[dict[str, Any]]:
-    if isinstance(value, str):
-        return [{"role": role_of_text, "content": value}]
-    if not isinstance(value, list) or not all(isinstance(turn, dict) for turn in value):
-        raise DataError(
-            f"{origin}: '{key}' holds a list of turns but is {type(value).__name__}; correct the "
-            f"line or set --json-key"
-        )
-    turns = []
-    for number, turn in enumerate(value, start=1):
-        if "from" in turn and "role" not in turn:
-            role = str(turn["from"])
-            turn = {"role": _SHAREGPT_ROLES.get(role, role), "content": turn.get("value")}
-        content = turn.get("content")
-        has_content = isinstance(content, str | list) or (
-            content is None and bool(turn.get("tool_calls"))
-        )
-        if not isinstance(turn.get("role"), str) or not has_content:
-            raise DataError(
-                f"{origin}: a turn has a role, or from, and content, or value, which is text or a "
-                f"list of parts, but turn {number} of {len(value)} in '{key}' is "
-                f"{json.dumps(turn)[:_SHOWN_CHARS]}; correct or remove the conversation"
-            )
-        turns.append(turn)
-    return turns
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -276,6 +159,8 @@ class ChatCounts:
     num_truncated_tokens: int = 0
     num_cut_answers: int = 0
     """Truncated conversations that lost trained tokens."""
+    ignored_keys: Counter[str] = field(default_factory=Counter)
+    """Key of turns on which the rendered text does not depend -> number of turns that have it."""
 
     def __add__(self, other: "ChatCounts") -> "ChatCounts":
         return ChatCounts(
@@ -295,9 +180,13 @@ class ChatCounts:
                 f"{self.num_cut_answers:,}",
             ),
         )
-        return f"{self.num_trained_tokens:,} trained tokens" + "".join(
+        text = f"{self.num_trained_tokens:,} trained tokens" + "".join(
             f", {number:,} {what}" for number, what in parts if number
         )
+        if not self.ignored_keys:
+            return text
+        keys = (f"{key} ({number:,} turns)" for key, number in sorted(self.ignored_keys.items()))
+        return f"{text}\nkeys of turns that the chat template does not read: {', '.join(keys)}"
 
 
 @dataclass(frozen=True, eq=False)
@@ -345,6 +234,10 @@ class ConversationEncoder:
         self.long_conversations = long_conversations
         self.json_key = json_key
         self._tokenizer = documents.hugging_face
+        added = self._tokenizer.added_tokens_decoder.items()
+        self._special_ids = frozenset(i for i, token in added if token.special).union(
+            self._tokenizer.all_special_ids
+        )
         if chat_template is not None:
             self._tokenizer.chat_template = chat_template
         if self._tokenizer.chat_template is None:
@@ -358,9 +251,11 @@ class ConversationEncoder:
 
         Raises:
             DataError: not a conversation, one that the template cannot render or whose answers
-                cannot be found, or one that is too long and the policy is ``error``.
+                cannot be found or would lack a part, or one that is too long and the policy is
+                ``error``.
         """
         conversation = Conversation.of(document, self.json_key)
+        counts = ChatCounts(ignored_keys=self._ignored_keys(conversation))
         ids, is_trained = self._trained(conversation)
         tokens = self.documents.stored(ids, conversation.origin)
         is_trained[:1] = False  # nothing predicts the first token
@@ -374,10 +269,9 @@ class ConversationEncoder:
                 f"--seq-length, or set --long-sequences to truncate or drop"
             )
         if num_excess and self.long_conversations == "drop":
-            return None, ChatCounts(num_dropped_long=1)
-        counts = ChatCounts()
+            return None, counts + ChatCounts(num_dropped_long=1)
         if num_excess:
-            counts = ChatCounts(
+            counts += ChatCounts(
                 num_truncated=1, num_truncated_tokens=num_excess, num_cut_answers=int(num_cut > 0)
             )
             tokens, is_trained = tokens[:-num_excess], is_trained[:-num_excess]
@@ -401,35 +295,115 @@ class ConversationEncoder:
     def _trained(self, conversation: Conversation) -> tuple[list[int], npt.NDArray[np.bool_]]:
         """Ids of the whole conversation and which of them are trained."""
         if self.train_on == "all":
+            if conversation.excluded:
+                raise DataError(
+                    f"{conversation.place_of(min(conversation.excluded))} has weight 0 but "
+                    f"--train-on all trains every token; use --train-on assistant, or remove the "
+                    f"weight"
+                )
             ids = self._render(conversation)["input_ids"]
             return ids, np.ones(len(ids), dtype=np.bool_)
         answers = conversation.answers
+        candidates = answers[-1:] if self.train_on == "last" else answers
+        chosen = [answer for answer in candidates if answer not in conversation.excluded]
         if self._has_marks(conversation):
             rendered = self._render(conversation, return_assistant_tokens_mask=True)
             is_answer = np.array(rendered["assistant_masks"], dtype=np.bool_)
-            if self.train_on == "last" and answers:
-                _keep_last_run(is_answer, len(answers), conversation.origin)
+            if chosen != answers:
+                is_kept = [answer in chosen for answer in answers]
+                _keep_runs(is_answer, is_kept, conversation.origin)
             return rendered["input_ids"], is_answer
         ids = self._render(conversation)["input_ids"]
         is_answer = np.zeros(len(ids), dtype=np.bool_)
-        for answer in answers[-1:] if self.train_on == "last" else answers:
+        for answer in chosen:
             begin = self._num_tokens_before(ids, conversation, answer, add_generation_prompt=True)
             end = self._num_tokens_before(ids, conversation, answer + 1)
             self._check_header(ids[begin:end], begin, conversation, answer)
-            is_answer[begin:end] = True
+            is_answer[begin : self._end_of_turn(ids, begin, end)] = True
         return ids, is_answer
+
+    def _end_of_turn(self, ids: list[int], begin: int, end: int) -> int:
+        """Where the end token of an answer ends, which a model writes last.
+
+        Templates write more behind it, such as a line break. The end token is the first special
+        token, or several without anything between them, after which only special tokens and white
+        space follow; without one the answer ends where the turn does.
+        """
+        place = end
+        while place > begin and (
+            ids[place - 1] in self._special_ids
+            or self._tokenizer.decode([ids[place - 1]]).isspace()
+        ):
+            place -= 1
+        while place < end and ids[place] not in self._special_ids:
+            place += 1
+        if place == end:
+            return end
+        while place < end and ids[place] in self._special_ids:
+            place += 1
+        return place
+
+    def _ignored_keys(self, conversation: Conversation) -> Counter[str]:
+        """Keys without which the conversation is rendered to the same text, with their turns.
+
+        Raises DataError for a call of a tool among them, or parts of content written as a list.
+        """
+        present = Counter(
+            key
+            for turn in conversation.turns
+            for key, value in turn.items()
+            if key not in ("role", "content", *WEIGHT_KEYS) and value not in (None, "", [], {})
+        )
+        lists = [i for i, t in enumerate(conversation.turns) if isinstance(t.get("content"), list)]
+        if not present and not lists:
+            return present
+        whole = self._render(conversation, tokenize=False)
+        for position in lists:
+            content = conversation.turns[position]["content"]
+            if str(content) in whole:
+                raise DataError(
+                    f"{conversation.place_of(position)} has content of {len(content)} parts but "
+                    f"the chat template takes it as text; join the parts into one text, or give a "
+                    f"template that reads them by --chat-template FILE"
+                )
+        ignored = Counter(
+            {k: n for k, n in present.items() if not self._reads(k, conversation, whole)}
+        )
+        for key in CALL_KEYS:
+            if key in ignored:
+                position = next(i for i, t in enumerate(conversation.turns) if t.get(key))
+                raise DataError(
+                    f"{conversation.place_of(position)} has {key}, which the chat template does "
+                    f"not read, so the call would be missing from the answer; give a template that "
+                    f"reads it by --chat-template FILE, or write the call into content"
+                )
+        return ignored
+
+    def _reads(self, key: str, conversation: Conversation, whole: str) -> bool:
+        """True if the text of a conversation depends on a key of its turns."""
+        try:
+            return bool(self._render(conversation, left_out=(key,), tokenize=False) != whole)
+        except DataError:  # of a template that requires it
+            return True
 
     def _has_marks(self, conversation: Conversation) -> bool:
         template = self._tokenizer.get_chat_template(tools=conversation.tools)
         return _GENERATION_MARK.search(template) is not None
 
     def _num_tokens_before(
-        self, ids: list[int], conversation: Conversation, num_turns: int, **options: bool
+        self,
+        ids: list[int],
+        conversation: Conversation,
+        num_turns: int,
+        *,
+        add_generation_prompt: bool = False,
     ) -> int:
         """Number of tokens of the first turns, which must begin ``ids``."""
         if num_turns == len(conversation.turns):
             return len(ids)
-        prefix = self._render(conversation, num_turns, **options)["input_ids"]
+        prefix = self._render(conversation, num_turns, add_generation_prompt=add_generation_prompt)[
+            "input_ids"
+        ]
         if ids[: len(prefix)] != prefix:
             self._refuse_prefix(ids, prefix, conversation, num_turns)
         return len(prefix)
@@ -483,15 +457,28 @@ class ConversationEncoder:
         )
 
     def _render(
-        self, conversation: Conversation, num_turns: int | None = None, **options: bool
-    ) -> Mapping[str, Any]:
-        """The first turns as ``transformers`` renders and tokenizes them."""
+        self,
+        conversation: Conversation,
+        num_turns: int | None = None,
+        *,
+        left_out: Collection[str] = (),
+        tokenize: bool = True,
+        **options: bool,
+    ) -> Any:
+        """The first turns as ``transformers`` renders them, and tokenizes them unless it is not to.
+
+        left_out: keys that the template does not get.
+        """
+        hidden = {*WEIGHT_KEYS, *left_out}
         try:
-            rendered: Mapping[str, Any] = self._tokenizer.apply_chat_template(
-                list(conversation.turns[:num_turns]),
+            rendered = self._tokenizer.apply_chat_template(
+                [
+                    {key: value for key, value in turn.items() if key not in hidden}
+                    for turn in conversation.turns[:num_turns]
+                ],
                 tools=conversation.tools,
-                tokenize=True,
-                return_dict=True,
+                tokenize=tokenize,
+                return_dict=tokenize,
                 **options,
             )
         except Exception as error:  # templates raise whatever their authors chose
@@ -509,13 +496,14 @@ class ConversationEncoder:
         return rendered
 
 
-def _keep_last_run(is_answer: npt.NDArray[np.bool_], num_answers: int, origin: str) -> None:
-    """Clear all but the last run of True, in place; the template marks one run an answer."""
+def _keep_runs(is_answer: npt.NDArray[np.bool_], is_kept: Sequence[bool], origin: str) -> None:
+    """Clear the runs of True that are not kept, in place; the template marks one an answer."""
     begins = np.flatnonzero(np.diff(is_answer, prepend=False) & is_answer)
-    if len(begins) != num_answers:
+    if len(begins) != len(is_kept):
         raise DataError(
-            f"{origin}: --train-on last needs one marked span an answer but the chat template "
-            f"marks {len(begins)} spans in {num_answers} answers; use --train-on assistant or "
-            f"another --chat-template"
+            f"{origin}: --train-on last, or the weight of a turn, needs one marked span an answer "
+            f"but the chat template marks {len(begins)} spans in {len(is_kept)} answers; train all "
+            f"of them, or use another --chat-template"
         )
-    is_answer[: begins[-1]] = False
+    for begin, end, keeps in zip(begins, [*begins[1:], len(is_answer)], is_kept, strict=True):
+        is_answer[begin:end] &= keeps

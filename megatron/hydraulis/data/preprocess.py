@@ -3,6 +3,7 @@
 import argparse
 import multiprocessing
 import os
+import random
 import signal
 import threading
 import warnings
@@ -51,7 +52,6 @@ _CHUNK_DOCUMENTS = 512
 _CHUNKS_PER_WORKER = 2
 """Inputs sent to a worker ahead: one that it works on and one that waits."""
 _MODEL_SUFFIXES = (".bin", ".idx")
-_SHOWN_CONVERSATIONS = 10
 _SHOWN_TOKENS = 1000
 """Tokens shown of each conversation, half of them from its end."""
 
@@ -188,8 +188,9 @@ def run(namespace: argparse.Namespace) -> int:
         # The template decides how a conversation ends.
         documents = DocumentEncoder(build_tokenizer(settings), append_eod=False)
         encoder = chat.encoder_from_arguments(namespace, documents)
-        if namespace.show:
-            show_conversations(files, encoder)
+        if namespace.show is not None:
+            seed = chat.DEFAULT_SEED if namespace.seed is None else namespace.seed
+            show_conversations(files, encoder, num_shown=namespace.show, seed=seed)
     else:
         encoder = DocumentEncoder(build_tokenizer(settings), append_eod=namespace.append_eod)
     report_run(
@@ -203,13 +204,31 @@ def run(namespace: argparse.Namespace) -> int:
     return 0
 
 
-def show_conversations(files: Sequence[Path], encoder: ConversationEncoder) -> None:
-    """Print the first conversations with a trained token, their trained spans in ⟦brackets⟧."""
-    console = Console()
-    documents = chain.from_iterable(_chunks(files, None))
-    examples = ((document, encoder.encode(document)[0]) for document in documents)
-    shown = ((document, example) for document, example in examples if example is not None)
-    for document, example in islice(shown, _SHOWN_CONVERSATIONS):
+def show_conversations(
+    files: Sequence[Path], encoder: ConversationEncoder, *, num_shown: int, seed: int
+) -> None:
+    """Print conversations that are chosen at random, their trained spans in ⟦brackets⟧.
+
+    Reads all files for it, but tokenizes only what it prints.
+    """
+    console, draw = Console(), random.Random(seed)
+    chosen: list[tuple[int, RawDocument]] = []
+    number = 0
+    for number, document in enumerate(chain.from_iterable(_chunks(files, None)), start=1):
+        # Algorithm R (Vitter, 1985): each of the documents so far is chosen equally likely.
+        if number <= num_shown:
+            chosen.append((number, document))
+        elif (place := draw.randrange(number)) < num_shown:
+            chosen[place] = number, document
+    console.print(
+        f"{len(chosen):,} of {number:,} conversations, chosen at random (--seed {seed}):",
+        highlight=False,
+    )
+    for _, document in sorted(chosen, key=lambda pair: pair[0]):
+        example, counts = encoder.encode(document)
+        if example is None:
+            console.rule(f"{document.origin}: {counts}", align="left")
+            continue
         console.rule(f"{document.origin}: {len(example.tokens):,} tokens", align="left")
         num_left_out = len(example.tokens) - _SHOWN_TOKENS
         if num_left_out <= 0:

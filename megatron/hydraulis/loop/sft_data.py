@@ -18,6 +18,7 @@ import torch.distributed as dist
 from megatron.core.datasets.utils import get_blend_from_list
 
 from megatron.hydraulis.data.chat import WeightedTokens
+from megatron.hydraulis.data.conversations import weight_of
 from megatron.hydraulis.data.dataset import idx_path
 from megatron.hydraulis.data.documents import RawDocument, read_documents
 from megatron.hydraulis.data.tokenizer import DocumentEncoder, build_tokenizer
@@ -128,6 +129,13 @@ def sequences_of(document: RawDocument, documents: DocumentEncoder) -> Iterator[
             f"'messages' but here is {type(turns).__name__}; correct the line, or convert the file "
             f"by hydraulis preprocess --chat"
         )
+    for number, turn in enumerate(turns, start=1):
+        place = f"{document.origin}: turn {number} of {len(turns)}"
+        if isinstance(turn, dict) and "role" in turn and weight_of(turn, place) == 0:
+            raise DataError(
+                f"{place} has weight 0 but --sft trains what its prompt format says; convert the "
+                f"file by hydraulis preprocess --chat, which leaves such answers out"
+            )
     tokenizer = documents.tokenizer
     try:
         for conversation in SFTDataset._split_conversations(None, turns):

@@ -2,6 +2,7 @@
 
 import gzip
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -99,23 +100,126 @@ def rendered(turns: list[dict[str, str]]) -> str:
 def test_the_text_of_answers_is_trained_and_nothing_else(
     documents: DocumentEncoder, template: str
 ) -> None:
+    """The line break after an answer's end token is trained only if the template marks it."""
+    answers = [TURNS[i]["content"] + END for i in (2, 4, 6)]
+    trained, rest = answers, "\n"
+    if template == MARKED:
+        trained, rest = [f"{answer}\n" for answer in answers], ""
     prompt = f"{START}assistant\n"
-    answers = [f"{TURNS[i]['content']}{END}\n" for i in (2, 4, 6)]
+    after = [(rest, False)] if rest else []
     assert parts_of(documents, TURNS, chat_template=template) == [
         (rendered(TURNS[:2]) + prompt, False),
-        (answers[0], True),
-        (rendered(TURNS[3:4]) + prompt, False),
-        (answers[1], True),
-        (rendered(TURNS[5:6]) + prompt, False),
-        (answers[2], True),
+        (trained[0], True),
+        (rest + rendered(TURNS[3:4]) + prompt, False),
+        (trained[1], True),
+        (rest + rendered(TURNS[5:6]) + prompt, False),
+        (trained[2], True),
+        *after,
     ]
     assert parts_of(documents, TURNS, chat_template=template, train_on="last") == [
         (rendered(TURNS[:6]) + prompt, False),
-        (answers[2], True),
+        (trained[2], True),
+        *after,
     ]
-    first, rest = parts_of(documents, TURNS, chat_template=template, train_on="all")
+    first, whole = parts_of(documents, TURNS, chat_template=template, train_on="all")
     assert first == (START, False)  # nothing predicts it
-    assert rest == (rendered(TURNS).removeprefix(START), True)
+    assert whole == (rendered(TURNS).removeprefix(START), True)
+
+
+def weighted(*weights: object, key: str = "weight") -> list[dict[str, Any]]:
+    """TURNS, whose answers have these weights."""
+    left = iter(weights)
+    return [{**turn, key: next(left)} if turn["role"] == "assistant" else turn for turn in TURNS]
+
+
+@pytest.mark.parametrize("template", [TEMPLATE, MARKED], ids=["prefixes", "marks"])
+@pytest.mark.parametrize(
+    ("turns", "train_on", "trained"),
+    [
+        (weighted(0, 1, 0), "assistant", ["It is 4."]),
+        (weighted(0.0, None, 1), "assistant", ["It is 4.", "Bye."]),
+        (weighted(True, False, True, key="train"), "assistant", ["Ask the tool.", "Bye."]),
+        (weighted(0, 1, 1), "last", ["Bye."]),
+        ([{**turn, "train": turn["role"] == "assistant"} for turn in TURNS], "last", ["Bye."]),
+    ],
+)
+def test_a_weight_of_0_excludes_an_answer(
+    documents: DocumentEncoder, template: str, turns: Any, train_on: Any, trained: list[str]
+) -> None:
+    encoder = ConversationEncoder(documents, chat_template=template, train_on=train_on)
+    example, counts = encoder.encode(line({"messages": turns}))
+    plain, _ = encoder.encode(line({"messages": TURNS}))
+    assert example is not None
+    assert plain is not None
+    assert example.tokens.tolist() == plain.tokens.tolist()
+    text = encoder.marked(example).plain
+    assert [part.partition(END)[0] for part in text.split("⟦")[1:]] == trained
+    assert not counts.ignored_keys
+    nothing, counts = encoder.encode(line({"messages": weighted(0, 0, 0)}))
+    assert nothing is None
+    assert counts.num_untrained == 1
+
+
+def test_what_follows_the_end_token_is_not_trained(documents: DocumentEncoder) -> None:
+    """Several end tokens in a row are one end; a special token inside an answer is none."""
+    end = "{{ m.content }}" + END
+    cases = {
+        "\n": (TEMPLATE, "a"),
+        "": (TEMPLATE.replace(END + "\n", END), "a"),
+        f"\n{START}\n": (TEMPLATE.replace(end, f"{end}\n{START}"), "a"),
+        "\n\n": (TEMPLATE.replace(end, f"{end}{END}\n"), f"{START} a\n "),
+    }
+    for rest, (template, content) in cases.items():
+        turns = [{"role": "user", "content": "?"}, {"role": "assistant", "content": content}]
+        _, trained, *after = parts_of(documents, turns, chat_template=template)
+        assert trained[0].rstrip(END).rstrip() == content.rstrip(), template
+        assert trained[0].endswith(END)
+        assert after == ([(rest, False)] if rest else [])
+    bare = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}"
+    bare += "{% if add_generation_prompt %}assistant: {% endif %}"
+    parts = parts_of(documents, turns, chat_template=bare)
+    assert parts[1] == (f"{START} a\n \n", True)  # without an end token
+
+
+def test_keys_that_the_template_does_not_read_are_counted(documents: DocumentEncoder) -> None:
+    template = TEMPLATE.replace("{{ m.content }}", "{{ m.name }}{{ m.content }}")
+    assert template != TEMPLATE
+    encoder = ConversationEncoder(documents, chat_template=template)
+    turns: list[dict[str, Any]] = [
+        {"from": "human", "value": "2 + 2?", "name": "Ada", "id": 1, "tool_calls": []},
+        {"from": "gpt", "value": "4", "id": 2, "reasoning_content": "easy", "refusal": None},
+    ]
+    example, counts = encoder.encode(line({"conversations": turns}))
+    assert example is not None
+    assert "Ada2 + 2?" in documents.hugging_face.decode(example.tokens)
+    assert counts.ignored_keys == {"id": 2, "reasoning_content": 1}
+    assert str(counts + counts).endswith("not read: id (4 turns), reasoning_content (2 turns)")
+    requiring = "{% for m in messages %}{% if not m.id %}{{ raise_exception('no id') }}{% endif %}"
+    encoder = ConversationEncoder(documents, chat_template=requiring + template + "{% endfor %}")
+    assert "id" not in encoder.encode(line({"conversations": turns}))[1].ignored_keys
+
+
+def test_content_in_parts_is_text(documents: DocumentEncoder) -> None:
+    part = {"type": "text", "text": "2 + 2?"}
+    turns: list[dict[str, Any]] = [
+        {"role": "user", "content": [part]},
+        {"role": "assistant", "content": "4"},
+    ]
+    texts = [{"role": "user", "content": "2 + 2?"}, turns[1]]
+    assert parts_of(documents, turns) == parts_of(documents, texts)
+    turns[0]["content"] = [part, part]
+    with pytest.raises(DataError, match=r"line 3: turn 1 of 2 .* 2 parts .*join"):
+        ConversationEncoder(documents).encode(line({"messages": turns}))
+    reading = TEMPLATE.replace(
+        "{{ m.content }}",
+        "{% if m.content is string %}{{ m.content }}{% else %}"
+        "{% for p in m.content %}{{ p.text }}{% endfor %}{% endif %}",
+    )
+    example, _ = ConversationEncoder(documents, chat_template=reading).encode(
+        line({"messages": turns})
+    )
+    assert example is not None
+    assert "2 + 2?2 + 2?" in documents.hugging_face.decode(example.tokens)
 
 
 def test_a_template_that_rewrites_earlier_turns_is_refused(documents: DocumentEncoder) -> None:
@@ -129,7 +233,7 @@ def test_a_template_that_rewrites_earlier_turns_is_refused(documents: DocumentEn
     with pytest.raises(DataError, match=says):
         parts_of(documents, turns, chat_template=FORGETFUL)
     parts = parts_of(documents, turns, chat_template=FORGETFUL, train_on="last")
-    assert parts[1] == (f"<think>yes</think>Yes{END}\n", True)
+    assert parts[1] == (f"<think>yes</think>Yes{END}", True)
 
 
 def test_a_template_that_ignores_the_prompt_is_refused_if_roles_would_be_trained(
@@ -142,7 +246,7 @@ def test_a_template_that_ignores_the_prompt_is_refused_if_roles_would_be_trained
     assert parts[1] == (f"Bye.{END}", True)
     reasoned = TEMPLATE.replace("{{ m.content }}", "<think></think>{{ m.content }}")
     parts = parts_of(documents, TURNS, chat_template=reasoned, train_on="last")
-    assert parts[1] == (f"<think></think>Bye.{END}\n", True)
+    assert parts[1] == (f"<think></think>Bye.{END}", True)
 
 
 @pytest.mark.parametrize(
@@ -212,6 +316,21 @@ USER, ANSWER = TURNS[1], TURNS[2]
         ({"text": "a"}, "'messages' or 'conversations', .*prompt .* text;"),
         ([1], "JSON object .* list"),
         ({"messages": [USER], "tools": "{"}, "tools .* JSON"),
+        ({"messages": [USER, ANSWER | {"weight": 0.5}]}, r"turn 2 of 2 .*weight 0\.5 .*0 or 1"),
+        ({"messages": [USER, ANSWER | {"train": "no"}]}, r'turn 2 of 2 .*train "no" .*0 or 1'),
+        ({"messages": [USER | {"weight": 1}, ANSWER]}, "turn 1 of 2 .*weight 1 .*user .*remove"),
+        (
+            {"messages": [USER, ANSWER | {"weight": 0, "train": True}]},
+            "turn 2 of 2 .*weight 0 and train true.*remove one",
+        ),
+        (
+            {"messages": [USER, {"role": "assistant", "function_call": {"name": "f"}}]},
+            "turn 2 of 2 .*function_call.*--chat-template",
+        ),
+        (
+            {"messages": [USER, ANSWER | {"tool_calls": [{"id": "x"}]}]},
+            "turn 2 of 2 .*tool_calls.*--chat-template",
+        ),
     ],
 )
 def test_what_is_no_conversation_is_refused(
@@ -239,8 +358,18 @@ def test_the_last_answer_needs_one_mark_an_answer(documents: DocumentEncoder) ->
         parts_of(documents, TURNS, chat_template=twice, train_on="last")
 
 
+def test_weights_need_answers_that_can_be_told_apart(documents: DocumentEncoder) -> None:
+    nowhere = MARKED.replace("{% generation %}", "").replace("{% endgeneration %}", "")
+    marked_once = "{% generation %}x{% endgeneration %}" + nowhere
+    with pytest.raises(DataError, match="1 spans in 3 answers"):
+        parts_of(documents, weighted(0, 1, 1), chat_template=marked_once)
+    with pytest.raises(DataError, match=r"turn 3 of 7 .*weight 0 .*--train-on all"):
+        parts_of(documents, weighted(0, 1, 1), train_on="all")
+
+
 def test_conversations_that_are_too_long(documents: DocumentEncoder) -> None:
-    """The last answer of TURNS has 6 tokens: its 4 letters, the end and a line break."""
+    """The last answer of TURNS has 5 trained tokens, its 4 letters and the end; then a line break
+    follows."""
     length = len(ConversationEncoder(documents).encode(line({"messages": TURNS}))[0].tokens) - 1  # type: ignore[union-attr]
 
     def encode(seq_length: int, policy: Any) -> Any:
@@ -248,8 +377,8 @@ def test_conversations_that_are_too_long(documents: DocumentEncoder) -> None:
             documents, seq_length=seq_length, long_conversations=policy, train_on="last"
         ).encode(line({"messages": TURNS}))
 
-    assert encode(length, "error")[1] == ChatCounts(num_trained_tokens=6)
-    with pytest.raises(DataError, match=rf"-length {length - 2} .* {length}, .* 2 of the 6 "):
+    assert encode(length, "error")[1] == ChatCounts(num_trained_tokens=5)
+    with pytest.raises(DataError, match=rf"-length {length - 2} .* {length}, .* 1 of the 5 "):
         encode(length - 2, "error")
     example, counts = encode(length - 2, "truncate")
     assert len(example.tokens) == len(example.weights) == length - 1
@@ -273,13 +402,35 @@ def test_of_a_long_conversation_the_ends_are_shown(
     shown = []
     for num_shown in (1000, 6):
         monkeypatch.setattr(preprocess, "_SHOWN_TOKENS", num_shown)
-        preprocess.show_conversations([tmp_path / "a.jsonl"], encoder)
+        preprocess.show_conversations([tmp_path / "a.jsonl"], encoder, num_shown=1, seed=1)
         shown.append(capsys.readouterr().out)
     num_tokens = len(encoder.encode(line({"messages": TURNS}))[0].tokens)  # type: ignore[union-attr]
     assert "left out" not in shown[0]
     assert f"[… {num_tokens - 6} tokens are left out …]" in shown[1]
     assert TURNS[0]["content"] in shown[0]
     assert TURNS[1]["content"] not in shown[1]
+
+
+def test_shown_conversations_are_drawn_by_the_seed(
+    tmp_path: Path, documents: DocumentEncoder, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Every one of 20 is shown about equally often, in the order of the file."""
+    answers = [{"messages": [USER, {"role": "assistant", "content": f"<{i}>"}]} for i in range(20)]
+    (tmp_path / "a.jsonl").write_text("\n".join(map(json.dumps, answers)) + "\n")
+    encoder = ConversationEncoder(documents)
+
+    def shown(seed: int) -> list[int]:
+        preprocess.show_conversations([tmp_path / "a.jsonl"], encoder, num_shown=5, seed=seed)
+        output = capsys.readouterr().out
+        assert f"5 of 20 conversations, chosen at random (--seed {seed})" in output
+        return [int(number) for number in re.findall(r"⟦<(\d+)>", output)]
+
+    draws = [shown(seed) for seed in range(60)]
+    assert draws[3] == shown(3)
+    assert all(draw == sorted(draw) and len(set(draw)) == 5 for draw in draws)
+    counts = np.bincount(np.concatenate(draws), minlength=20)
+    assert counts.min() >= 5  # 15 expected
+    assert counts.max() <= 28
 
 
 @pytest.mark.parametrize("num_workers", [1, 2])
@@ -299,8 +450,9 @@ def test_the_command_writes_weights_and_shows_spans(
     words += ["--workers", str(num_workers)]
     assert main([*words, "--chat", "--show", "--train-on", "last"]) == 0
     output = capsys.readouterr().out
-    assert output.count("⟦Bye.<|im_end|>\n⟧") == 3
-    assert output.count("⟦Ask the tool.<|im_end|>\n⟧") == 1
+    assert "5 of 5 conversations, chosen at random (--seed 1234)" in output
+    assert output.count("⟦Bye.<|im_end|>⟧") == 3
+    assert output.count("⟦Ask the tool.<|im_end|>⟧") == 1
     assert "1 conversations without a trained token skipped" in output
     assert "out.bin, .weights and .idx" in output
     index = read_index(str(tmp_path / "out"))
@@ -308,7 +460,7 @@ def test_the_command_writes_weights_and_shows_spans(
     assert weights is not None
     lengths = index.document_lengths.tolist()
     trained = [part.sum() for part in np.split(weights, np.cumsum(lengths)[:-1])]
-    assert trained == [6, 6, 6, 15]
+    assert trained == [5, 5, 5, 14]
     assert f"{sum(trained):.0f} trained tokens" in output
     # Plain documents under the same name have no weights.
     assert main([*words, "--pattern", "*.jsonl", "--json-key", "none"]) == 2
@@ -323,6 +475,9 @@ def test_the_command_writes_weights_and_shows_spans(
     [
         ("--train-on all", "--train-on is about conversations; add --chat"),
         ("--show", "--show is about conversations; add --chat"),
+        ("--seed 0", "--seed is about conversations; add --chat"),
+        ("--chat --seed 0", "--seed 0 chooses the conversations of --show"),
+        ("--chat --show 0", "--show must be at least 1 but is 0"),
         ("--chat --tokenizer-type NullTokenizer", "--tokenizer-type is NullTokenizer; give"),
         ("--chat --long-sequences drop", "--seq-length is not given"),
         ("--chat --seq-length 0", "--seq-length must be at least 1 but is 0"),

@@ -171,6 +171,10 @@ def test_one_label_more_than_upstream_is_trained_at_the_cut(model: Path, tmp_pat
         ({"text": "a"}, "a list of turns under 'messages' but here is NoneType"),
         ({"messages": [{"role": "bot", "content": "a"}]}, r"refuses the conversation \(Wrong role"),
         ({"messages": [ANSWER, ANSWER]}, "an answer follows user or tool"),
+        (
+            {"messages": [{"role": "user", "content": "a"}, ANSWER | {"weight": 0}]},
+            "turn 2 of 2 has weight 0 .*preprocess --chat",
+        ),
     ],
 )
 def test_a_line_that_upstream_refuses(value: Any, says: str, model: Path, tmp_path: Path) -> None:
