@@ -21,6 +21,7 @@ from megatron.hydraulis.runtime.attention import SegmentAttention
 from megatron.hydraulis.runtime.core_attention import VarlenAttention
 from megatron.hydraulis.runtime.memory import CudaMemory
 from megatron.hydraulis.strategy import Scheme
+from megatron.hydraulis.transfer.canonical import Unit
 from tests.cuda_stand_in import device
 from tests.cuda_stand_in.lone_ranks import log_of, run_alone
 from tests.cuda_stand_in.role_memory import Role, core_attention_of, measure, try_out
@@ -441,8 +442,9 @@ class _FlatShards:
         self.parameters = torch.empty(num_elements, device="cuda")
         self.gradients = torch.empty(num_elements, device="cuda")
         part = type("Part", (), {"parameter": 0, "shard_offset": 0, "num_elements": num_elements})
+        bucket = type("Bucket", (), {"unit": Unit.layer(0)})
         self.layout = type(
-            "Layout", (), {"parameters": [type("Spec", (), {"decays": True})], "buckets": [0]}
+            "Layout", (), {"parameters": [type("Spec", (), {"decays": True})], "buckets": [bucket]}
         )
         self.rectangles_of = lambda bucket: [part]
 

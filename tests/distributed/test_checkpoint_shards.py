@@ -38,6 +38,13 @@ MODELS = {
     "learned positions": SmallModel(
         num_layers=3, dtype=torch.float32, swiglu=False, position_embedding="learned_absolute"
     ),
+    "first layer frozen": SmallModel(
+        num_heads=8,
+        num_groups=4,
+        num_layers=3,
+        dtype=torch.bfloat16,
+        frozen=("embedding.", "decoder.layers.0."),
+    ),
     "experts with biases": SmallModel(
         num_heads=8,
         num_groups=4,

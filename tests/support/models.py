@@ -10,6 +10,7 @@ from unittest.mock import patch
 import numpy as np
 import torch
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.tensor_parallel.cross_entropy import VocabParallelCrossEntropy
 from megatron.core.transformer.attention import Attention
 from megatron.core.transformer.moe import moe_utils, router
@@ -25,6 +26,7 @@ from megatron.hydraulis.runtime.engine import RuntimeEngine
 from megatron.hydraulis.runtime.executor import make_forward_step
 from megatron.hydraulis.runtime.model_building import (
     ModelDefinition,
+    packed_block_spec,
     upstream_layer_spec,
 )
 from megatron.hydraulis.runtime.spans import NO_SPANS, SpanRecorder
@@ -63,6 +65,8 @@ class SmallModel:
     """Whether Transformer Engine's kernel rotates, on CUDA."""
     loss_chunk_tokens: int | None = 7
     """Fewer than most rows have."""
+    frozen: tuple[str, ...] = ()
+    """Beginnings of the names of parameters that a model provider freezes."""
 
     def transformer(self) -> TransformerConfig:
         """Upstream's configuration of the whole model."""
@@ -130,7 +134,32 @@ class SmallModel:
             core_attention=self.core_attention,
             decays_qk_norms=self.decays_qk_norms,
             loss_chunk_tokens=self.loss_chunk_tokens,
+            model_provider=self.frozen_stage if self.frozen else None,
         )
+
+    def frozen_stage(
+        self, pre_process: bool, post_process: bool, config: Any, pg_collection: Any
+    ) -> GPTModel:
+        """A user's model provider, which knows names in its stage only."""
+        stage = GPTModel(
+            config=config,
+            transformer_layer_spec=packed_block_spec(self.layer_spec(config), config.num_layers),
+            vocab_size=self.padded_vocab_size,
+            max_sequence_length=256,
+            pre_process=pre_process,
+            post_process=post_process,
+            parallel_output=True,
+            share_embeddings_and_output_weights=self.tied,
+            position_embedding_type=self.position_embedding,
+            pg_collection=pg_collection,
+        )
+        self.freeze(stage)
+        return stage
+
+    def freeze(self, model: torch.nn.Module) -> None:
+        """Freeze what the settings say, by name."""
+        for name, parameter in model.named_parameters():
+            parameter.requires_grad_(not name.startswith(self.frozen))
 
 
 ROW_LIMIT = 40
@@ -226,6 +255,9 @@ class RankRun:
     shapes: dict[str, tuple[int, ...]]
     biases: tuple[np.ndarray, ...] = ()
     """Those of routers after each iteration, (layers, experts); none in a model without them."""
+    frozen_rectangles: tuple[Any, ...] = ()
+    frozen: tuple[np.ndarray, ...] = ()
+    """Flat frozen shards after each iteration."""
 
 
 def sequences(rng: np.random.Generator, lengths: list[int], vocab_size: int) -> tuple[Any, ...]:
@@ -311,7 +343,7 @@ def run_job(job: Job) -> RankRun:
     use_fp64_loss()
     engine = build_engine(job)
     forward_step = make_forward_step()
-    gradients, parameters, losses, norms, biases = [], [], [], [], []
+    gradients, parameters, losses, norms, biases, frozen = [], [], [], [], [], []
     upcoming = [*job.schedule[1:], None] if job.knows_next else [None] * len(job.schedule)
     for i, (which, following, assignment, batch) in enumerate(
         zip(job.schedule, upcoming, job.assignments, job.batches, strict=True)
@@ -340,12 +372,13 @@ def run_job(job: Job) -> RankRun:
         scale = clip / (norm + 1.0e-6) if outcome.updated and norm > clip else 1.0
         gradients.append((engine.shards.gradients / scale).cpu().numpy().copy())
         parameters.append(engine.shards.parameters.cpu().numpy().copy())
+        frozen.append(engine.shards.frozen.double().cpu().numpy())
         losses.append(outcome.loss.mean)
         norms.append(norm)
         if engine.routers is not None and engine.routers.biases is not None:
             biases.append(engine.routers.biases.cpu().numpy().copy())
     run = rank_run(engine, gradients, parameters, losses, norms)
-    return replace(run, biases=tuple(biases))
+    return replace(run, biases=tuple(biases), frozen=tuple(frozen))
 
 
 def build_engine(job: Job, spans: SpanRecorder = NO_SPANS) -> RuntimeEngine:
@@ -382,6 +415,7 @@ def rank_run(
     return RankRun(
         names=tuple(spec.name for spec in engine.layout.parameters),
         rectangles=tuple(engine.shards.rectangles()),
+        frozen_rectangles=tuple(engine.shards.rectangles(frozen=True)),
         gradients=tuple(gradients),
         parameters=tuple(parameters),
         losses=tuple(losses),
@@ -430,14 +464,16 @@ def packs_of_rank(
     return []
 
 
-def assemble(runs: list[RankRun], flats: list[np.ndarray]) -> dict[str, np.ndarray]:
-    """Whole tensors by name, from every rank's flat shards."""
-    whole = {
-        name: np.full(shape, np.nan, dtype=np.float64) for name, shape in runs[0].shapes.items()
-    }
+def assemble(
+    runs: list[RankRun], flats: list[np.ndarray], *, frozen: bool = False
+) -> dict[str, np.ndarray]:
+    """Whole tensors by name, from every rank's flat shards: those that are trained, or frozen."""
+    whole: dict[str, np.ndarray] = {}
     for run, flat in zip(runs, flats, strict=True):
-        for part in run.rectangles:
+        for part in run.frozen_rectangles if frozen else run.rectangles:
             name = run.names[part.parameter]
+            if name not in whole:
+                whole[name] = np.full(run.shapes[name], np.nan, dtype=np.float64)
             matrix = whole[name].reshape(whole[name].shape[0], -1)
             values = flat[part.shard_offset : part.shard_offset + part.num_elements]
             matrix[

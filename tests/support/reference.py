@@ -88,6 +88,7 @@ def build_upstream_model(
     with torch.no_grad():
         for name, parameter in reference.named_parameters():
             parameter.copy_(values[name] + _shift(model, name))
+    model.freeze(reference)
     return reference
 
 
@@ -173,7 +174,7 @@ def run_reference(job: Job, dtype: torch.dtype | None = None) -> ReferenceRun:
 
 
 def _run(job: Job, model: torch.nn.Module) -> ReferenceRun:
-    named: dict[str, Any] = dict(model.named_parameters())
+    named: dict[str, Any] = {n: p for n, p in model.named_parameters() if p.requires_grad}
     settings = job.settings
     decayed = [p for name, p in named.items() if _decays(job.model, name, p)]
     others = [p for name, p in named.items() if not _decays(job.model, name, p)]

@@ -80,6 +80,8 @@ class Inspection:
     num_consumed_sequences: int | None = None
     num_parameters: int = 0
     """Number of elements of all parameters."""
+    num_frozen_parameters: int = 0
+    """Number of elements of those that were not trained; 0 without optimizer state."""
     has_optimizer_state: bool = False
     has_resumable_optimizer_state: bool = False
     model: Mapping[str, Any] = field(default_factory=dict)
@@ -165,6 +167,7 @@ def _inspect(path: Path, *, checks_content: bool) -> Inspection:
         stored = StoredCheckpoint(path)
         facts |= {
             "num_parameters": sum(math.prod(t.shape) for t in stored.parameters.values()),
+            "num_frozen_parameters": sum(math.prod(t.shape) for t in stored.frozen.values()),
             "has_optimizer_state": stored.has_optimizer,
             "has_resumable_optimizer_state": stored.has_resumable_optimizer,
             "tensors": dict(sorted(stored.tensors.items())),
@@ -283,7 +286,8 @@ def _facts(each: Inspection) -> Iterator[tuple[str, str]]:
         yield "iteration", f"{each.iteration:,}"
     parameters = [t for key, t in each.tensors.items() if not key.startswith("optimizer.")]
     dtypes = " and ".join(sorted({_dtype_name(tensor.dtype) for tensor in parameters}))
-    yield "parameters", f"{each.num_parameters:,} in {len(parameters)} tensors, {dtypes}"
+    frozen = f", {each.num_frozen_parameters:,} frozen" if each.num_frozen_parameters else ""
+    yield "parameters", f"{each.num_parameters:,} in {len(parameters)} tensors, {dtypes}{frozen}"
     optimizer = "none"
     if each.has_resumable_optimizer_state:
         optimizer = "fp32 master and moments, for any layout of ranks"

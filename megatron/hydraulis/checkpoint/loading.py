@@ -7,7 +7,7 @@ another model is always an error: the ones before it would not fit either.
 from __future__ import annotations
 
 from argparse import Namespace
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -26,12 +26,14 @@ from megatron.hydraulis.checkpoint.manifest import (
 )
 from megatron.hydraulis.checkpoint.names import (
     WRITTEN_HERE,
+    ShardState,
     StoredModel,
     bias_pieces,
+    model_states,
     shard_pieces,
-    training_state,
+    training_states,
 )
-from megatron.hydraulis.checkpoint.torch_dist import MODEL, StoredCheckpoint
+from megatron.hydraulis.checkpoint.torch_dist import MASTER, MODEL, StoredCheckpoint
 from megatron.hydraulis.errors import CheckpointError, ConfigurationError, Problems, listed
 from megatron.hydraulis.runtime.engine import RuntimeEngine
 from megatron.hydraulis.runtime.process_groups import (
@@ -39,6 +41,7 @@ from megatron.hydraulis.runtime.process_groups import (
     on_all_ranks,
     on_rank_0,
 )
+from megatron.hydraulis.transfer.canonical import ParameterSpec
 
 _MAX_ITERATIONS_NAMED = 8
 
@@ -199,7 +202,7 @@ def load_checkpoint(
             raise CheckpointError(f"{path}: {listed(problems)}; load another checkpoint")
     with_optimizer = with_optimizer and path.name != RELEASE
 
-    def check() -> tuple[StoredCheckpoint, UpstreamState, dict[str, Any], StoredModel]:
+    def check() -> tuple[StoredCheckpoint, UpstreamState, tuple[ShardState, ...], StoredModel]:
         problems = Problems()
         if manifest is not None:
             with problems.collected():
@@ -218,13 +221,14 @@ def load_checkpoint(
         with problems.collected():
             accept(path, manifest, upstream)
         problems.raise_any()
-        states = {MODEL: engine.shards.parameters}
+        definition, specs = engine.definition, engine.layout.parameters
+        stored = StoredModel.of(definition, separate_layers=checkpoint.has_separate_layers)
+        states = model_states(engine)
         if with_optimizer:
             _check_optimizer(checkpoint, upstream)
-            states = training_state(engine)
-        definition = engine.definition
-        stored = StoredModel.of(definition, separate_layers=checkpoint.has_separate_layers)
-        differences = _tensor_differences(checkpoint, stored, states, definition.vocab_size)
+            _check_frozen(checkpoint, stored, specs)
+            states = training_states(engine)
+        differences = _tensor_differences(checkpoint, stored, states, specs, definition.vocab_size)
         _check_same_model(path, differences)
         return checkpoint, upstream, states, stored
 
@@ -233,10 +237,8 @@ def load_checkpoint(
     shapes = {key: tensor.shape for key, tensor in checkpoint.tensors.items()}
     pieces = [
         piece
-        for prefix, flat in states.items()
-        for piece in shard_pieces(
-            engine.shards, flat, stored.parameters, prefix, saved_shapes=shapes
-        )
+        for state in states
+        for piece in shard_pieces(engine.shards, state, stored.parameters, saved_shapes=shapes)
     ]
     pieces += bias_pieces(engine, stored.biases)
     on_all_ranks(lambda: checkpoint.fill(pieces), what)
@@ -350,23 +352,53 @@ def _check_optimizer(checkpoint: StoredCheckpoint, upstream: UpstreamState) -> N
         )
 
 
+def _check_frozen(
+    checkpoint: StoredCheckpoint, stored: StoredModel, specs: Sequence[ParameterSpec]
+) -> None:
+    """Raise ConfigurationError unless the same parameters are frozen there, which shows in tensors
+    of the optimizer that are missing: those that only one of both trains have no moments."""
+    tensors = checkpoint.tensors
+    changed: dict[bool, list[str]] = {False: [], True: []}  # by whether they are frozen here
+    for spec in specs:
+        key = stored.parameters[spec.name].key
+        if key in tensors and (MASTER + key in tensors) == spec.is_frozen:
+            changed[spec.is_frozen].append(spec.name)
+    found = [
+        f"{len(names)} are frozen {where}: {listed(names)}"
+        for names, where in ((changed[True], "only here"), (changed[False], "only there"))
+        if names
+    ]
+    if found:
+        raise ConfigurationError(
+            f"{checkpoint.folder} was trained with other frozen parameters, of {len(specs)} "
+            f"{'; '.join(found)}; freeze those of the run that wrote it, or begin with a new "
+            "optimizer by --no-load-optim"
+        )
+
+
 def _tensor_differences(
     checkpoint: StoredCheckpoint,
     stored: StoredModel,
-    prefixes: Mapping[str, Any],
+    states: Sequence[ShardState],
+    specs: Sequence[ParameterSpec],
     num_tokens: int,
 ) -> list[str]:
     """Tensors that are missing, have another shape, or are not in this model."""
     tensors = checkpoint.tensors
     differences = []
     parameters, biases = stored.parameters.values(), stored.biases.values()
-    wanted = [(p + place.key, place) for p in prefixes for place in parameters]
+    wanted = [
+        (state.prefix + (place := stored.parameters[spec.name]).key, place)
+        for state in states
+        for spec in specs
+        if spec.is_frozen == state.is_frozen
+    ]
     for key, place in (*wanted, *((MODEL + place.key, place) for place in biases)):
         if key not in tensors:
             differences.append(f"there is no {key}")
         elif not place.fits(tensors[key].shape, num_tokens):
             differences.append(f"{key} is {tensors[key].shape} there and {place.shape} here")
-    if MODEL not in prefixes:
+    if any(state.prefix == MASTER for state in states):
         known = {place.key for place in (*parameters, *biases)}
         more = sorted(checkpoint.parameters.keys() - known)
         differences += [f"{key} is not in this model" for key in more]

@@ -23,6 +23,7 @@ from megatron.core.dist_checkpointing.mapping import (
 from megatron.hydraulis.checkpoint.torch_dist import (
     EXP_AVG,
     EXP_AVG_SQ,
+    EXPERT_BIAS,
     MASTER,
     MODEL,
     FilePiece,
@@ -36,8 +37,6 @@ from megatron.hydraulis.runtime.process_groups import LocalGroup, local_collecti
 
 WRITTEN_HERE = "hydraulis"
 """Marks a checkpoint of this program where Megatron describes its content."""
-_BIAS = ".router.expert_bias"
-"""End of the names of routers' biases."""
 _LAYER_OF_NAME = 2
 """Index of the part of a name that numbers the layer."""
 _HAVE_EXTRA_STATES = ("layernorm.weight", "_down_proj.weight")
@@ -81,11 +80,21 @@ class StoredParameter:
         return (*self.prefix, first_row, *(0 for _ in rest)), (*ones, num_rows, *rest)
 
 
+@dataclass(frozen=True)
+class ShardState:
+    """What a checkpoint has of this rank's shards under one prefix."""
+
+    prefix: str
+    """Of the keys, such as `EXP_AVG`."""
+    flat: torch.Tensor
+    """The state, laid out as the shards' trained parameters, or as the frozen ones."""
+    is_frozen: bool = False
+
+
 def shard_pieces(
     shards: CanonicalShards,
-    flat: torch.Tensor,
+    state: ShardState,
     stored: Mapping[str, StoredParameter],
-    prefix: str,
     *,
     dtype: torch.dtype | None = None,
     saved_shapes: Mapping[str, tuple[int, ...]] | None = None,
@@ -94,18 +103,17 @@ def shard_pieces(
 
     Args:
         shards: which rectangles are where.
-        flat: the state, laid out as the shards' parameters.
         stored: `StoredModel.parameters`.
-        prefix: of the keys, such as `EXP_AVG`.
-        dtype: in the file; that of ``flat`` if None.
+        dtype: in the file; that of the state if None.
         saved_shapes: shapes in a checkpoint that is read, by key. If its vocabulary has another
             padding, pieces have only the rows that are there; the others are set to 0.
     """
+    flat = state.flat
     dtype = flat.dtype if dtype is None else dtype
-    same_as_master = prefix == MODEL and dtype == flat.dtype
-    for owned in shards.rectangles():
+    same_as_master = state.prefix == MODEL and dtype == flat.dtype and not state.is_frozen
+    for owned in shards.rectangles(frozen=state.is_frozen):
         place = stored[shards.layout.parameters[owned.parameter].name]
-        key, shape, num_rows = prefix + place.key, place.shape, owned.num_rows
+        key, shape, num_rows = state.prefix + place.key, place.shape, owned.num_rows
         view = flat[owned.shard_offset : owned.shard_offset + owned.num_elements]
         if saved_shapes is not None and place.may_be_padded and saved_shapes[key] != shape:
             shape = saved_shapes[key]
@@ -133,21 +141,31 @@ def bias_pieces(
         yield FilePiece(MODEL + place.key, place.shape, offset, row.view(size), row.dtype)
 
 
-def training_state(engine: RuntimeEngine) -> dict[str, torch.Tensor]:
-    """This rank's fp32 master and moments, by the prefix of their keys."""
-    return {
-        MASTER: engine.shards.parameters,
-        EXP_AVG: engine.optimizer.exp_avg,
-        EXP_AVG_SQ: engine.optimizer.exp_avg_sq,
-    }
+def training_states(engine: RuntimeEngine) -> tuple[ShardState, ...]:
+    """This rank's fp32 master and moments, and its frozen parameters."""
+    return (
+        ShardState(MASTER, engine.shards.parameters),
+        ShardState(EXP_AVG, engine.optimizer.exp_avg),
+        ShardState(EXP_AVG_SQ, engine.optimizer.exp_avg_sq),
+        ShardState(MODEL, engine.shards.frozen, is_frozen=True),
+    )
 
 
-def sharding_metadata() -> dict[str, Any]:
+def model_states(engine: RuntimeEngine) -> tuple[ShardState, ...]:
+    """This rank's parameters alone."""
+    shards = engine.shards
+    return ShardState(MODEL, shards.parameters), ShardState(MODEL, shards.frozen, is_frozen=True)
+
+
+def sharding_metadata(*, separate_layers: bool = False) -> dict[str, Any]:
     """Argument of Megatron's ``sharded_state_dict``, with the defaults of Megatron's own loop.
 
     It lacks the process group, so that it can be written into the checkpoint.
+
+    separate_layers: see `StoredModel.of`.
     """
-    return {
+    of_layers = {"non_homogeneous_layers": True} if separate_layers else {}
+    return of_layers | {
         "distrib_optim_sharding_type": "fully_reshardable",
         "distrib_optim_fully_reshardable_mem_efficient": False,
         "singleton_local_shards": False,
@@ -171,22 +189,35 @@ class StoredModel:
     latents, so that Megatron's own model finds all that it asks for. Ours are None, which its
     modules ignore.
     """
+    separate_layers: bool
+    """Whether every layer has its own tensors, instead of an axis in one tensor for all."""
 
     @classmethod
     def of(cls, definition: ModelDefinition, *, separate_layers: bool = False) -> StoredModel:
         """Build the whole model once.
 
         Args:
-            separate_layers: as in a checkpoint of Megatron that has a tensor for every layer,
-                instead of one with an axis for the layers.
+            separate_layers: as in some checkpoints of Megatron.
 
         Raises ConfigurationError for a model that does not say where a parameter goes.
         """
         model, state = _whole_model(definition, separate_layers=separate_layers)
-        biases = [(name, each) for name, each in model.named_buffers() if name.endswith(_BIAS)]
-        return cls(
-            _places(model.named_parameters(), state), _places(biases, state), _object_keys(state)
-        )
+        biases = [
+            (name, each) for name, each in model.named_buffers() if name.endswith(EXPERT_BIAS)
+        ]
+        places = _places(model.named_parameters(), state), _places(biases, state)
+        return cls(*places, _object_keys(state), separate_layers)
+
+    @classmethod
+    def to_save(cls, engine: RuntimeEngine) -> StoredModel:
+        """The model with separate layers only where some of them are frozen: the optimizer's
+        tensors for all layers would lack these."""
+        stored = cls.of(engine.definition)
+        specs = engine.layout.parameters
+        kinds = {(stored.parameters[spec.name].key, spec.is_frozen) for spec in specs}
+        if len({key for key, _ in kinds}) == len(kinds):
+            return stored
+        return cls.of(engine.definition, separate_layers=True)
 
 
 def _places(named: Iterable[tuple[str, Any]], state: Any) -> dict[str, StoredParameter]:
@@ -235,9 +266,8 @@ def _whole_model(
     # Names are those of the local layers, whichever layers run.
     local = dataclasses.replace(definition, built_layer_spec=None)
     model: Any = build_role_model(local, definition.whole_role, local_collection())
-    metadata = sharding_metadata() | {"dp_cp_group": LocalGroup()}
-    if separate_layers:
-        metadata["non_homogeneous_layers"] = True
+    metadata = sharding_metadata(separate_layers=separate_layers)
+    metadata["dp_cp_group"] = LocalGroup()
     state: dict[str, Any] = model.sharded_state_dict(metadata=metadata)
     entries = list(_leaves(state))
     new = renamed_norms({entry.key for entry in entries})

@@ -32,11 +32,12 @@ from torch import Tensor
 from megatron.hydraulis.checkpoint.folder import CheckpointFolder
 from megatron.hydraulis.checkpoint.manifest import Manifest, records_of
 from megatron.hydraulis.checkpoint.names import (
+    ShardState,
     StoredModel,
     bias_pieces,
     shard_pieces,
     sharding_metadata,
-    training_state,
+    training_states,
 )
 from megatron.hydraulis.checkpoint.torch_dist import (
     COMMON_STATE,
@@ -178,7 +179,7 @@ class CheckpointSaver:
     ) -> None:
         self._folder = folder
         self._engine = engine
-        self._stored = StoredModel.of(engine.definition)
+        self._stored = StoredModel.to_save(engine)
         self._asynchronous = asynchronous
         self._keep_last = keep_last
         self._check_lock = check_lock
@@ -198,11 +199,11 @@ class CheckpointSaver:
             self.finish()
         start_s = time.perf_counter()
         engine = self._engine
-        states = training_state(engine)
+        states = training_states(engine)
         # Every rank has all biases, and rank 0 writes them.
         biases = list(bias_pieces(engine, self._stored.biases)) if engine.rank == 0 else []
         if self._asynchronous:  # a fork cannot read devices; on the host this copies nothing
-            states = {prefix: flat.cpu() for prefix, flat in states.items()}
+            states = tuple(replace(state, flat=state.flat.cpu()) for state in states)
             biases = [replace(piece, data=piece.data.cpu()) for piece in biases]
         write = partial(self._write, saved, states, biases)
         background = BackgroundWrite(write) if self._asynchronous else None
@@ -253,7 +254,7 @@ class CheckpointSaver:
     def _write(
         self,
         saved: SavedState,
-        states: Mapping[str, Tensor],
+        states: Sequence[ShardState],
         biases: Sequence[FilePiece],
         goes_on: Callable[[], bool] = lambda: True,
     ) -> WrittenFile:
@@ -265,16 +266,19 @@ class CheckpointSaver:
         pieces = itertools.chain(self._pieces(states), biases)
         return write_file(path, rank, pieces, objects, goes_on)
 
-    def _pieces(self, states: Mapping[str, Tensor]) -> Iterator[FilePiece]:
+    def _pieces(self, states: Sequence[ShardState]) -> Iterator[FilePiece]:
         shards, stored = self._engine.shards, self._stored.parameters
-        for prefix, flat in states.items():
-            yield from shard_pieces(shards, flat, stored, prefix)
+        for state in states:
+            yield from shard_pieces(shards, state, stored)
         # Cast from the fp32 master piece by piece; in fp32 they are the same bytes.
-        yield from shard_pieces(shards, states[MASTER], stored, MODEL, dtype=self._engine.dtype)
+        master = next(state for state in states if state.prefix == MASTER)
+        model = replace(master, prefix=MODEL)
+        yield from shard_pieces(shards, model, stored, dtype=self._engine.dtype)
 
     def _objects(self, saved: SavedState) -> dict[str, Any]:
         """Objects that Megatron stores besides tensors."""
-        common = dict(saved.upstream) | {"content_metadata": sharding_metadata()}
+        metadata = sharding_metadata(separate_layers=self._stored.separate_layers)
+        common = dict(saved.upstream) | {"content_metadata": metadata}
         objects: dict[str, Any] = dict.fromkeys(self._stored.objects)
         for key, value in saved.upstream.items():
             if isinstance(value, ShardedObject):

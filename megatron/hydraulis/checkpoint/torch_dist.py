@@ -52,6 +52,8 @@ MASTER, EXP_AVG, EXP_AVG_SQ = (
     f"optimizer.state.{name}." for name in ("param", "exp_avg", "exp_avg_sq")
 )
 """Prefixes of the keys of its fp32 master and moments, in Megatron's distributed optimizer."""
+EXPERT_BIAS = ".router.expert_bias"
+"""End of the names of routers' biases, which are no parameters."""
 MAX_METADATA_BYTES = 4 << 30
 """Limit for the metadata, enough for about 10^7 pieces."""
 
@@ -185,6 +187,17 @@ class StoredCheckpoint:
     def parameters(self) -> dict[str, StoredTensor]:
         """Tensors that are not the optimizer's."""
         return {k: t for k, t in self.tensors.items() if not k.startswith("optimizer.")}
+
+    @property
+    def frozen(self) -> dict[str, StoredTensor]:
+        """Parameters that were not trained, which the state of the optimizer lacks."""
+        if not self.has_resumable_optimizer:
+            return {}
+        return {
+            key: tensor
+            for key, tensor in self.parameters.items()
+            if MASTER + key not in self.tensors and not key.endswith(EXPERT_BIAS)
+        }
 
     @property
     def has_optimizer(self) -> bool:
@@ -354,8 +367,14 @@ def _read_metadata(path: Path) -> Metadata:
 
 
 def _with_renamed_norms(metadata: Metadata) -> Metadata:
-    """Rename keys as `renamed_norms`, also of what was written by others or earlier."""
-    new = renamed_norms(metadata.state_dict_metadata.keys())
+    """Rename keys as `renamed_norms`, also of what was written by others or earlier.
+
+    The optimizer's follow those of the model: frozen parameters are not among them.
+    """
+    of_model = {k for k in metadata.state_dict_metadata if not k.startswith("optimizer.")}
+    prefixes = (MODEL, MASTER, EXP_AVG, EXP_AVG_SQ)
+    renamed = renamed_norms(of_model).items()
+    new = {prefix + old: prefix + name for prefix in prefixes for old, name in renamed}
     if not new:
         return metadata
     return replace(

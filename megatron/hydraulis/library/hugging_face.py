@@ -263,17 +263,19 @@ def _fill(engine: RuntimeEngine, folder: Path, stored: Mapping[str, StoredParame
     model, files, dtype = open_folder(folder)
     shards = engine.shards
     owned: dict[str, list[OwnedRectangle]] = {}
-    for part in shards.rectangles():
-        owned.setdefault(shards.layout.parameters[part.parameter].name, []).append(part)
+    for is_frozen in (False, True):
+        for part in shards.rectangles(frozen=is_frozen):
+            owned.setdefault(shards.layout.parameters[part.parameter].name, []).append(part)
     for spec, parts in _parameters(engine, model, stored):
         if spec.name not in owned:
             continue
         matrix = assembled(spec.shape, dtype, parts, files).view(spec.shape[0], -1)
+        flat = shards.frozen if spec.is_frozen else shards.parameters
         for part in owned[spec.name]:
             rows = slice(part.first_row, part.first_row + part.num_rows)
             columns = slice(part.first_column, part.first_column + part.num_columns)
-            flat = shards.parameters[part.shard_offset : part.shard_offset + part.num_elements]
-            flat.view(part.num_rows, part.num_columns).copy_(matrix[rows, columns])
+            own = flat[part.shard_offset : part.shard_offset + part.num_elements]
+            own.view(part.num_rows, part.num_columns).copy_(matrix[rows, columns])
     for bias, tensors in _router_biases(engine, model):
         bias.copy_(assembled(tuple(bias.shape), bias.dtype, tensors, files))
 

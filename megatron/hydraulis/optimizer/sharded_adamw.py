@@ -165,12 +165,13 @@ class ShardedAdamW:
         }
 
     def _runs_of_buckets(self) -> list[tuple[list[Run], ...]]:
-        """Runs of adjacent owned rectangles, by bucket and parameter group."""
+        """Runs of adjacent owned rectangles, by bucket and parameter group; none if frozen."""
         parameters = self._shards.layout.parameters
         found: list[tuple[list[Run], ...]] = []
         for bucket in self._shards.layout.buckets:
             runs: tuple[list[Run], ...] = ([], [], [])
-            for part in self._shards.rectangles_of(bucket):
+            owned = () if bucket.unit.is_frozen else self._shards.rectangles_of(bucket)
+            for part in owned:
                 of_group = runs[self._group_index(parameters[part.parameter])]
                 stop = part.shard_offset + part.num_elements
                 if of_group and of_group[-1][1] == part.shard_offset:

@@ -108,10 +108,10 @@ def _resize(flat: Tensor, num_elements: int) -> None:
 
 @dataclass(frozen=True)
 class BoundParameter:
-    """Flat views of the arena: a parameter of the role, and its gradient."""
+    """Flat views of the arena: a parameter of the role, and its gradient unless it is frozen."""
 
     values: Tensor
-    gradient: Tensor
+    gradient: Tensor | None
 
 
 @dataclass(frozen=True)
@@ -125,8 +125,9 @@ class Slot:
 class Arena:
     """One role's layout of the shared memory: the offset of every parameter and gradient.
 
-    Each storage begins with what regrouping fills or sends: the role's parameters, unit after unit,
-    or where columns share them this column's shares. In the latter case slots follow, in which a
+    Each storage begins with what regrouping fills or sends: the role's trained parameters, unit
+    after unit, or where columns share them this column's shares. Frozen parameters follow, which
+    have no gradients. Where columns share weights slots follow, in which a
     unit is whole while it is used: layers take turns, and always get the same slot, because
     autograd keeps addresses; other units have their own. Gradients have two slots for layers; those
     of the output layer are in the place of the embedding's, unless these are tied.
@@ -149,11 +150,13 @@ class Arena:
         """Places of the parameters of each unit, in canonical order."""
         self.starts: dict[Unit, int] = {}
         """First element of what is regrouped of each unit, in both storages."""
-        end = 0
-        for unit, places in self.places.items():
+        self.num_gradients = end = 0
+        for unit in sorted(self.places, key=lambda unit: unit.is_frozen):
             self.starts[unit] = aligned(end, UNIT_ALIGNMENT_ELEMENTS)
-            end = self.starts[unit] + places.share_elements
-        self.num_parameters = self.num_gradients = end
+            end = self.starts[unit] + self.places[unit].share_elements
+            if not unit.is_frozen:
+                self.num_gradients = end
+        self.num_parameters = end
         """Elements that the role needs of the storage of parameters, and of gradients."""
         self.weight_slots: dict[Unit, Slot] = {}
         """Slot in which each unit is whole; empty unless columns share weights."""
@@ -193,7 +196,7 @@ class Arena:
 
     def regrouped_start(self, parameter: int) -> int:
         """Place in both storages where element 0 of a local parameter is regrouped, or would be if
-        it were in this column's share."""
+        it were in this column's share; a frozen one is in that of parameters only."""
         unit = self._layout.parameters[parameter].unit
         places = self.places[unit]
         return self.starts[unit] + places.offsets[parameter] - places.share_start
@@ -201,7 +204,9 @@ class Arena:
     def bind(self, model: torch.nn.Module) -> dict[int, torch.nn.Parameter]:
         """Give every parameter of a model on `meta`, and its gradient, memory of the arena.
 
-        A parameter's gradient is ``main_grad``, upstream's name: a view of the arena, in its dtype.
+        A parameter is frozen if the layout says so, whatever its stage does: a provider does not
+        know which layers of the model its stage has. Any other parameter's gradient is
+        ``main_grad``, upstream's name: a view of the arena, in its dtype.
         Linear layers with ``config.gradient_accumulation_fusion`` add to it directly; other
         gradients are added when autograd completes them, and ``grad`` is set to None.
 
@@ -278,26 +283,26 @@ class Arena:
                 f"parameter '{name}' has shape {tuple(original.shape)} on this stage, but "
                 f"{spec.shape} cut over tp={cut[0]} gives {shape}"
             )
-        bound = BoundParameter(
-            *(
-                flat[start : start + math.prod(shape)]
-                for flat, start in (
-                    (self.parameters, self._start(index, self.weight_slots)),
-                    (self.gradients, self._start(index, self.gradient_slots)),
-                )
-            )
-        )
+        num_elements = math.prod(shape)
+        start = self._start(index, self.weight_slots)
+        values = self.parameters[start : start + num_elements]
         # `Parameter(view)` would share the arena's version counter: autograd would raise as soon
         # as the gather of another parameter writes to the arena.
-        parameter = torch.nn.Parameter(torch.empty(0, dtype=bound.values.dtype))
-        parameter.data = bound.values.view(shape)
+        parameter = torch.nn.Parameter(
+            torch.empty(0, dtype=values.dtype), requires_grad=not spec.is_frozen
+        )
+        parameter.data = values.view(shape)
         for key, value in vars(original).items():
             setattr(parameter, key, value)
-        accumulated: Any = parameter  # its attributes are unknown to torch's type
-        accumulated.main_grad = bound.gradient.view(shape)
-        accumulated.grad_added_to_main_grad = False
-        parameter.register_post_accumulate_grad_hook(_add_to_main_grad)
-        self.bound[index] = bound
+        gradient = None
+        if not spec.is_frozen:
+            start = self._start(index, self.gradient_slots)
+            gradient = self.gradients[start : start + num_elements]
+            accumulated: Any = parameter  # its attributes are unknown to torch's type
+            accumulated.main_grad = gradient.view(shape)
+            accumulated.grad_added_to_main_grad = False
+            parameter.register_post_accumulate_grad_hook(_add_to_main_grad)
+        self.bound[index] = BoundParameter(values, gradient)
         return index, parameter
 
 

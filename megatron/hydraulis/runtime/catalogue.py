@@ -27,7 +27,8 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from megatron.hydraulis.errors import ConfigurationError, listed
 from megatron.hydraulis.optimizer.shards import CanonicalShards
 from megatron.hydraulis.runtime.model_building import ModelDefinition, build_model
-from megatron.hydraulis.runtime.process_groups import local_collection
+from megatron.hydraulis.runtime.process_groups import local_collection, of_all_ranks
+from megatron.hydraulis.strategy import Pool
 from megatron.hydraulis.transfer.canonical import Contribution, ParameterSpec, Unit
 
 ROWS_PER_BLOCK = 64
@@ -99,7 +100,7 @@ def catalogue(
     with warnings.catch_warnings(), EverythingOnMeta(recorder), recorder:
         warnings.filterwarnings("ignore", message=".*sequence.parallel.*")
         model = build_model(definition, config, role, local_collection())
-    _check_all_train(dict(model.named_parameters()))
+    _check_no_hooks(dict(model.named_parameters()))
     return [
         CataloguedParameter(
             _spec(name, parameter, definition, tensor_parallel, expert_parallel),
@@ -109,19 +110,9 @@ def catalogue(
     ]
 
 
-def _check_all_train(parameters: Mapping[str, Any]) -> None:
-    """Refuse what a model provider sets on a parameter and the arena's parameter would not have.
-
-    Raises:
-        ConfigurationError: parameters that are frozen, or whose gradients a hook would see.
-    """
-    frozen = [name for name, each in parameters.items() if not each.requires_grad]
-    if frozen:
-        raise ConfigurationError(
-            f"every parameter is trained but the model provider freezes {len(frozen)} of "
-            f"{len(parameters)} by requires_grad=False: {listed(frozen)}; remove "
-            "requires_grad_(False), or train with Megatron's own pretrain_gpt.py"
-        )
+def _check_no_hooks(parameters: Mapping[str, Any]) -> None:
+    """Raise ConfigurationError for hooks of a model provider that would see gradients, which the
+    arena's parameters do not have."""
     hooked = [
         name
         for name, each in parameters.items()
@@ -135,17 +126,62 @@ def _check_all_train(parameters: Mapping[str, Any]) -> None:
         )
 
 
+def check_frozen(specs: Sequence[ParameterSpec], pool: Pool, *, trains: bool) -> None:
+    """Collective: check that all ranks freeze the same parameters, and that the pool allows it.
+
+    Args:
+        trains: whether there is an optimizer.
+
+    Raises:
+        ConfigurationError: they do not, nothing is left to train, some experts of a layer are
+            frozen, or cp ranks share weights.
+    """
+    frozen = [spec.name for spec in specs if spec.is_frozen]
+    digest = hashlib.sha256("\n".join(frozen).encode()).hexdigest()
+    if len(set(of_all_ranks(digest))) > 1:
+        of_first, *of_others = of_all_ranks(frozen)
+        rank, others = next((r, o) for r, o in enumerate(of_others, 1) if o != of_first)
+        different = sorted(set(of_first) ^ set(others))
+        raise ConfigurationError(
+            f"all ranks freeze the same parameters but rank {rank} differs from rank 0 in "
+            f"{len(different)} of {len(specs)}: {listed(different)}; let the model provider freeze "
+            "them on every rank or on none"
+        )
+    if not frozen:
+        return
+    if trains and len(frozen) == len(specs):
+        raise ConfigurationError(
+            f"some parameters are trained but all {len(specs)} are frozen by requires_grad=False; "
+            "leave those that training changes as they are"
+        )
+    of_experts = {(_EXPERT.sub(".experts.", spec.name), spec.is_frozen) for spec in specs}
+    partly = sorted(name for name, is_frozen in of_experts if (name, not is_frozen) in of_experts)
+    if partly:
+        raise ConfigurationError(
+            f"all experts of a layer are one tensor in checkpoints but some are frozen of "
+            f"{listed(list(dict.fromkeys(partly)))}; freeze those of all experts or of none"
+        )
+    shared = [s.name for s in pool.strategies if any(x.shares_weights for x in s.schemes)]
+    if shared:
+        raise ConfigurationError(
+            f"cp ranks that share weights (fs) train every parameter but {len(frozen)} of "
+            f"{len(specs)} are frozen: {listed(frozen)}; remove the fs of strategy '{shared[0]}'"
+        )
+
+
 def initialise_shards(
     shards: CanonicalShards, entries: Sequence[CataloguedParameter], seed: int
 ) -> None:
     """Set the initial weights of a rank's shards, which depend only on the seed and the names."""
     by_name = {entry.spec.name: entry for entry in entries}
-    for part in shards.rectangles():
-        entry = by_name[shards.layout.parameters[part.parameter].name]
-        rows = initial_rows(entry, seed, part.first_row, part.num_rows, shards.parameters.dtype)
-        columns = rows[:, part.first_column : part.first_column + part.num_columns]
-        target = shards.parameters[part.shard_offset : part.shard_offset + part.num_elements]
-        target.copy_(columns.reshape(-1))
+    dtype = shards.parameters.dtype
+    for is_frozen, flat in ((False, shards.parameters), (True, shards.frozen)):
+        for part in shards.rectangles(frozen=is_frozen):
+            entry = by_name[shards.layout.parameters[part.parameter].name]
+            rows = initial_rows(entry, seed, part.first_row, part.num_rows, dtype)
+            columns = rows[:, part.first_column : part.first_column + part.num_columns]
+            target = flat[part.shard_offset : part.shard_offset + part.num_elements]
+            target.copy_(columns.reshape(-1))
 
 
 def initial_rows(
@@ -201,10 +237,11 @@ def _spec(
     expert = None if found is None else int(found[1])
     is_matrix = parameter.dim() > 1 and not name.endswith(".bias")
     is_decayed_norm = definition.decays_qk_norms and any(norm in name for norm in QK_NORMS)
+    unit = _unit(name)
     return ParameterSpec(
         name=name,
         shape=tuple(parameter.shape),
-        unit=_unit(name),
+        unit=unit if parameter.requires_grad else unit.frozen,
         contribution=contribution,
         tp_dim=parameter.partition_dim if is_cut else None,
         stride=parameter.partition_stride if is_cut else 1,

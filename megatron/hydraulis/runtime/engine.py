@@ -18,7 +18,12 @@ from megatron.hydraulis.errors import ConfigurationError, HydraulisError, Strate
 from megatron.hydraulis.optimizer.sharded_adamw import AdamWSettings, ShardedAdamW
 from megatron.hydraulis.optimizer.shards import CanonicalShards
 from megatron.hydraulis.runtime.arena import ArenaMemory
-from megatron.hydraulis.runtime.catalogue import CataloguedParameter, catalogue, initialise_shards
+from megatron.hydraulis.runtime.catalogue import (
+    CataloguedParameter,
+    catalogue,
+    check_frozen,
+    initialise_shards,
+)
 from megatron.hydraulis.runtime.executor import ForwardStep, run_micro_batches
 from megatron.hydraulis.runtime.experts import RouterState, balances
 from megatron.hydraulis.runtime.memory import (
@@ -133,9 +138,9 @@ class RuntimeEngine:
         entries: list[CataloguedParameter] = catalogue(
             definition, tensor_parallel=pool.tp_lcm > 1, expert_parallel=pool.ep_lcm > 1
         )
-        self.layout = CanonicalLayout.build(
-            [entry.spec for entry in entries], num_atoms=num_atoms, num_ranks=pool.num_ranks
-        )
+        specs = [entry.spec for entry in entries]
+        check_frozen(specs, pool, trains=settings is not None)
+        self.layout = CanonicalLayout.build(specs, num_atoms=num_atoms, num_ranks=pool.num_ranks)
         if owners_for is not None:
             orders = best_owner_orders(self.layout, definition.roles_of(pool.strategy(owners_for)))
             self.layout = self.layout.with_owner_orders(orders)
@@ -143,6 +148,7 @@ class RuntimeEngine:
             self.layout,
             self.rank,
             dtype=wide,
+            frozen_dtype=self.dtype,
             device=self.device,
             has_gradients=settings is not None and accumulates,
         )
@@ -436,7 +442,7 @@ class RuntimeEngine:
         self.shards.gradients.untyped_storage().resize_(0)
         if not self._accumulates:
             self.shards.gradients = self.shards.gradients.new_empty(0)
-        flats = [self.shards.parameters]
+        flats = [self.shards.parameters, self.shards.frozen]
         if self._optimizer is not None:
             flats += [self._optimizer.exp_avg, self._optimizer.exp_avg_sq]
         for flat in flats:
@@ -585,7 +591,7 @@ class RuntimeEngine:
             runtime.regrouper,
             self._track,
             self.scatter_timer,
-            buckets_of={} if bound is None else bound.buckets_of,
+            buckets_of={} if bound is None else bound.trained_buckets_of,
             post_from=post_from,
             adds=bool(self._accumulated),
         )

@@ -150,8 +150,8 @@ class ScatterPass:
     are posted, and the moment ``post_from`` is reached. Only `finish` waits.
 
     Args:
-        buckets_of: the buckets that each parameter of this rank lies in. Ranks of one tp group
-            hold the same parameters, so they post at the same points of their backward.
+        buckets_of: the buckets that each trained parameter of this rank lies in. Ranks of one tp
+            group hold the same parameters, so they post at the same points of their backward.
         post_from: when the first may be posted.
         adds: whether to add to the gradients on the shards instead of replacing them.
     """
@@ -172,13 +172,13 @@ class ScatterPass:
         self._timer = timer
         self._buckets_of = buckets_of
         self._post_from = post_from
-        self._call_of = call_of_buckets(regrouper.calls)
-        self._missing: list[set[int]] = [set() for _ in regrouper.calls]
+        self._call_of = call_of_buckets(regrouper.scatter_calls)
+        self._missing: list[set[int]] = [set() for _ in regrouper.scatter_calls]
         """The parameters of each call whose gradients are not complete."""
         for parameter, buckets in buckets_of.items():
             for bucket in buckets:
                 self._missing[self._call_of[bucket]].add(parameter)
-        self._num_left = len(regrouper.calls)
+        self._num_left = len(regrouper.scatter_calls)
         self._tickets: list[Ticket] = []
         self._is_last_backward = False
 

@@ -29,7 +29,7 @@ from megatron.hydraulis.runtime.copies import (
 from megatron.hydraulis.runtime.track import StagingPart, StagingSlot, Step, TrackJob
 from megatron.hydraulis.strategy import Strategy
 from megatron.hydraulis.transfer.amounts import LayoutAmounts, StrategyAmounts
-from megatron.hydraulis.transfer.calls import calls_of
+from megatron.hydraulis.transfer.calls import Calls, calls_of
 from megatron.hydraulis.transfer.canonical import Bucket, CanonicalLayout
 from megatron.hydraulis.transfer.collective import (
     EqualShares,
@@ -60,8 +60,8 @@ reduce_scatter = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tens
 class Regrouper:
     """A rank's jobs for one strategy: a gather and a scatter of every call.
 
-    All ranks run all jobs in the same order: gathers in that of `calls`, scatters in reverse. Idle
-    ranks and replicas without sequences take part.
+    All ranks run all jobs in the same order: gathers in that of `calls`, scatters in the reverse of
+    `scatter_calls`. Idle ranks and replicas without sequences take part.
 
     Args:
         strategy: by which the buckets of a call are chosen.
@@ -91,7 +91,12 @@ class Regrouper:
         self.collective = collective_of(amounts)
         """The kind of gathers."""
         self.calls = calls_of(self.collective, amounts, strategy)
-        """The buckets of each call, in the order of gathers."""
+        """The buckets of each gather's call, in the order of gathers."""
+        trained = (
+            tuple(b for b in call if not layout.buckets[b].unit.is_frozen) for call in self.calls
+        )
+        self.scatter_calls: Calls = tuple(call for call in trained if call)
+        """The buckets of each scatter's call, without frozen ones, in the order of gathers."""
         self._group = group
         scatter_collective = collective_of(
             amounts, may_reduce=gradient_dtype == shards.gradients.dtype
@@ -108,7 +113,11 @@ class Regrouper:
             scatter_plans = plans_of(scatter_collective)
         self.traffic = regroup_bytes(
             [gather for gather, _ in plans],
-            [scatter for _, scatter in scatter_plans],
+            [
+                scatter
+                for bucket, (_, scatter) in zip(layout.buckets, scatter_plans, strict=True)
+                if not bucket.unit.is_frozen
+            ],
             shards.rank,
             ranks_per_node=ranks_per_node,
             parameter_bytes=wire_dtype.itemsize,
@@ -150,7 +159,7 @@ class Regrouper:
 
         adds: to what is there, which is replaced otherwise.
         """
-        routes = [self._scatter_routes[bucket] for bucket in self.calls[call]]
+        routes = [self._scatter_routes[bucket] for bucket in self.scatter_calls[call]]
         return self._job(
             "scatter",
             [
@@ -209,7 +218,7 @@ class BucketEnds:
 
     @property
     def gradients(self) -> Tensor:
-        """The owned part of the gradients."""
+        """The owned part of the gradients; of a trained bucket."""
         return self.shards.bucket_gradients(self.bucket)
 
 
@@ -258,7 +267,7 @@ class Route(ABC):
         departures = in_order_of(departing, ends.contributed)
         self._arrivals, self._departures = stacked(arrivals), stacked(departures)
         self._arrival_run = single_run(arrivals, num_received)
-        narrows = ends.gradient_dtype != ends.gradients.dtype
+        narrows = ends.gradient_dtype != ends.shards.gradients.dtype
         self._departure_run = None if narrows else single_run(departures, num_sent)
         self._pads = sum(copy.stop - copy.start for copy in departures) < num_sent
 

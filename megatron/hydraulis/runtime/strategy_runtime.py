@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -59,7 +59,7 @@ class StrategyRuntime:
         """See `Arena.place_of_shards`; 0 where idle."""
         if self.bound is None:
             return 0
-        return self.bound.arena.place_of_shards(shards, self.regrouper.calls)
+        return self.bound.arena.place_of_shards(shards, self.regrouper.scatter_calls)
 
 
 @dataclass
@@ -186,6 +186,11 @@ class BoundRole:
                     held[piece.parameter][bucket.index] = None
         self.buckets_of = {index: list(found) for index, found in held.items()}
         """Buckets of each parameter of the role, by index into ``layout.parameters``."""
+        self.trained_buckets_of = {
+            index: found
+            for index, found in self.buckets_of.items()
+            if parameters[index].requires_grad
+        }
         self._gather: GatherPass | None = None
         self._scatter: ScatterPass | None = None
         self._held_buckets = sorted({b for buckets in self.buckets_of.values() for b in buckets})
@@ -197,7 +202,7 @@ class BoundRole:
         def unit_of(parameter: Any) -> Unit:
             return layout.parameters[index_of[id(parameter)]].unit
 
-        for part, members in _parts(module, unit_of):
+        for part, members in _parts(module, lambda parameter: unit_of(parameter).order):
             buckets = sorted({b for p in members for b in self.buckets_of[index_of[id(p)]]})
             units = sorted({unit_of(p) for p in members})
             part.register_forward_pre_hook(partial(self._before_forward, tuple(buckets), units))
@@ -207,8 +212,11 @@ class BoundRole:
             parameters[index].register_post_accumulate_grad_hook(
                 partial(self._after_gradient, index)
             )
-            for index in self.buckets_of
+            for index in self.trained_buckets_of
         ]
+        built: Any = module
+        if built.config.recompute_granularity and self._gradient_hooks and role.has_embedding:
+            built.embedding.register_forward_hook(_requiring_gradient)
 
     def release(self) -> None:
         """Let the model be freed: Python's collector does not see references of gradient hooks."""
@@ -275,14 +283,30 @@ class BoundRole:
             self._columns.arrived(index)
 
 
-def _parts(module: torch.nn.Module, unit_of: Any) -> Iterator[tuple[torch.nn.Module, list[Any]]]:
-    """The largest called modules whose parameters all belong to one unit, with these parameters.
+def _requiring_gradient(module: Any, inputs: Any, output: Any) -> None:
+    """Let the output of a frozen embedding require a gradient.
 
-    A module of several units is paired with the parameters that it holds directly, if any.
+    Otherwise that of a module which is recomputed in the backward would not require one either:
+    autograd does not see the module's parameters in the forward. The schedule would skip the
+    backward silently.
+    """
+    if torch.is_grad_enabled() and not output.requires_grad:
+        output.requires_grad_()
+
+
+def _parts(
+    module: torch.nn.Module, order_of: Callable[[Any], int]
+) -> Iterator[tuple[torch.nn.Module, list[Any]]]:
+    """The largest called modules whose parameters all belong to one layer, the embedding or the
+    output, with these parameters.
+
+    Any other module is paired with the parameters that it holds directly, if any.
+
+    order_of: the order of a parameter's unit.
     """
     members = list(module.parameters())
     is_called = type(module).forward is not torch.nn.Module.forward  # unlike a ModuleList
-    if is_called and len({unit_of(parameter) for parameter in members}) == 1:
+    if is_called and len({order_of(parameter) for parameter in members}) == 1:
         yield module, members
         return
     own = list(module.parameters(recurse=False))
@@ -290,4 +314,4 @@ def _parts(module: torch.nn.Module, unit_of: Any) -> Iterator[tuple[torch.nn.Mod
         yield module, own
     for child in module.children():
         if any(True for _ in child.parameters()):
-            yield from _parts(child, unit_of)
+            yield from _parts(child, order_of)

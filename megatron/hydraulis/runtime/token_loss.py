@@ -450,7 +450,7 @@ class _Columns:
 class _TokenOutputs(torch.autograd.Function):
     """(log-probabilities, entropies) of tokens, each (tokens,); the latter None unless requested.
 
-    ``weight.main_grad`` receives the weight's gradient, chunk by chunk.
+    ``weight.main_grad`` receives the weight's gradient, chunk by chunk, unless it is frozen.
     """
 
     @staticmethod
@@ -514,6 +514,7 @@ class _TokenOutputs(torch.autograd.Function):
     ) -> tuple[Tensor, Tensor | None, None, None, None]:
         hidden, weight, labels, is_here, largest, most, total, entropy = ctx.saved_tensors
         columns: _Columns = ctx.columns
+        is_trained = ctx.needs_input_grad[1]
         gradient = torch.zeros_like(total) if of_log_probs is None else of_log_probs
         share = (largest - most).exp() / total  # softmax over this rank's exponentials
         hidden_gradient = torch.empty_like(hidden)
@@ -542,13 +543,16 @@ class _TokenOutputs(torch.autograd.Function):
                 logits.mul_(columns.scale)
             logits = logits.to(hidden.dtype)
             torch.mm(logits, weight, out=hidden_gradient[chunk])
-            _add_product(weight.main_grad, logits.t(), hidden[chunk])
+            if is_trained:
+                _add_product(weight.main_grad, logits.t(), hidden[chunk])
 
         # The gradient of an entropy needs logits, not exponentials.
         kept, ctx.kept = (ctx.kept if of_entropy is None else None), None
         for chunk in reversed(columns.chunks(hidden.size(0))):
             accumulate(chunk, kept)
             kept = None
+        if not is_trained:
+            return hidden_gradient, None, None, None, None
         weight.grad_added_to_main_grad = True
         # By upstream's rules the gradient is meaningless now, but its arrival completes the bucket.
         # This one needs no memory.

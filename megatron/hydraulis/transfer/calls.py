@@ -94,7 +94,7 @@ def _arrivals(calls: Calls, time_of: Callable[[Sequence[int]], int]) -> dict[int
 
 
 def _candidates(layout: CanonicalLayout, strategy: Strategy) -> Iterator[Calls]:
-    num_layers = sum(unit.is_layer for unit in {bucket.unit for bucket in layout.buckets})
+    num_layers = len({b.unit.order for b in layout.buckets if b.unit.is_layer})
     for scheme in strategy.schemes:
         starts = [0, *accumulate(scheme.layers_per_stage(num_layers))][: scheme.pp]
         for number in range(2, scheme.pp + 1):

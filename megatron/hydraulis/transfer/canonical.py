@@ -35,6 +35,7 @@ ALIGNMENT_ELEMENTS = 8
 a head's size leave no gaps then, so that a layer travels without staging."""
 
 
+_EMBEDDING_ORDER = -1
 _OUTPUT_ORDER = 1 << 30
 """Above the index of every layer."""
 
@@ -52,15 +53,22 @@ class Contribution(enum.IntEnum):
 
 @dataclass(frozen=True, order=True)
 class Unit:
-    """Parameters that a pipeline stage holds together."""
+    """Parameters that a pipeline stage holds together, all trained or all frozen."""
 
     order: int
     name: str
+    is_frozen: bool = False
+    """Whether they are never updated: they have no gradients, moments or fp32 copy."""
+
+    @property
+    def frozen(self) -> Unit:
+        """The frozen parameters of the same part of the model."""
+        return dataclasses.replace(self, is_frozen=True)
 
     @staticmethod
     def embedding() -> Unit:
         """The word embedding: on the first stage, and if tied also on the last one."""
-        return Unit(-1, "embedding")
+        return Unit(_EMBEDDING_ORDER, "embedding")
 
     @staticmethod
     def first_stage() -> Unit:
@@ -125,6 +133,11 @@ class ParameterSpec:
                 f"parameter '{self.name}': cut along dim {self.tp_dim} of {self.shape} with stride "
                 f"{self.stride}; only dim 0, or dim 1 of a matrix with stride 1, can be regrouped"
             )
+
+    @property
+    def is_frozen(self) -> bool:
+        """Whether it is never updated."""
+        return self.unit.is_frozen
 
     @property
     def num_elements(self) -> int:
@@ -313,6 +326,7 @@ class CanonicalLayout:
                     of.tp_dim,
                     of.contribution,
                     of.experts,
+                    of.is_frozen,
                 )
                 for each, of in pieces
             )
@@ -425,7 +439,7 @@ def _unit_buckets(
     """The buckets of one unit: embedding and output are cut by rows, others are one bucket."""
     atoms = [piece for i in members for piece in _pieces_of(i, parameters[i], num_atoms)]
     num_elements = sum(piece.num_elements for piece in atoms)
-    is_cut_by_rows = parameters[members[0]].unit in (Unit.embedding(), Unit.output())
+    is_cut_by_rows = parameters[members[0]].unit.order in (_EMBEDDING_ORDER, _OUTPUT_ORDER)
     num_parts = 1 if not is_cut_by_rows else max(1, math.ceil(num_elements / cap))
     buckets = []
     for part in range(num_parts):

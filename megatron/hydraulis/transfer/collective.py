@@ -266,6 +266,8 @@ def amounts_by_rank(
         plan = equal_shares(bucket, amounts.roles)
         of_any = link_elements(plan, 0, ranks_per_node=amounts.ranks_per_node)
         gather = RankAmounts(*(np.full(plan.num_ranks, each) for each in vars(of_any).values()))
+        if bucket.unit.is_frozen:
+            return gather, RankAmounts(*(each * 0 for each in vars(gather).values()))
         return gather, gather.inverse()
     count = amounts.two_step if collective is Collective.TWO_STEP else amounts.one_step
     return count(bucket, False), count(bucket, True).inverse()

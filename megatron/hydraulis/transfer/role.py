@@ -56,7 +56,8 @@ class Role:
 
     @cached_property
     def units(self) -> frozenset[Unit]:
-        """The units held; the last stage of a tied model also holds the embedding."""
+        """The units held, trained and frozen; the last stage of a tied model also holds the
+        embedding."""
         units = {Unit.layer(self.first_layer + i) for i in range(self.num_layers)}
         if self.has_embedding:
             units.add(Unit.first_stage())
@@ -64,7 +65,7 @@ class Role:
             units.add(Unit.embedding())
         if self.has_output:
             units.add(Unit.output())
-        return frozenset(units)
+        return frozenset(units | {unit.frozen for unit in units})
 
     @property
     def cut(self) -> tuple[object, ...]:
@@ -93,9 +94,11 @@ class Role:
     def contributes(self, parameter: ParameterSpec) -> bool:
         """True if this rank sends its gradient of a parameter to the owners.
 
-        Every rank with a whole expert does, as each has seen other tokens.
+        Every rank with a whole expert does, as each has seen other tokens. Frozen parameters have
+        no gradient.
         """
-        return parameter.contribution is not Contribution.REPLICATED or self.tp_rank == 0
+        sends = parameter.contribution is not Contribution.REPLICATED or self.tp_rank == 0
+        return sends and not parameter.is_frozen
 
 
 @dataclass(frozen=True)

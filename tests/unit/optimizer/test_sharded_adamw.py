@@ -40,7 +40,13 @@ def layout_of(num_ranks: int) -> CanonicalLayout:
 
 def shards_of(rank: int, num_ranks: int = _NUM_RANKS) -> CanonicalShards:
     device = torch.device("cpu")
-    return CanonicalShards(layout_of(num_ranks), rank, dtype=torch.float64, device=device)
+    return CanonicalShards(
+        layout_of(num_ranks),
+        rank,
+        dtype=torch.float64,
+        frozen_dtype=torch.float64,
+        device=device,
+    )
 
 
 def drawn(seed: int) -> Whole:

@@ -10,7 +10,7 @@ from torch import nn
 
 from megatron.hydraulis.errors import ConfigurationError
 from megatron.hydraulis.runtime.catalogue import MARK, catalogue
-from megatron.hydraulis.transfer.canonical import Contribution
+from megatron.hydraulis.transfer.canonical import Contribution, ParameterSpec, Unit
 from tests.support.models import SmallModel
 
 LAYER = "decoder.layers.0."
@@ -104,8 +104,8 @@ NAMES = [
 ]
 
 
-def refusal_of_provider(change: Callable[[Any], object]) -> str:
-    """Of a provider that changes its model."""
+def specs_of_provider(change: Callable[[Any], object]) -> list[ParameterSpec]:
+    """The catalogue of a provider that changes its model."""
 
     def provider(**_: Any) -> nn.Module:
         model = nn.Module()
@@ -115,24 +115,23 @@ def refusal_of_provider(change: Callable[[Any], object]) -> str:
         return model
 
     definition = replace(SmallModel().definition(), model_provider=provider)
-    with pytest.raises(ConfigurationError) as refusal:
-        catalogue(definition, tensor_parallel=False)
-    return str(refusal.value)
+    return [entry.spec for entry in catalogue(definition, tensor_parallel=False)]
 
 
-def test_frozen_parameters_are_refused_by_name() -> None:
+def test_what_a_provider_freezes_is_frozen() -> None:
     def freeze(model: Any) -> None:
         model.embedding.requires_grad_(False)
-        model.decoder.requires_grad_(False)
+        model.get_parameter(NAMES[2]).requires_grad_(False)
 
-    message = refusal_of_provider(freeze)
-    assert "freezes 5 of 6" in message
-    assert f"{', '.join(NAMES[:4])} and 1 more" in message
+    specs = specs_of_provider(freeze)
+    assert [spec.name for spec in specs if spec.is_frozen] == [NAMES[0], NAMES[2]]
+    assert specs[0].unit == Unit.embedding().frozen
+    assert specs[1].unit == Unit.layer(0)
 
 
 @pytest.mark.parametrize("method", ["register_hook", "register_post_accumulate_grad_hook"])
 def test_hooks_on_gradients_are_refused_by_name(method: str) -> None:
-    message = refusal_of_provider(
-        lambda model: getattr(model.output_layer.weight, method)(lambda gradient: None)
-    )
-    assert "hooks on 1 of 6: output_layer.weight" in message
+    with pytest.raises(ConfigurationError, match=r"hooks on 1 of 6: output_layer\.weight"):
+        specs_of_provider(
+            lambda model: getattr(model.output_layer.weight, method)(lambda gradient: None)
+        )

@@ -33,7 +33,7 @@ class FakeTrack:
     def __init__(
         self, num_buckets: int = NUM_BUCKETS, calls: tuple[tuple[int, ...], ...] = ()
     ) -> None:
-        self.calls = calls or tuple((bucket,) for bucket in range(num_buckets))
+        self.calls = self.scatter_calls = calls or tuple((b,) for b in range(num_buckets))
         self.posted: list[int] = []
         self.log: list[str] = []
 
@@ -244,10 +244,10 @@ def test_hooks_are_on_the_largest_called_modules_of_one_unit() -> None:
 
     for num_layers in (1, 2):
         block = Block(num_layers)
-        unit_of = {id(p): "output" for p in (*block.norm.parameters(), block.scale)}
+        order_of = {id(p): num_layers for p in (*block.norm.parameters(), block.scale)}
         for i, layer in enumerate(block.layers):
-            unit_of |= {id(p): f"layer {i}" for p in layer.parameters()}
-        parts = list(_parts(block, lambda p, unit_of=unit_of: unit_of[id(p)]))
+            order_of |= {id(p): i for p in layer.parameters()}
+        parts = list(_parts(block, lambda p, order_of=order_of: order_of[id(p)]))  # type: ignore[misc]
         assert [part for part, _ in parts] == [block, *block.layers, block.norm]
         assert parts[0][1] == [block.scale]
         members = [parameter for _, found in parts for parameter in found]

@@ -86,6 +86,10 @@ def test_roles_of_the_wrong_number_of_ranks_are_refused() -> None:
         gather_plan(LAYOUT, BUCKET, roles_of("tp2", 2))
 
 
+def with_frozen(*units: Unit) -> set[Unit]:
+    return {*units, *(unit.frozen for unit in units)}
+
+
 class TestRole:
     def test_stages_of_an_uneven_pipeline_on_descending_ranks(self) -> None:
         roles = roles_of("pp2:1,3@2,1+tp1@0", 3, num_layers=4)
@@ -96,13 +100,13 @@ class TestRole:
     def test_units_of_the_stages(self) -> None:
         first, second = roles_of("pp2", 2, num_layers=2)
         embeds = {Unit.first_stage(), Unit.embedding()}
-        assert first.units == {*embeds, Unit.layer(0)}
-        assert second.units == {Unit.layer(1), Unit.output()}
+        assert first.units == with_frozen(*embeds, Unit.layer(0))
+        assert second.units == with_frozen(Unit.layer(1), Unit.output())
 
     def test_the_last_stage_of_a_tied_model_holds_only_the_word_embedding(self) -> None:
         _, second, third = roles_of("pp3", 3, num_layers=3, tied=True)
-        assert second.units == {Unit.layer(1)}
-        assert third.units == {Unit.embedding(), Unit.layer(2), Unit.output()}
+        assert second.units == with_frozen(Unit.layer(1))
+        assert third.units == with_frozen(Unit.embedding(), Unit.layer(2), Unit.output())
 
     def test_contributions(self) -> None:
         first, second = roles_of("tp2", 2)
@@ -111,6 +115,7 @@ class TestRole:
         assert second.contributes(WEIGHT)
         assert second.contributes(norm)
         assert not second.contributes(NORM)
+        assert not first.contributes(replace(WEIGHT, unit=WEIGHT.unit.frozen))
 
     def test_ep_ranks_hold_experts_whole_and_the_rest_by_tp(self) -> None:
         """Four ranks of a stage, cp by cp: ep 2 makes two groups, which hold the same experts."""

@@ -1,0 +1,263 @@
+"""Frozen parameters never change, and all others are updated as on one process, in every strategy.
+
+A model provider freezes the embedding and the first layer by their names in its stage: on other
+stages these belong to another layer, which is trained.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from functools import cache, partial
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import numpy as np
+import pytest
+import torch
+
+from megatron.hydraulis.checkpoint.inspect import inspect_folder
+from megatron.hydraulis.checkpoint.loading import load_checkpoint
+from megatron.hydraulis.runtime import strategy_runtime
+from megatron.hydraulis.runtime.executor import make_forward_step
+from megatron.hydraulis.runtime.regroup import Regrouper
+from megatron.hydraulis.transfer.canonical import UNIT_ALIGNMENT_ELEMENTS
+from tests.support.broken_rules import Rule, run_broken
+from tests.support.checkpoints import make_engine, save_new, whole_tensors
+from tests.support.comparison import assert_same, wrong_tensors
+from tests.support.gloo_pool import WorkerFailure, pool_of
+from tests.support.law import FP64_TOLERANCE, MAIN_MODEL, SPLITS, check_law, law_job, waves
+from tests.support.models import (
+    Job,
+    RankRun,
+    SmallModel,
+    assemble,
+    build_engine,
+    packs_of_rank,
+    rank_run,
+    run_job,
+)
+from tests.support.reference import ReferenceRun, initial_parameters, run_reference
+
+pytestmark = pytest.mark.distributed
+
+FROZEN = ("embedding.", "decoder.layers.0.")
+MODEL = replace(MAIN_MODEL, frozen=FROZEN)
+STRATEGIES = ("2*tp2", "2*pp2", "2*cp2", "cp4~", "tp2+pp2")
+"""One for each iteration, twice."""
+NUM_ITERATIONS = 10
+
+
+def frozen_job(model: SmallModel, *, recomputes: bool = False) -> Job:
+    """Ten iterations of the law's batches, each on another strategy than the one before."""
+    each = [law_job(4, text, model) for text in STRATEGIES]
+    each[3] = waves(list(SPLITS.values()), model)
+    turns = [(i % len(each), i % 3) for i in range(NUM_ITERATIONS)]
+    texts = ("2*tp2r", "2*pp2r", "2*cp2r", "cp4~r", "tp2r+pp2r") if recomputes else STRATEGIES
+    return replace(
+        each[0],
+        strategies=texts,
+        schedule=tuple(which for which, _ in turns),
+        assignments=tuple(each[which].assignments[batch] for which, batch in turns),
+        batches=tuple(each[0].batches[batch] for _, batch in turns),
+        weights=tuple(each[0].weights[batch] for _, batch in turns),
+    )
+
+
+@cache
+def reference(model: SmallModel) -> ReferenceRun:
+    found: ReferenceRun = pool_of(1).run(run_reference, frozen_job(model))[0]
+    return found
+
+
+def check(job: Job, runs: list[RankRun]) -> None:
+    """The trained tensors are the reference's, the frozen ones those of the beginning."""
+    expected = reference(job.model)
+    before = initial_parameters(job.model, job.seed)
+    for i in range(NUM_ITERATIONS):
+        for kind in ("gradients", "parameters"):
+            found = assemble(runs, [getattr(run, kind)[i] for run in runs])
+            what = f"iteration {i}: {kind}"
+            assert_same(found, getattr(expected, kind)[i], FP64_TOLERANCE, what)
+        for name, value in assemble(runs, [run.frozen[i] for run in runs], frozen=True).items():
+            assert name.startswith(job.model.frozen)
+            wanted = before[name].numpy()
+            np.testing.assert_array_equal(value[: wanted.shape[0]], wanted)
+        for run in runs:
+            np.testing.assert_allclose(run.losses[i], expected.losses[i], rtol=1e-12)
+    names = {runs[0].names[part.parameter] for run in runs for part in run.frozen_rectangles}
+    assert names == {name for name in before if name.startswith(job.model.frozen)}
+
+
+@pytest.mark.parametrize("recomputes", [False, True], ids=["plain", "recomputed"])
+def test_every_strategy_gives_the_same_update_and_leaves_what_is_frozen(recomputes: bool) -> None:
+    job = frozen_job(MODEL, recomputes=recomputes)
+    check(job, pool_of(4).run(run_job, job))
+
+
+FIRST_HALF = ("embedding.", "decoder.layers.0.", "decoder.layers.1.")
+STAGES = {
+    "first stage": (FIRST_HALF, 2, "pp2"),
+    "first stage, recomputed": (FIRST_HALF, 2, "pp2r"),
+    "stage between": (("decoder.layers.1.", "decoder.layers.2."), 3, "pp3:1,2,1"),
+    "stage between, recomputed": (("decoder.layers.1.", "decoder.layers.2."), 3, "pp3r:1,2,1"),
+    "output layer": (("output_layer.",), 2, "tp2"),
+    "all but the last norm": (("embedding.", "decoder.layers.", "output_layer."), 4, "tp2pp2r"),
+}
+
+
+@pytest.mark.parametrize("name", STAGES)
+def test_whole_stages_may_be_frozen(name: str) -> None:
+    frozen, num_ranks, text = STAGES[name]
+    check_law(law_job(num_ranks, text, replace(MAIN_MODEL, frozen=frozen)), num_ranks)
+
+
+@pytest.mark.parametrize("text", ["tp2", "pp2"])
+def test_a_tied_embedding_may_be_frozen(text: str) -> None:
+    model = replace(MAIN_MODEL, frozen=("embedding.",), tied=True)
+    check_law(law_job(2, text, model), 2)
+
+
+@contextmanager
+def _frozen_buckets_are_scattered() -> Iterator[None]:
+    make = Regrouper.__init__
+
+    def with_all_calls(self: Regrouper, *arguments: Any, **named: Any) -> None:
+        make(self, *arguments, **named)
+        self.scatter_calls = self.calls
+
+    with patch.object(Regrouper, "__init__", with_all_calls):
+        yield
+
+
+@contextmanager
+def _frozen_embeddings_need_no_gradient() -> Iterator[None]:
+    with patch.object(strategy_runtime, "_requiring_gradient", lambda *_: None):
+        yield
+
+
+BROKEN: dict[str, tuple[Rule, int, str]] = {
+    "frozen buckets are scattered": (_frozen_buckets_are_scattered, 4, "2*tp2"),
+    "embeddings need no gradient": (_frozen_embeddings_need_no_gradient, 2, "pp2r"),
+}
+
+
+@pytest.mark.parametrize("name", BROKEN)
+def test_a_broken_rule_is_found(name: str) -> None:
+    rule, num_ranks, text = BROKEN[name]
+    runs = pool_of(num_ranks).run(run_broken, law_job(num_ranks, text, MODEL), rule)
+    found = assemble(runs, [run.gradients[0] for run in runs])
+    wrong = wrong_tensors(found, reference(MODEL).gradients[0], FP64_TOLERANCE)
+    assert any(name.startswith("decoder.layers.1.") for name in wrong)
+    assert max(wrong.values()) > 1e-3
+
+
+def sizes_after_a_step(job: Job) -> None:
+    """On every rank: nothing of a frozen parameter but its values in bf16."""
+    engine = build_engine(job)
+    step = make_forward_step()
+    packs = packs_of_rank(
+        engine.pool.strategies[0], job.assignments[0], job.batches[0], engine.rank
+    )
+    engine.train_step(job.strategies[0], packs, step)
+    shards, optimizer = engine.shards, engine.optimizer
+    runtime = engine.runtime_of(job.strategies[0])
+    assert runtime.model is not None
+    assert runtime.arena is not None
+    frozen = [b for b in engine.layout.buckets if b.unit.is_frozen]
+    num_frozen = sum(stop - start for start, stop in (b.shard_range(engine.rank) for b in frozen))
+    num_owned = sum(np.subtract(*b.shard_range(engine.rank)[::-1]) for b in engine.layout.buckets)
+    assert (shards.frozen.dtype, shards.frozen.numel()) == (torch.bfloat16, num_frozen)
+    flats = (shards.parameters, optimizer.exp_avg, optimizer.exp_avg_sq, shards.gradients)
+    assert {flat.numel() for flat in flats} == {num_owned - num_frozen}
+    parameters: list[Any] = list(runtime.model.model.parameters())
+    for parameter in parameters:
+        assert hasattr(parameter, "main_grad") == parameter.requires_grad
+    num_trained = sum(p.numel() for p in parameters if p.requires_grad)
+    assert num_trained < sum(p.numel() for p in parameters)
+    alignment = UNIT_ALIGNMENT_ELEMENTS * len(runtime.arena.places)
+    assert num_trained <= runtime.num_gradients <= num_trained + alignment
+
+
+def test_a_frozen_parameter_has_no_gradient_moments_or_fp32_copy() -> None:
+    model = replace(MODEL, dtype=torch.bfloat16)
+    pool_of(2).run(sizes_after_a_step, law_job(2, "tp2", model))
+
+
+def freeze_by_rank(job: Job) -> None:
+    """Rank 1 freezes another parameter than rank 0."""
+    number = torch.distributed.get_rank()
+    build_engine(replace(job, model=replace(MODEL, frozen=(f"decoder.layers.{number}.mlp.",))))
+
+
+def test_ranks_that_freeze_others_are_refused() -> None:
+    with pytest.raises(WorkerFailure, match=r"rank 1 differs from rank 0 in 4 of .*layers\.0\.mlp"):
+        pool_of(2).run(freeze_by_rank, law_job(2, "2*tp1", MODEL))
+
+
+@pytest.mark.parametrize(
+    ("frozen", "text", "message"),
+    [
+        (("",), "2*tp1", "trained but all 27 are frozen"),
+        (FROZEN, "cp2fs", r"7 of 27 are frozen: .*remove the fs of strategy 'cp2fs'"),
+    ],
+)
+def test_what_cannot_be_frozen_is_refused(frozen: tuple[str, ...], text: str, message: str) -> None:
+    with pytest.raises(WorkerFailure, match=message):
+        pool_of(2).run(build_engine, law_job(2, text, replace(MODEL, frozen=frozen)))
+
+
+def loaded(model: SmallModel, text: str, path: str, *, with_optimizer: bool) -> RankRun:
+    """On every rank: an engine of other weights loads a checkpoint."""
+    engine = make_engine(model.definition(), [text], seed=123)
+    wanted = {"vocab_size": model.vocab_size}
+    load_checkpoint(Path(path), engine, wanted, with_optimizer=with_optimizer)
+    values = [engine.shards.parameters.numpy().copy()]
+    run = rank_run(engine, [], values, [], [])
+    return replace(run, frozen=(engine.shards.frozen.double().numpy(),))
+
+
+SAVED = replace(MAIN_MODEL, dtype=torch.float32, frozen=("embedding.", "decoder.layers.0.mlp."))
+OTHER = replace(SAVED, frozen=("embedding.", "decoder.layers.1.mlp.linear_fc1."))
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    root = tmp_path_factory.mktemp("frozen")
+    pool_of(2).run(save_new, SAVED, ("tp2", "pp2"), str(root))
+    return root / "iter_0000003"
+
+
+class TestCheckpoints:
+    def test_the_optimizer_has_nothing_of_frozen_parameters(self, saved: Path) -> None:
+        tensors = whole_tensors(saved)
+        assert not any(torch.isnan(tensor).any() for tensor in tensors.values())
+        of_layer = [f"decoder.layers.0.mlp.linear_fc{number}.weight" for number in (1, 2)]
+        frozen = ["embedding.word_embeddings.weight", *of_layer]
+        for prefix in ("param", "exp_avg", "exp_avg_sq"):
+            of_optimizer = {key for key in tensors if key.startswith(f"optimizer.state.{prefix}.")}
+            assert not of_optimizer & {f"optimizer.state.{prefix}.{key}" for key in frozen}
+            assert len(of_optimizer) == 27 - len(frozen)
+        (found,) = inspect_folder(saved).checkpoints
+        num_frozen = sum(tensors[key].numel() for key in frozen)
+        assert (found.complete, found.num_frozen_parameters) == (True, num_frozen)
+
+    def test_others_are_named_and_refused(self, saved: Path) -> None:
+        message = (
+            r"of 27 1 are frozen only here: decoder\.layers\.1\.mlp\.linear_fc1\.weight; 2 are "
+            r"frozen only there: decoder\.layers\.0\.mlp\..* --no-load-optim"
+        )
+        with pytest.raises(WorkerFailure, match=message):
+            pool_of(2).run(partial(loaded, with_optimizer=True), OTHER, "tp2", str(saved))
+
+    def test_without_the_optimizer_others_may_be_frozen(self, saved: Path) -> None:
+        wanted = {name: value.numpy() for name, value in initial_parameters(SAVED, 7).items()}
+        load = partial(loaded, with_optimizer=False)
+        for model in (OTHER, replace(OTHER, frozen=())):
+            runs = pool_of(2).run(load, model, "pp2", str(saved))
+            found = assemble(runs, [run.parameters[0] for run in runs])
+            frozen = assemble(runs, [run.frozen[0] for run in runs], frozen=True)
+            assert set(frozen) == {name for name in wanted if name.startswith(model.frozen or "-")}
+            assert_same(found | frozen, wanted, 0.0)
