@@ -29,7 +29,8 @@ which is in or after the backward of the last layer:
   sent and, with experts cut by tp, after the reduce-scatter. A rank with one expert sorts nothing.
   The output of shared experts waits;
 - *an expert*: as the activation of the MLP, for all tokens, which may choose the same expert, and
-  gradients of the outputs of all experts; in grouped products, of all experts at the same time;
+  gradients of the outputs of all experts; in grouped products, of all experts at the same time, and
+  one more tensor as wide, once these gradients are freed;
 - *attention*: what the kernel and the exchange with cp ranks need, less the MLP's activations,
   which are freed by then.
 
@@ -226,10 +227,13 @@ class MemoryModel(TrainedModel):
         footprint = self.footprint(scheme)
         products: float = _WORKSPACE_BYTES
         if self.has_te_layers:
-            shares, of_expert = footprint.weight_shapes, 1 / max(shape.num_experts, 1)
-            of_expert *= max(0.0, 1 - shares * shape.experts_per_token)  # ep leaves it whole
-            num_entries = shares * shape.num_matrix_parameters_per_layer
-            num_entries += of_expert * shape.num_routed_entries
+            num_entries: float = shape.num_attention_entries
+            if shape.num_expert_layers < shape.num_layers:
+                num_entries += shape.num_mlp_entries
+            num_entries += shape.num_expert_entries - shape.num_routed_entries
+            num_entries *= footprint.weight_shapes
+            # One expert, which ep leaves whole.
+            num_entries += shape.num_routed_entries / max(shape.num_experts, 1)
             workspaces = _TE_WORKSPACE_BYTES * (1 + _TE_STREAMS * self.groups_experts)
             products += workspaces + num_entries * self.parameter_bytes
         staging = footprint.staging_bytes(shape.num_parameters_per_layer, self.parameter_bytes)
@@ -310,7 +314,9 @@ class MemoryModel(TrainedModel):
             is_one = scheme.ep == 1 and not self.groups_experts
             chosen = expert * (1 if is_one else self.num_copies(scheme))
             weight = 0.0 if self.has_te_layers else shape.hidden_size * expert
-            alive = sum((*in_layer, layer.copies, num_tensors * chosen))
+            # Grouped products scale gradients after those of the outputs are freed.
+            scaled = max(layer.copies, chosen) if self.groups_experts else layer.copies
+            alive = sum((*in_layer, scaled, num_tensors * chosen))
             yield Moment("an expert", state + weight, alive)
         if shape.num_expert_layers < shape.num_layers:
             weight = 0.0 if self.has_te_layers else shape.hidden_size * layer.mlp

@@ -1,10 +1,10 @@
 """Staging buffers of parameters and gradients in transit, and communicators, on a rank.
 
-Staging on a device is a send and a receive buffer for the call that needs most: a layer with
-experts, one without, a part of the embedding, or in pipelines a set of them (`transfer.calls`). An
-owner sends parameters and receives gradients, one copy of its share for each holder; a role
-receives and sends in the arena itself or, if order or dtype of travel differ, its part of the call.
-If transfers are relayed inside a node, a third buffer holds what passes through.
+Staging on a device is one buffer for the call that needs most, a gather or a scatter: of a layer
+with experts, one without, a part of the embedding, or in pipelines a set of them
+(`transfer.calls`). An owner sends parameters and receives gradients, one copy of its share for each
+holder; a role receives and sends in the arena itself or, if order or dtype of travel differ, its
+part of the call. If transfers are relayed inside a node, what passes through is also there.
 
 Other orders of the owners (`best_owner_orders`) are neglected.
 """
@@ -39,14 +39,15 @@ class PoolFootprint:
     """
 
     share_as_owner: float
-    """What an owner or relay sends and receives: its part, once for each rank that holds it."""
+    """What an owner or relay sends and receives: its part, once for each rank that holds it, or
+    only once in an all-gather."""
     share_as_role: float
     """What a role receives through staging: its part of a bucket, or nothing if it travels in the
     order in which it lies in memory, as with the largest tp."""
     share_sent_by_role: float
     """The same, or its part in any order if gradients travel in bf16."""
     share_relayed: float
-    """What a rank relays for the others of its node, in a separate buffer."""
+    """What a rank relays for the others of its node."""
     weight_shapes: float
     """The rank's parts of a layer's matrices, one for each tp degree that it has: 1/tp in sum."""
     num_communicators: int
@@ -75,15 +76,15 @@ class PoolFootprint:
         )
 
     def staging_bytes(self, num_parameters_of_layer: int, parameter_bytes: int) -> float:
-        """All buffers. All strategies of the pool share them, so the largest need counts.
+        """The buffer, which all strategies of the pool share, so the largest need counts.
 
         num_parameters_of_layer: of the largest one.
         """
-        as_owner, num_bytes = self.share_as_owner, self.gradient_bytes
-        sent = max(as_owner * parameter_bytes, self.share_sent_by_role * num_bytes)
-        received = max(as_owner * num_bytes, self.share_as_role * parameter_bytes)
-        relayed = self.share_relayed * FP32_BYTES
-        return (sent + received + relayed) * num_parameters_of_layer
+        as_owner, relayed = self.share_as_owner, self.share_relayed
+        gathered = (as_owner + self.share_as_role + relayed) * parameter_bytes
+        scattered = (as_owner + self.share_sent_by_role) * self.gradient_bytes
+        scattered += relayed * FP32_BYTES
+        return max(gathered, scattered) * num_parameters_of_layer
 
 
 @lru_cache
@@ -124,7 +125,8 @@ def _shares(
     largest = max(bucket.num_elements for bucket in buckets if bucket.unit.is_layer)
     kind = collective_of(amounts, may_reduce=in_fp32)
     if kind is Collective.ALL_GATHER:  # of shares, into staging and out of it
-        return max(bucket.num_elements for bucket in buckets) / largest, 0.0, 0.0, 0.0
+        whole = max(bucket.num_elements for bucket in buckets) / largest
+        return whole / num_ranks, whole, whole, 0.0
     most = np.zeros(3)
     of_bucket: dict[int, npt.NDArray[np.int64]] = {}
     for same in amounts.equal_buckets:

@@ -6,6 +6,7 @@ import math
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -16,6 +17,7 @@ from megatron.hydraulis.optimizer.shards import CanonicalShards
 from megatron.hydraulis.runtime.model_building import global_name
 from megatron.hydraulis.transfer.calls import Calls
 from megatron.hydraulis.transfer.canonical import UNIT_ALIGNMENT_ELEMENTS, CanonicalLayout, Unit
+from megatron.hydraulis.transfer.ranges import held_blocks
 from megatron.hydraulis.transfer.role import NUM_GRADIENT_SLOTS, Role, UnitPlaces, aligned
 
 
@@ -249,11 +251,20 @@ class Arena:
             return self.num_gradients
         place = unsent = 0
         for call in calls:
-            units = {shards.layout.buckets[bucket].unit for bucket in call} & self.starts.keys()
-            ends = (self.starts[unit] + self.places[unit].share_elements for unit in units)
-            unsent = max(unsent, *ends, 0)
+            unsent = max(unsent, *(self._bucket_ends[bucket] for bucket in call))
             place = max(place, *(unsent - shards.offset(bucket) for bucket in call))
         return place
+
+    @cached_property
+    def _bucket_ends(self) -> list[int]:
+        """The element after the last one of each bucket, 0 for a bucket that the role lacks."""
+        ends = []
+        for bucket in self._layout.buckets:
+            blocks = held_blocks(self._layout, bucket, self._role, contributed=False)
+            ends.append(
+                max((self.regrouped_start(b.parameter) + b.stop for _, b in blocks), default=0)
+            )
+        return ends
 
     def zero_gradients(self) -> None:
         """Set all gradients to 0, and those in slots."""

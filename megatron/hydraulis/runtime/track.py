@@ -13,7 +13,7 @@ import sys
 import threading
 import traceback
 import weakref
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -31,14 +31,13 @@ NUM_STAGING_SLOTS = 2
 
 
 class StagingSlot:
-    """Send and receive buffers of one call, which grow to the largest call and are then reused.
+    """The buffer of one call, which grows to the largest call and is then reused.
 
     On a CPU a new allocation costs a page fault per page, about as long as the copy into it.
     """
 
     def __init__(self, device: torch.device) -> None:
-        self._device = device
-        self._buffers: dict[str, Tensor] = {}
+        self._buffer = torch.empty(0, dtype=torch.uint8, device=device)
 
     def parts(self, needs: Sequence[Mapping[str, int]]) -> list[StagingPart]:
         """A part for each bucket of a call, valid until the next call of this method.
@@ -46,29 +45,26 @@ class StagingSlot:
         Args:
             needs: bytes of each bucket by purpose.
         """
-        ends: Counter[str] = Counter()
+        end = 0
         places: list[dict[str, tuple[int, int]]] = []
         for need in needs:
             place = {}
             for purpose, num_bytes in need.items():
-                place[purpose] = (ends[purpose], ends[purpose] + num_bytes)
-                ends[purpose] += -(-num_bytes // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES
+                place[purpose] = (end, end + num_bytes)
+                end += -(-num_bytes // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES
             places.append(place)
-        for purpose, size in ends.items():
-            buffer = self._buffers.get(purpose)
-            if buffer is None or buffer.numel() < size:
-                self._buffers.pop(purpose, None)  # free the old one first: never hold both
-                del buffer
-                self._buffers[purpose] = torch.empty(size, dtype=torch.uint8, device=self._device)
+        if self._buffer.numel() < end:
+            self._buffer = self._buffer.new_empty(0)  # free the old one first: never hold both
+            self._buffer = self._buffer.new_empty(end)
         return [
-            StagingPart({name: self._buffers[name][slice(*at)] for name, at in place.items()})
+            StagingPart({name: self._buffer[slice(*at)] for name, at in place.items()})
             for place in places
         ]
 
     @property
     def num_bytes(self) -> int:
         """Memory in use."""
-        return sum(buffer.numel() for buffer in self._buffers.values())
+        return self._buffer.numel()
 
 
 class StagingPart:

@@ -190,6 +190,11 @@ class Block:
     def num_elements(self) -> int:
         return self.num_rows * self.row_length
 
+    @property
+    def stop(self) -> int:
+        """Flat index after the last element."""
+        return self.offset + (self.num_rows - 1) * self.row_stride + self.row_length
+
 
 @dataclass(frozen=True)
 class Bucket:

@@ -1,14 +1,16 @@
 """Arenas of several roles share memory of the size that the current role needs."""
 
+from collections import Counter
 from typing import Any
 
 import torch
 
+from megatron.hydraulis.optimizer.shards import CanonicalShards
 from megatron.hydraulis.runtime.arena import Arena, ArenaMemory
 from megatron.hydraulis.runtime.catalogue import catalogue
 from megatron.hydraulis.runtime.model_building import build_role_model
 from megatron.hydraulis.runtime.process_groups import local_collection
-from megatron.hydraulis.transfer.canonical import CanonicalLayout
+from megatron.hydraulis.transfer.canonical import CanonicalLayout, Unit
 from megatron.hydraulis.transfer.role import Role
 from tests.support.gloo_pool import prepare_parent
 from tests.support.models import SmallModel
@@ -69,6 +71,32 @@ def test_two_roles_use_the_memory_in_turn() -> None:
         assert bool((gradient == 9.0).all())
         arena.zero_gradients()
         assert not arena.gradients.any()
+
+
+def test_gradients_of_shards_follow_those_of_each_bucket() -> None:
+    """They take the place of a part of the output layer once it is sent, before other parts are."""
+    specs = [entry.spec for entry in catalogue(SmallModel(num_layers=2).definition())]
+    layout = CanonicalLayout.build(specs, num_atoms=1, num_ranks=4, bucket_cap_elements=500)
+    memory = ArenaMemory(dtype=torch.float32, grad_dtype=torch.float32, device=torch.device("cpu"))
+    arena = Arena(layout, role_of_layers(0, 2), memory)
+    # The role has all parameters, in canonical order.
+    ends, in_unit = [], Counter[Unit]()
+    for bucket in layout.buckets:
+        in_unit[bucket.unit] += bucket.num_elements
+        ends.append(arena.starts[bucket.unit] + in_unit[bucket.unit])
+    assert in_unit[Unit.output()] > 1000
+    calls = tuple((bucket.index,) for bucket in layout.buckets)
+    for rank in range(4):
+        shards = CanonicalShards(
+            layout,
+            rank,
+            dtype=torch.float32,
+            frozen_dtype=torch.float32,
+            device=torch.device("cpu"),
+            has_gradients=False,
+        )
+        needed = max(end - shards.offset(bucket) for bucket, end in enumerate(ends))
+        assert arena.place_of_shards(shards, calls) == needed
 
 
 def test_the_same_size_again_keeps_what_is_there() -> None:
