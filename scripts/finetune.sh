@@ -9,7 +9,7 @@
 # documentation, not facts. Flags given here come after those below; if a flag is repeated, the last
 # value wins. With your model and data, the steps are the same:
 #
-#   import-hf, preprocess --chat, train, export-hf, load with transformers
+#   preprocess --chat, train --hf, export-hf, load with transformers
 #
 # Everything is in runs/finetune; RUN_DIR names another folder.
 set -euo pipefail
@@ -25,19 +25,14 @@ mkdir -p "$run_dir"
 echo '=== a model and conversations'
 "$python" scripts/stdlib_chat.py --output-dir "$data"
 
-echo '=== import-hf: the checkpoint to start from, and the flags of the model'
-"${hydraulis[@]}" import-hf "$data/model" "$run_dir/checkpoints" | tee "$run_dir/import.log"
-read -r -d '' -a model_flags < <(sed '1,/^flags of such a run:/d; s/\\$//' "$run_dir/import.log") || true
-
 echo '=== preprocess --chat: tokens, and weights that train answers alone'
-"${hydraulis[@]}" preprocess --chat --show --input "$data/conversations.jsonl" \
+"${hydraulis[@]}" preprocess --chat --show 3 --input "$data/conversations.jsonl" \
     --output-prefix "$run_dir/conversations" --seq-length 1024 --long-sequences truncate \
     --tokenizer-type HuggingFaceTokenizer --tokenizer-model "$PWD/$data/model"
 
-echo '=== train: each iteration runs the strategy of the pool that is predicted to be fastest'
-RUN_DIR="$run_dir/train" bash scripts/run_local.sh 4 "${model_flags[@]}" \
+echo '=== train --hf: model, tokenizer and weights of the folder, the fastest strategy for each iteration'
+RUN_DIR="$run_dir/train" bash scripts/run_local.sh 4 --hf "$data/model" \
     --save "$run_dir/checkpoints" --data-path "$run_dir/conversations" --split 98,2,0 \
-    --tokenizer-type HuggingFaceTokenizer --tokenizer-model "$PWD/$data/model" \
     --seq-length 1024 --attention-dropout 0 --hidden-dropout 0 --strategy-pool examples/pool_4_ranks.json \
     --global-batch-size 24 --train-iters 150 --lr 5e-3 --lr-decay-style cosine --lr-warmup-fraction 0.1 \
     --clip-grad 1 --seed 1234 --eval-interval 75 --eval-iters 1 --log-interval 10 "$@"

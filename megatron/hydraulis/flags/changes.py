@@ -61,6 +61,7 @@ _OF_ONE_START = (
     "dry_run",
     "exit_on_missing_checkpoint",
     "finetune",
+    "hf",
     "load",
     "load_fallback",
     "no_load_optim",

@@ -206,6 +206,10 @@ class HydraulisConfig:
     """Number of ranks of the job that --dry-run describes (ranks). Default: WORLD_SIZE; on one
     process, those of --strategy."""
 
+    hf: Path | None = field(default=None, metadata=_flag("DIR"))
+    """Hugging Face folder of model, tokenizer and dtype; given flags win, but may not contradict
+    the weights, with which a run without checkpoint begins. Default: flags describe the model."""
+
     ignore_unknown_options: bool = False
     """Go on without options that neither Megatron nor this program knows, such as those of a fork.
     They may change the model: the log lists each. Default: such an option is an error."""
@@ -245,7 +249,7 @@ _FIRST_OF_TOPIC = {
     "cost_profile": "Planning and costs",
     "run_dir": "Run folder, traces, faults",
     "dry_run": "Without training",
-    "ignore_unknown_options": "Launch scripts of others",
+    "hf": "Models and launch scripts of others",
 }
 """First field of HydraulisConfig on a topic -> the topic; fields of one topic follow each other."""
 

@@ -157,10 +157,21 @@ def build_from_folder(
     )
     definition = definition_of(resolved, attention)
     engine = build_engine(resolved, planning.pool, definition, optimizer, accumulates=True)
-    places = StoredModel.of(definition, separate_layers=True).parameters
-    on_all_ranks(lambda: _fill(engine, path, places), what)
-    engine.parameters_changed()
+    places = fill_from_folder(engine, path)
     return BuiltEngine(engine, planning, resolved, model, places)
+
+
+def fill_from_folder(engine: RuntimeEngine, folder: Path) -> Mapping[str, StoredParameter]:
+    """Sets the engine's parameters to those of the folder; returns `BuiltEngine.places`.
+
+    Collective. Every rank reads the folder, one tensor at a time.
+
+    Raises CheckpointError, ConfigurationError as `open_folder`.
+    """
+    places = StoredModel.of(engine.definition, separate_layers=True).parameters
+    on_all_ranks(lambda: _fill(engine, folder, places), f"{folder} cannot be read")
+    engine.parameters_changed()
+    return places
 
 
 def checked_path(path: str | Path) -> Path:

@@ -50,6 +50,8 @@ from megatron.hydraulis.library.planning import Planning
 from megatron.hydraulis.loop.model_container import ModelContainer
 from megatron.hydraulis.loop.planned_data import PlannedData
 from megatron.hydraulis.optimizer.sharded_adamw import ShardedAdamW
+from megatron.hydraulis.runtime.engine import RuntimeEngine
+from megatron.hydraulis.runtime.process_groups import on_rank_0
 
 
 @dataclass
@@ -208,6 +210,24 @@ class RunCheckpoints:
 
     # --- around the loop --------------------------------------------------------------------
 
+    def begin_from_folder(self, engine: RuntimeEngine) -> None:
+        """Take the weights of ``--hf``, unless there is a checkpoint to load. Collective.
+
+        Raises CheckpointError, ConfigurationError.
+        """
+        hf, load = self._resolved.hydraulis.hf, self._resolved.args.load
+        if hf is None:
+            return
+        if load is not None:
+            folder = CheckpointFolder(Path(load))
+            if on_rank_0(lambda: folder.paths, f"{load} cannot be read"):
+                return
+        # Only a run that begins with a folder needs its libraries.
+        from megatron.hydraulis.library.hugging_face import fill_from_folder
+
+        fill_from_folder(engine, Path(hf))
+        self._say(f"took the weights of {hf}; training begins with iteration 1")
+
     def check_save_folder(self) -> None:
         """Raise ConfigurationError if the ``--save`` folder has checkpoints from which the run
         would not continue."""
@@ -271,10 +291,11 @@ class RunCheckpoints:
                 f"--load {folder.root}: there is no checkpoint; correct the folder, or remove "
                 "--load to start from iteration 1 (a folder that is --save as well may be empty)"
             )
-        self._say(
-            f"warning: there is no checkpoint in {folder.root} yet: training starts from scratch, "
-            "with iteration 1"
-        )
+        if self._resolved.hydraulis.hf is None:
+            self._say(
+                f"warning: there is no checkpoint in {folder.root} yet: training starts from "
+                "scratch, with iteration 1"
+            )
 
     def _accept(self, scheduler: Any) -> Accept:
         """Raises one ConfigurationError unless the run may go on with these data, settings and

@@ -35,6 +35,7 @@ with without_garbage_collection():
         report_lost_connection,
         report_unexpected_error,
     )
+    from megatron.hydraulis.loop.hugging_face import FolderOfRun
     from megatron.hydraulis.loop.job import Job, UserHooks
     from megatron.hydraulis.loop.memory_safety import use_expandable_segments
     from megatron.hydraulis.loop.sft_data import convert_data
@@ -139,6 +140,9 @@ def _run(argv: Sequence[str] | None, hooks: UserHooks) -> None:
     if not _WITHOUT_RANKS.intersection(words):
         # Before the flags, which would be wrong for a job of this process alone.
         check_launched("train FLAGS", otherwise=", or add --dry-run")
+    folder = FolderOfRun.named_in(words)
+    if folder is not None:
+        words = [*folder.flags, *words]
     if wants_proposal(words):
         from megatron.hydraulis.loop.auto_pool import pool_of_job  # slow to import
 
@@ -156,6 +160,8 @@ def _run(argv: Sequence[str] | None, hooks: UserHooks) -> None:
             store.set_timeout(timeout)
     resolved = parse_arguments(words, num_ranks=num_ranks, rank=rank, proposed_pool=pool)
     args = resolved.args
+    if folder is not None:
+        folder.check(resolved)
     if resolved.hydraulis.dry_run:
         Job(resolved, hooks, has_cuda=has_cuda).print_description()
         return

@@ -488,11 +488,15 @@ class Job:
         assert self._core_attention is not None
         recorders = (each.spans for each in (parts.trace, parts.drift) if each is not None)
         config = model_config(self._resolved, self._core_attention.name, ContainerConfig)
-        config.engine_factory = partial(self._make_engine, spans=combine_recorders(*recorders))
+        config.engine_factory = partial(
+            self._make_engine, parts.checkpoints, spans=combine_recorders(*recorders)
+        )
         config.model_provider = self._hooks.model_provider
         return config
 
-    def _make_engine(self, definition: ModelDefinition, *, spans: SpanRecorder) -> RuntimeEngine:
+    def _make_engine(
+        self, checkpoints: RunCheckpoints, definition: ModelDefinition, *, spans: SpanRecorder
+    ) -> RuntimeEngine:
         args = self._resolved.args
         optimizer = AdamWSettings(
             lr=args.lr,
@@ -521,6 +525,7 @@ class Job:
                 f"memory is too small; use more ranks or a smaller model (--vocab-size is "
                 f"{self._resolved.vocabulary.size})"
             ) from error
+        checkpoints.begin_from_folder(self._engine)
         return self._engine
 
     def _try_memory_out(

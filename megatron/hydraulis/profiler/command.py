@@ -40,6 +40,7 @@ from megatron.hydraulis.library.building import (
 from megatron.hydraulis.library.planning import profiled_model
 from megatron.hydraulis.loop.entry import set_hardware_queues
 from megatron.hydraulis.loop.faults import quieten_upstream, report_error
+from megatron.hydraulis.loop.hugging_face import FolderOfRun
 from megatron.hydraulis.loop.startup import (
     check_devices,
     check_launched,
@@ -253,8 +254,10 @@ class _Job:
     @classmethod
     def of(cls, namespace: argparse.Namespace, *, num_ranks: int, rank: int) -> _Job:
         """Raises ConfigurationError, DataError."""
+        folder = FolderOfRun.named_in(training_defaults(namespace.model_flags))
+        of_folder = () if folder is None else folder.flags
         resolved = parse_arguments(
-            training_defaults(namespace.model_flags),
+            training_defaults([*of_folder, *namespace.model_flags]),
             num_ranks=num_ranks,
             rank=rank,
             needs_data=False,

@@ -151,7 +151,14 @@ def model_from_config(content: Any, what: str) -> HuggingFaceModel:
         )
     family = FAMILIES[name]
     _only(config, "architectures", [family.architecture])
-    _only(config, "quantization_config", None)
+    if config.has("quantization_config"):
+        content_of_it = config.value("quantization_config")
+        method = content_of_it.get("quant_method") if isinstance(content_of_it, Mapping) else None
+        raise ConfigurationError(
+            f"{what}: weights must not be quantized but quantization_config says "
+            f"{method or content_of_it!r}; convert them to bf16, or take the model without "
+            "quantization"
+        )
     for key, value in ({"hidden_act": "silu"} | dict(family.settings)).items():
         if key != _NUM_PREDICTING:
             _only(config, key, value)

@@ -12,7 +12,7 @@ import json
 import math
 import os
 import shutil
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -37,8 +37,9 @@ _DTYPES: Mapping[str, torch.dtype] = {
     "BF16": torch.bfloat16,
     "F16": torch.float16,
 }
+_VOCABULARIES = ("tokenizer.json", "*vocab*", "tekken.json", "*.model", "*.tiktoken")
 _COMPANIONS = (
-    *("*token*", "*vocab*", "merges.txt", "tekken.json", "*.model", "*.tiktoken"),
+    *(*_VOCABULARIES, "*token*", "merges.txt"),
     *("chat_template.*", "generation_config.json", "*processor_config.json"),
 )
 """Patterns of the names that transformers and mistral-common give to what lies next to weights:
@@ -271,18 +272,27 @@ def companions_of(folder: Path, vocab_size: int) -> tuple[list[Path], dict[str, 
         CheckpointError: the folder has no configuration that can be read.
         ConfigurationError: a special token is beyond the vocabulary.
     """
-    files = [
+    files = _companions(folder, _COMPANIONS)
+    token_ids = _token_ids(folder / CONFIG_NAME, vocab_size)
+    if (generation := folder / _GENERATION_CONFIG) in files:
+        _token_ids(generation, vocab_size)
+    return files, token_ids
+
+
+def has_tokenizer(folder: Path) -> bool:
+    """True if a folder has a file with the tokens of a tokenizer."""
+    return bool(_companions(folder, _VOCABULARIES))
+
+
+def _companions(folder: Path, patterns: Sequence[str]) -> list[Path]:
+    return [
         path
         for path in sorted(folder.iterdir() if folder.is_dir() else ())
         if path.is_file()
         and path.name.endswith(_COMPANION_SUFFIXES)
         and not path.name.endswith(_INDEX_SUFFIX)
-        and any(fnmatch.fnmatchcase(path.name, pattern) for pattern in _COMPANIONS)
+        and any(fnmatch.fnmatchcase(path.name, pattern) for pattern in patterns)
     ]
-    token_ids = _token_ids(folder / CONFIG_NAME, vocab_size)
-    if (generation := folder / _GENERATION_CONFIG) in files:
-        _token_ids(generation, vocab_size)
-    return files, token_ids
 
 
 def _token_ids(path: Path, vocab_size: int) -> dict[str, Any]:
