@@ -21,6 +21,7 @@ import torch
 from megatron.hydraulis.checkpoint.inspect import inspect_folder
 from megatron.hydraulis.checkpoint.loading import load_checkpoint
 from megatron.hydraulis.runtime import strategy_runtime
+from megatron.hydraulis.runtime.engine import RuntimeEngine
 from megatron.hydraulis.runtime.executor import make_forward_step
 from megatron.hydraulis.runtime.regroup import Regrouper
 from megatron.hydraulis.transfer.canonical import UNIT_ALIGNMENT_ELEMENTS
@@ -39,6 +40,7 @@ from tests.support.models import (
     rank_run,
     run_job,
 )
+from tests.support.overlap_probes import bytes_of_iterations
 from tests.support.reference import ReferenceRun, initial_parameters, run_reference
 
 pytestmark = pytest.mark.distributed
@@ -50,11 +52,11 @@ STRATEGIES = ("2*tp2", "2*pp2", "2*cp2", "cp4~", "tp2+pp2")
 NUM_ITERATIONS = 10
 
 
-def frozen_job(model: SmallModel, *, recomputes: bool = False) -> Job:
-    """Ten iterations of the law's batches, each on another strategy than the one before."""
+def frozen_job(model: SmallModel, *, recomputes: bool = False, repeats: int = 1) -> Job:
+    """Ten iterations of the law's batches, a strategy for as many in a row before the next one."""
     each = [law_job(4, text, model) for text in STRATEGIES]
     each[3] = waves(list(SPLITS.values()), model)
-    turns = [(i % len(each), i % 3) for i in range(NUM_ITERATIONS)]
+    turns = [((i // repeats) % len(each), i % 3) for i in range(NUM_ITERATIONS)]
     texts = ("2*tp2r", "2*pp2r", "2*cp2r", "cp4~r", "tp2r+pp2r") if recomputes else STRATEGIES
     return replace(
         each[0],
@@ -95,6 +97,32 @@ def check(job: Job, runs: list[RankRun]) -> None:
 def test_every_strategy_gives_the_same_update_and_leaves_what_is_frozen(recomputes: bool) -> None:
     job = frozen_job(MODEL, recomputes=recomputes)
     check(job, pool_of(4).run(run_job, job))
+
+
+def evaluated_between(job: Job) -> RankRun:
+    """On every rank: the job, with an evaluation by the last strategy before every iteration."""
+    train = RuntimeEngine.train_step
+
+    def step(self: RuntimeEngine, name: str, packs: Any, *others: Any, **named: Any) -> Any:
+        self.evaluate(self.pool.strategies[-1].name, [], make_forward_step())
+        return train(self, name, packs, *others, **named)
+
+    with patch.object(RuntimeEngine, "train_step", step):
+        return run_job(job)
+
+
+@pytest.mark.parametrize("run", [run_job, evaluated_between])
+def test_what_is_held_is_right_when_strategies_stay(run: Any) -> None:
+    job = frozen_job(MODEL, repeats=2)
+    check(job, pool_of(4).run(run, job))
+
+
+def test_bytes_are_those_of_what_is_trained_where_strategies_stay() -> None:
+    job = law_job(4, "tp2+2*tp1", MODEL)
+    for found in pool_of(4).run(bytes_of_iterations, job):
+        (_, first, _), (_, second, _), (_, third, _) = found
+        assert [exchanged for _, exchanged, _ in found] == [counted for *_, counted in found]
+        assert second == third < first
 
 
 FIRST_HALF = ("embedding.", "decoder.layers.0.", "decoder.layers.1.")

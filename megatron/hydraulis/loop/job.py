@@ -526,6 +526,15 @@ class Job:
                 f"{self._resolved.vocabulary.size})"
             ) from error
         checkpoints.begin_from_folder(self._engine)
+        specs = self._engine.layout.parameters
+        frozen = [spec for spec in specs if spec.is_frozen]
+        if frozen and dist.get_rank() == 0:
+            num_elements = sum(spec.num_elements for spec in frozen)
+            print(
+                f"frozen: {len(frozen)} of {len(specs)} parameters, {num_elements:,} elements: "
+                f"{listed([spec.name for spec in frozen])}",
+                flush=True,
+            )
         return self._engine
 
     def _try_memory_out(

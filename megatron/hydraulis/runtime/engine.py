@@ -47,6 +47,7 @@ from megatron.hydraulis.runtime.track import NUM_STAGING_SLOTS, Staging, make_tr
 from megatron.hydraulis.strategy import Pool
 from megatron.hydraulis.transfer.canonical import CanonicalLayout
 from megatron.hydraulis.transfer.ranges import best_owner_orders
+from megatron.hydraulis.transfer.role import Role, held_buckets
 
 
 @dataclass(frozen=True)
@@ -58,6 +59,8 @@ class LocalGradients:
     """The loss function's report of each micro-batch; on the last stage."""
     trained_tokens: int
     """Tokens with a weight above 0 in this rank's micro-batches."""
+    held_bytes: int = 0
+    """Bytes that its gather would have exchanged if arenas had not held frozen parameters."""
     out_of_memory: OutOfMemory | None = None
     """Reason why this rank has abandoned its micro-batches."""
     is_divided: bool = False
@@ -185,6 +188,12 @@ class RuntimeEngine:
         """Number of times that parameters have changed."""
         self._gathered: tuple[str, GatherPass] | None = None
         """The strategy whose current parameters are in the arena or on their way there."""
+        self._held_roles: Sequence[Role | None] | None = None
+        """The role of every rank for which its arena has, or will have, the frozen parameters; None
+        if an arena may have lost them. It follows from the calls that all ranks make, never from
+        what a rank has, so that it is the same on all of them."""
+        self._gathered_before: set[str] = set()
+        """Strategies that have been gathered."""
         self._accumulated: list[LocalGradients] = []
         """The batches whose gradients the next update sums."""
         self._offloaded: list[tuple[Tensor, Tensor]] = []
@@ -296,8 +305,12 @@ class RuntimeEngine:
         with self._in_phase("scatter", strategy_name, phase):
             scatter.finish()
             self.finish_regrouping()
+        assert self._gathered is not None
+        held_bytes = runtime.regrouper.bytes_of(self._gathered[1].held)
         self._accumulated.append(
-            LocalGradients(runtime, reports, _trained_tokens(batches), out_of_memory, is_divided)
+            LocalGradients(
+                runtime, reports, _trained_tokens(batches), held_bytes, out_of_memory, is_divided
+            )
         )
 
     def optim_step(
@@ -340,12 +353,14 @@ class RuntimeEngine:
                     routing = None if self.routers is None else self.routers.accept(vote.routing)
                     self._update_shards(norm, vote.next_strategy)
         traffic = [call.runtime.regrouper.traffic for call in calls]
+        held_bytes = sum(call.held_bytes for call in calls)
         return StepOutcome(
             loss,
             norm,
             updated,
             bad,
-            regroup_bytes=sum(each.received_bytes + each.sent_bytes for each in traffic),
+            regroup_bytes=sum(t.received_bytes + t.sent_bytes for t in traffic) - held_bytes,
+            held_bytes=held_bytes,
             gather_wait_s=self.gather_timer.take_s(),
             scatter_wait_s=self.scatter_timer.take_s(),
             num_ranks_without_memory=vote.num_ranks_without_memory,
@@ -417,6 +432,7 @@ class RuntimeEngine:
         Call `finish_regrouping` before writing, so that no gather reads them.
         """
         self._forget_gather()
+        self._held_roles = None
         self.num_changes += 1
 
     def _forget_gather(self) -> None:
@@ -437,6 +453,7 @@ class RuntimeEngine:
         self.require_onloaded()
         self.require_no_gradients("an offload")
         self._forget_gather()
+        self._held_roles = None
         self.memory.size_parameters(0)
         self.memory.size_gradients(0)
         self.shards.gradients.untyped_storage().resize_(0)
@@ -547,7 +564,9 @@ class RuntimeEngine:
     def _begin_gather(self, strategy_name: str) -> GatherPass:
         """Size the arena for the strategy; nothing is posted yet."""
         self._forget_gather()
-        if strategy_name not in self._runtimes:
+        if strategy_name not in self._gathered_before:
+            self._gathered_before.add(strategy_name)
+            self._held_roles = None
             # Free the arenas, whose contents are no longer needed, while the model is built.
             self.memory.return_gradients(self.shards)
             self.memory.size_parameters(0)
@@ -558,13 +577,16 @@ class RuntimeEngine:
         if self._accumulates:
             self.memory.release_gradients_unless(runtime.num_gradients)
         self.memory.size_parameters(runtime.num_parameters)
+        roles = runtime.regrouper.roles
         gather = GatherPass(
             runtime.regrouper,
             self._track,
             self.gather_timer,
+            held=held_buckets(self.layout, self._held_roles, roles),
             waits_at_once=not self._overlap,
         )
         self._gathered = (strategy_name, gather)
+        self._held_roles = roles
         return gather
 
     def _size_gradients(self, runtime: StrategyRuntime) -> None:
@@ -694,6 +716,8 @@ class RuntimeEngine:
             if routers is not None:
                 total = torch.cat([total, routers.propose(total[num_votes:])])
             vote = StepVote.from_host(total.cpu())
+        if vote.num_ranks_without_memory:
+            self._held_roles = None
         bad: list[int] = []
         if losses is not None and not vote.loss.is_finite:
             bad = [i for i, loss in enumerate(losses[:, 0].tolist()) if not math.isfinite(loss)]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from enum import Enum, auto
 from typing import Any
@@ -11,7 +11,7 @@ from megatron.hydraulis.errors import HydraulisError
 from megatron.hydraulis.runtime.regroup import Regrouper
 from megatron.hydraulis.runtime.spans import NO_SPANS, CudaStamp, HostStamp, SpanRecorder
 from megatron.hydraulis.runtime.track import Ticket, Track
-from megatron.hydraulis.transfer.calls import Calls
+from megatron.hydraulis.transfer.calls import Calls, calls_without
 
 
 class StallTimer:
@@ -68,6 +68,7 @@ class GatherPass:
     """A gather of one strategy's parameters: each call once, in the regrouper's order.
 
     Args:
+        held: buckets that no rank needs, as arenas hold them; the same on all ranks.
         waits_at_once: without overlap: wait for each call as soon as it is posted.
     """
 
@@ -77,36 +78,40 @@ class GatherPass:
         track: Track,
         timer: StallTimer,
         *,
+        held: Collection[int] = (),
         waits_at_once: bool = False,
     ) -> None:
         self._regrouper = regrouper
         self._track = track
         self._timer = timer
+        self.held = held
         self._waits_at_once = waits_at_once
-        self._call_of = call_of_buckets(regrouper.calls)
+        self._calls = calls_without(regrouper.calls, held)
+        self._call_of = call_of_buckets(self._calls)
         self._tickets: list[Ticket | None] = []
         """One for each posted call; None once it has been waited for."""
-        self._num_missing = len(regrouper.calls)
+        self._num_missing = len(self._calls)
 
     @property
     def buckets(self) -> Sequence[int]:
-        """All buckets in the order in which they are to be updated."""
+        """The buckets that are gathered, among them all that are trained, in the order in which
+        they are to be updated."""
         return list(self._call_of)
 
     def updated(self, bucket: int) -> None:
         """Post the next call if this bucket, updated in the order of `buckets`, is its last."""
-        if bucket == self._regrouper.calls[len(self._tickets)][-1]:
+        if bucket == self._calls[len(self._tickets)][-1]:
             self._post_next()
 
     def _post_next(self) -> None:
-        call = len(self._tickets)
+        call = self._calls[len(self._tickets)]
         self._tickets.append(self._track.submit(self._regrouper.gather_job(call)))
         if self._waits_at_once:
-            self.need(self._regrouper.calls[call])
+            self.need(call)
 
     def post_rest(self) -> None:
         """Post all calls that are not posted yet: the owned parts must be up to date."""
-        while len(self._tickets) < len(self._regrouper.calls):
+        while len(self._tickets) < len(self._calls):
             self._post_next()
 
     def need(self, buckets: Iterable[int]) -> None:
@@ -114,6 +119,8 @@ class GatherPass:
         if not self._num_missing:
             return
         for bucket in buckets:
+            if bucket in self.held:
+                continue
             call = self._call_of[bucket]
             ticket = self._tickets[call]
             if ticket is not None:
@@ -123,7 +130,8 @@ class GatherPass:
 
     def num_missing_of(self, buckets: Iterable[int]) -> int:
         """Returns how many of these buckets have not been waited for."""
-        return sum(self._tickets[self._call_of[bucket]] is not None for bucket in buckets)
+        calls = (self._call_of[bucket] for bucket in buckets if bucket not in self.held)
+        return sum(self._tickets[call] is not None for call in calls)
 
     def finish(self) -> None:
         """Post all calls and wait until each has arrived wherever this rank sends it."""

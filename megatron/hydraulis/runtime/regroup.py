@@ -8,7 +8,7 @@ everything that does not change is computed once.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
@@ -29,11 +29,12 @@ from megatron.hydraulis.runtime.copies import (
 from megatron.hydraulis.runtime.track import StagingPart, StagingSlot, Step, TrackJob
 from megatron.hydraulis.strategy import Strategy
 from megatron.hydraulis.transfer.amounts import LayoutAmounts, StrategyAmounts
-from megatron.hydraulis.transfer.calls import Calls, calls_of
+from megatron.hydraulis.transfer.calls import calls_of, calls_without
 from megatron.hydraulis.transfer.canonical import Bucket, CanonicalLayout
 from megatron.hydraulis.transfer.collective import (
     EqualShares,
     collective_of,
+    link_elements,
     regroup_bytes,
     strategy_plans,
 )
@@ -88,14 +89,13 @@ class Regrouper:
         ranks_per_node: int,
     ) -> None:
         amounts = StrategyAmounts(LayoutAmounts(layout, ranks_per_node), roles)
+        self.roles = roles
         self.collective = collective_of(amounts)
         """The kind of gathers."""
         self.calls = calls_of(self.collective, amounts, strategy)
         """The buckets of each gather's call, in the order of gathers."""
-        trained = (
-            tuple(b for b in call if not layout.buckets[b].unit.is_frozen) for call in self.calls
-        )
-        self.scatter_calls: Calls = tuple(call for call in trained if call)
+        frozen = {bucket.index for bucket in layout.buckets if bucket.unit.is_frozen}
+        self.scatter_calls = calls_without(self.calls, frozen)
         """The buckets of each scatter's call, without frozen ones, in the order of gathers."""
         self._group = group
         scatter_collective = collective_of(
@@ -123,7 +123,12 @@ class Regrouper:
             parameter_bytes=wire_dtype.itemsize,
             gradient_bytes=gradient_dtype.itemsize,
         )
-        """Bytes that this rank exchanges with others in an iteration."""
+        """Bytes that this rank exchanges with others in an iteration, of which `bytes_of` are not
+        exchanged if nobody needs some frozen buckets."""
+        links = [
+            link_elements(plan, shards.rank, ranks_per_node=ranks_per_node) for plan, _ in plans
+        ]
+        self._gather_bytes = [wire_dtype.itemsize * (each.received + each.sent) for each in links]
         self.routes: list[Route] = []
         """One for each bucket."""
         self._scatter_routes: list[Route] = []
@@ -147,9 +152,14 @@ class Regrouper:
                     route if scatter_plan is plan else make_route(ends, *scatter_plan)
                 )
 
-    def gather_job(self, call: int) -> TrackJob:
-        """Fills the arena's parameters of a call's buckets from the shards of all ranks."""
-        routes = [self.routes[bucket] for bucket in self.calls[call]]
+    def bytes_of(self, buckets: Iterable[int]) -> int:
+        """Bytes that this rank exchanges with others in the gather of some buckets."""
+        return sum(self._gather_bytes[bucket] for bucket in buckets)
+
+    def gather_job(self, call: Sequence[int]) -> TrackJob:
+        """Fills the arena's parameters of a call's buckets, or of some of them, from the shards of
+        all ranks."""
+        routes = [self.routes[bucket] for bucket in call]
         return self._job(
             "gather", [(route, route.gather_staging, route.gather) for route in routes]
         )

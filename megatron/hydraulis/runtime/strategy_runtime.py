@@ -86,9 +86,6 @@ class StrategyRuntimes:
     _bound_roles: dict[object, BoundRole] = field(default_factory=dict, init=False)
     _is_training: bool = field(default=True, init=False)
 
-    def __contains__(self, strategy_name: str) -> bool:
-        return strategy_name in self._built
-
     def of(self, strategy_name: str) -> StrategyRuntime:
         """The runtime of a strategy; no collective."""
         if strategy_name not in self._built:

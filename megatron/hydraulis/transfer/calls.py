@@ -9,7 +9,7 @@ have to wait for a set of layers where they would need only the first one.
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Container, Iterator, Sequence
 from itertools import accumulate
 
 from megatron.hydraulis.strategy import Strategy
@@ -66,6 +66,12 @@ def calls_of(kind: Collective, amounts: StrategyAmounts, strategy: Strategy) -> 
         if total < least and all(later[b] - arrivals[b] <= tolerated for b in arrivals):
             best, least = calls, total
     return best
+
+
+def calls_without(calls: Calls, buckets: Container[int]) -> Calls:
+    """The same calls without some buckets; none of them is empty."""
+    left = (tuple(bucket for bucket in call if bucket not in buckets) for call in calls)
+    return tuple(call for call in left if call)
 
 
 def _timer(kind: Collective, amounts: StrategyAmounts) -> Callable[[Sequence[int]], int]:

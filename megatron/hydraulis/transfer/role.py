@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -136,6 +137,29 @@ class UnitPlaces:
     def share_start(self) -> int:
         """First element of the run that is kept."""
         return self.share_elements * self.column
+
+
+def held_buckets(
+    layout: CanonicalLayout,
+    before: Sequence[Role | None] | None,
+    now: Sequence[Role | None],
+) -> frozenset[int]:
+    """Indices of the frozen buckets that no rank needs again, as all of their holders hold them.
+
+    Args:
+        before: the role of every rank for which it holds its frozen parameters; None if they may
+            be lost. A rank holds those of one role at a time.
+        now: the role of every rank in the next strategy.
+    """
+    if before is None:
+        return frozenset()
+    others = {role for role, last in zip(now, before, strict=True) if role not in (None, last)}
+    needed = {unit for role in others if role is not None for unit in role.units}
+    return frozenset(
+        bucket.index
+        for bucket in layout.buckets
+        if bucket.unit.is_frozen and bucket.unit not in needed
+    )
 
 
 def aligned(num_elements: int, step: int) -> int:

@@ -191,27 +191,49 @@ def test_a_users_layer_spec_makes_the_layers(launch: Launch, main_run: Run, tmp_
     assert run.losses[0] != pytest.approx(main_run.losses[0], rel=1e-4)
 
 
+def model_provider(
+    pre_process: bool = True, post_process: bool = True, *, config: Any, pg_collection: Any
+) -> GPTModel:
+    print(f"STAGE {config.num_layers} layers, {pre_process=} {post_process=}")
+    layer = get_gpt_layer_local_spec(normalization="RMSNorm")
+    return GPTModel(
+        config=config,
+        transformer_layer_spec=packed_block_spec(layer, config.num_layers),
+        vocab_size=PADDED_VOCAB_SIZE,
+        max_sequence_length=SEQ_LENGTH,
+        pre_process=pre_process,
+        post_process=post_process,
+        position_embedding_type="rope",
+        parallel_output=True,
+        share_embeddings_and_output_weights=False,
+        pg_collection=pg_collection,
+    )
+
+
+def test_what_a_users_model_freezes_is_gathered_once(launch: Launch) -> None:
+    def frozen_provider(*flags: bool, **named: Any) -> GPTModel:
+        model = model_provider(*flags, **named)
+        if hasattr(model, "embedding"):
+            model.embedding.requires_grad_(False)
+        return model
+
+    def program(argv: Sequence[str]) -> None:
+        entry.main(argv, entry.UserHooks(model_provider=frozen_provider))
+
+    run = launch("pp2", 2, "--train-iters", "2", program=program)
+    assert "frozen: 1 of " in run.outcome.ranks[0].stdout
+    assert ": embedding.word_embeddings.weight\n" in run.outcome.ranks[0].stdout
+    first, second = run.records
+    assert (first.held_bytes, second.regroup_bytes) == (
+        0,
+        (first.regroup_bytes or 0) - (second.held_bytes or 0),
+    )
+    assert second.held_bytes
+
+
 def test_a_users_loss_and_model_replace_ours(launch: Launch, main_run: Run) -> None:
     def double_loss(mask: torch.Tensor, output: torch.Tensor) -> Any:
         return loss_func(mask, 2.0 * output)
-
-    def model_provider(
-        pre_process: bool = True, post_process: bool = True, *, config: Any, pg_collection: Any
-    ) -> torch.nn.Module:
-        print(f"STAGE {config.num_layers} layers, {pre_process=} {post_process=}")
-        layer = get_gpt_layer_local_spec(normalization="RMSNorm")
-        return GPTModel(
-            config=config,
-            transformer_layer_spec=packed_block_spec(layer, config.num_layers),
-            vocab_size=PADDED_VOCAB_SIZE,
-            max_sequence_length=SEQ_LENGTH,
-            pre_process=pre_process,
-            post_process=post_process,
-            position_embedding_type="rope",
-            parallel_output=True,
-            share_embeddings_and_output_weights=False,
-            pg_collection=pg_collection,
-        )
 
     def program(argv: Sequence[str]) -> None:
         entry.main(argv, entry.UserHooks(loss_func=double_loss, model_provider=model_provider))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -160,6 +161,66 @@ def test_parameters_alone_run_forward_only(world: None, engine: RuntimeEngine) -
     with pytest.raises(ConfigurationError, match="made with optimizer=None"):
         alone.forward_backward("tp1", batches(1.0), STEP)
     alone.close()
+
+
+class TestHeldFrozenParameters:
+    """What may lose the frozen parameters of an arena makes all ranks gather them again."""
+
+    @pytest.fixture
+    def frozen(self, world: None) -> Iterator[RuntimeEngine]:
+        pool = Pool.of(*(Strategy.parse(text, 1, name=text) for text in ("tp1", "tp1r")))
+        model = replace(MODEL, frozen=("embedding.", "decoder."))
+        made = RuntimeEngine(model.definition(), pool, AdamWSettings(lr=0.1), seed=1)
+        made.train_step("tp1", batches(1.0), STEP)
+        yield made
+        made.close()
+
+    def gathers_frozen(self, engine: RuntimeEngine, name: str = "tp1") -> bool:
+        """Gather, and compare the arena with the shards; whether frozen buckets travelled."""
+        engine.gather(name)
+        assert engine._gathered is not None
+        gather = engine._gathered[1]
+        engine.finish_regrouping()
+        arena = engine.runtime_of(name).arena
+        assert arena is not None
+        shards = engine.shards
+        for is_frozen, flat in ((False, shards.parameters), (True, shards.frozen)):
+            bound = [each for each in arena.bound.values() if (each.gradient is None) == is_frozen]
+            held = sorted(value for each in bound for value in each.values.tolist())
+            assert held == sorted(flat.tolist())
+        buckets = {b.index for b in engine.layout.buckets if b.unit.is_frozen}
+        assert buckets & set(gather.buckets) in (set(), buckets)
+        return bool(buckets & set(gather.buckets))
+
+    def test_an_update_loses_nothing(self, frozen: RuntimeEngine) -> None:
+        assert not self.gathers_frozen(frozen)
+        frozen.train_step("tp1", batches(1.0), STEP, next_strategy="tp1")
+        assert not self.gathers_frozen(frozen)
+
+    def test_the_first_gather_of_a_strategy(self, frozen: RuntimeEngine) -> None:
+        assert self.gathers_frozen(frozen, "tp1r")
+        assert not self.gathers_frozen(frozen, "tp1")
+        assert not self.gathers_frozen(frozen, "tp1r")
+
+    def test_evaluation_by_another_strategy(self, frozen: RuntimeEngine) -> None:
+        frozen.evaluate("tp1r", batches(1.0), STEP)
+        assert not self.gathers_frozen(frozen)
+
+    def test_an_offload(self, frozen: RuntimeEngine) -> None:
+        frozen.offload()
+        frozen.onload()
+        assert self.gathers_frozen(frozen)
+
+    def test_other_values(self, frozen: RuntimeEngine) -> None:
+        frozen.finish_regrouping()
+        frozen.shards.frozen.add_(1.0)
+        frozen.parameters_changed()
+        assert self.gathers_frozen(frozen)
+
+    def test_a_lack_of_memory(self, frozen: RuntimeEngine) -> None:
+        frozen.train_step("tp1", batches(1.0), fails)
+        frozen.train_step("tp1", batches(1.0), STEP)
+        assert self.gathers_frozen(frozen)
 
 
 def test_a_strategy_outside_the_pool_is_refused(engine: RuntimeEngine) -> None:

@@ -37,8 +37,9 @@ class FakeTrack:
         self.posted: list[int] = []
         self.log: list[str] = []
 
-    def gather_job(self, call: int) -> int:
-        return call
+    def gather_job(self, call: tuple[int, ...]) -> int:
+        """The number of the call that has these buckets, or had them all."""
+        return next(i for i, whole in enumerate(self.calls) if set(call) <= set(whole))
 
     def scatter_job(self, call: int, *, adds: bool) -> int:
         assert not adds
@@ -147,7 +148,7 @@ class TestScatter:
 
 
 class TestGather:
-    def gather_pass(self, track: FakeTrack, **options: bool) -> GatherPass:
+    def gather_pass(self, track: FakeTrack, **options: Any) -> GatherPass:
         return GatherPass(
             track,  # type: ignore[arg-type]
             track,  # type: ignore[arg-type]
@@ -168,6 +169,18 @@ class TestGather:
         gather.finish()
         gather.finish()
         assert track.log[4:] == ["wait 1", "wait 2", "wait 0", "wait 3"]
+
+    def test_buckets_that_are_held_do_not_travel(self) -> None:
+        track = FakeTrack(calls=((3, 0), (2,), (1,)))
+        gather = self.gather_pass(track, held={0, 2})
+        assert gather.buckets == [3, 1]
+        for bucket in gather.buckets:
+            gather.updated(bucket)
+        assert track.posted == [0, 2]
+        gather.need((0, 2))
+        assert gather.num_missing_of((0, 1, 2)) == 1
+        gather.finish()
+        assert track.log[2:] == ["wait 0", "wait 2"]
 
     def test_a_call_is_posted_once_its_buckets_are_updated_and_waited_for_once(self) -> None:
         track = FakeTrack(calls=((3, 0), (2, 1)))

@@ -18,7 +18,7 @@ from megatron.hydraulis.transfer.plan import (
     scatter_plan,
 )
 from megatron.hydraulis.transfer.ranges import Range, contributed_ranges, held_ranges
-from megatron.hydraulis.transfer.role import Role
+from megatron.hydraulis.transfer.role import Role, held_buckets
 from tests.support.layouts import roles_of
 
 WEIGHT = ParameterSpec("weight", (8, 1), Unit.layer(0), Contribution.SHARDED, tp_dim=0)
@@ -116,6 +116,24 @@ class TestRole:
         assert second.contributes(norm)
         assert not second.contributes(NORM)
         assert not first.contributes(replace(WEIGHT, unit=WEIGHT.unit.frozen))
+
+    def test_frozen_buckets_are_held_by_ranks_that_keep_their_role(self) -> None:
+        specs = [
+            replace(WEIGHT, name=f"{i}", unit=Unit.layer(i).frozen if i < 3 else Unit.layer(i))
+            for i in range(4)
+        ]
+        layout = CanonicalLayout.build(specs, num_atoms=2, num_ranks=4)
+        mixed, flat, pipes = (
+            roles_of(text, num_layers=4) for text in ("tp2+2*tp1", "4*tp1", "2*pp2")
+        )
+        assert held_buckets(layout, mixed, mixed) == {0, 1, 2}
+        assert held_buckets(layout, None, mixed) == frozenset()
+        assert held_buckets(layout, flat, mixed) == frozenset()
+        deep, deeper = (
+            roles_of(f"{text}+2*idle", num_layers=4) for text in ("pp2:1,3", "pp2:1,3@0,2")
+        )
+        assert held_buckets(layout, deep, deeper) == {0}
+        assert held_buckets(layout, pipes, deep) == frozenset()
 
     def test_ep_ranks_hold_experts_whole_and_the_rest_by_tp(self) -> None:
         """Four ranks of a stage, cp by cp: ep 2 makes two groups, which hold the same experts."""
