@@ -349,8 +349,7 @@ class AnalyticCostModel(TrainedModel):
             else num_layers * self._selected_again(scheme, forward)
         )
         if scheme.shares_weights:
-            weights_s = sum(map(sum, shared_weights_s(self, scheme)))
-            terms["shared_weights"] = CostTerm(constant_s=weights_s)
+            terms["shared_weights"] = CostTerm(constant_s=sum(shared_weights_s(self, scheme)))
         terms["logits"] = self._logits(scheme) if is_last else CostTerm()
         terms["boundary"] = self.boundary(scheme)
         return terms

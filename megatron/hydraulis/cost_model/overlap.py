@@ -6,10 +6,11 @@ figures, in the backward. Other exchanges come before attention and add up.
 
 Weights that cp ranks share are gathered while the layer before computes, and their gradients are
 reduce-scattered while the next one does. A pass takes the longer of its compute, with the messages
-for which it waits, and all its messages, which share the links. What nothing precedes or follows
-adds up: gathers of embedding and first layer, and their scatters; this is for the first and the
-last micro-batch, and an upper bound for others. The output layer is gathered once, as its slot is
-its own, and its products hide nothing. Layers that are still in their slots are not gathered again.
+for which it waits, and all its messages, which share the links. Layers that are still in their
+slots are not gathered again: a backward finds the last ones there, and the next forward the first
+ones, with embedding and output layer, whose slots are their own. It hides the scatters with which
+the backward ends. So what nothing hides is the gathers before the first micro-batch and the
+scatters after the last one, which count as regrouping does (`RegroupCosts`).
 
 The sums of all choices are the forms of `Coefficients`.
 """
@@ -19,7 +20,6 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import partial
 from typing import TYPE_CHECKING
 
 from megatron.hydraulis.cost_model.kernels import Operation
@@ -78,7 +78,7 @@ def hidden_by_stage(model: AnalyticCostModel, scheme: Scheme) -> list[list[CostT
     # In each pass compute hides weights, and a ring, or messages hide all compute of the layers.
     (num,) = layers
     in_forward, in_backward = (
-        CostTerm(constant_s=hidden_s) for hidden_s, _ in shared_weights_s(model, scheme)
+        CostTerm(constant_s=messages_s) for messages_s in shared_weights_s(model, scheme)
     )
     forwards = [num * ring + in_forward for ring, _ in rings]
     backwards = [num_again(num) * ring + num * back + in_backward for ring, back in rings]
@@ -121,33 +121,27 @@ def _compute(
     return in_forward, both + -1.0 * (in_forward + num_again * messages_again)
 
 
-def shared_weights_s(
-    model: AnalyticCostModel, scheme: Scheme
-) -> tuple[tuple[float, float], tuple[float, float]]:
-    """Messages of the weights that cp ranks share, in forward and backward of a micro-batch.
-
-    Returns for each (those that compute can hide, those that add up), in s.
-    """
+def shared_weights_s(model: AnalyticCostModel, scheme: Scheme) -> tuple[float, float]:
+    """Messages of the weights that cp ranks share, in forward and backward of a micro-batch that
+    others precede and follow, in s."""
     shape, num_others = model.shape, model.shape.num_layers - 1
     num_gathered = max(0, num_others - model.fs_prefetch)
-    embedding = shape.num_embedding_parameters / scheme.tp
-    num_outputs = 0 if shape.tied_embeddings else 1
 
-    def messages_s(operation: Operation, entry_bytes: int) -> tuple[float, float]:
-        """Those of a layer, mean over the layers, and of the embedding."""
-        collective_s = partial(_collective_s, model, scheme, operation)
-        of_layers_s = 0.0
+    def of_layer_s(operation: Operation, entry_bytes: int) -> float:
+        """Mean over the layers."""
+        time_s = 0.0
         for has_experts, number in model.kinds_of_layers.items():
-            gathered = model.gathered_parameters(scheme, has_experts=has_experts)
-            of_layers_s += number * collective_s(entry_bytes * gathered)
-        return of_layers_s / shape.num_layers, collective_s(entry_bytes * embedding)
+            num_bytes = entry_bytes * model.gathered_parameters(scheme, has_experts=has_experts)
+            time_s += number * _collective_s(model, scheme, operation, num_bytes)
+        return time_s / shape.num_layers
 
-    gather_s, embedding_s = messages_s("all_gather", model.parameter_bytes)
-    scatter_s, embedding_back_s = messages_s("reduce_scatter", model.gradient_bytes)
-    in_forward = num_gathered * gather_s + num_outputs * embedding_s, gather_s + embedding_s
-    in_backward_s = num_gathered * gather_s + num_others * scatter_s
-    in_backward_s += num_outputs * embedding_back_s
-    return in_forward, (in_backward_s, scatter_s + embedding_back_s)
+    gathers_s = num_gathered * of_layer_s("all_gather", model.parameter_bytes)
+    scatter_s = of_layer_s("reduce_scatter", model.gradient_bytes)
+    embedding_bytes = model.gradient_bytes * shape.num_embedding_parameters / scheme.tp
+    embedding_s = _collective_s(model, scheme, "reduce_scatter", embedding_bytes)
+    outputs_s = 0.0 if shape.tied_embeddings else embedding_s
+    in_forward_s = gathers_s + scatter_s + embedding_s
+    return in_forward_s, gathers_s + num_others * scatter_s + outputs_s
 
 
 def _collective_s(

@@ -363,7 +363,24 @@ class RegroupCosts:
                     update_ms=math.fsum(map(self._update_ms, buckets)),
                 )
             )
+        # Nothing hides what columns exchange before the first micro-batch and after the last one,
+        # as nothing hides the last scatter.
+        of_columns_ms = max(map(self._of_columns_ms, strategy.schemes))
+        times[0] = replace(times[0], scatter_ms=times[0].scatter_ms + of_columns_ms)
         return RegroupTimes(tuple(times), received_bytes)
+
+    def _of_columns_ms(self, scheme: Scheme) -> float:
+        """The gather and scatter of an embedding and a layer, the mean of all, among columns that
+        share their weights."""
+        if not scheme.shares_weights:
+            return 0.0
+        shape, link = self.shape, self.cluster.collective(scheme.tp * scheme.fs, scheme.tp)
+        num_elements = shape.num_parameters_of_layers(shape.num_layers) / shape.num_layers
+        num_elements = (num_elements + shape.num_embedding_parameters) / scheme.tp
+        num_received = int((scheme.fs - 1) / scheme.fs * num_elements)
+        seconds = self._time_s(self.parameter_bytes * num_received, link)
+        seconds += self._time_s(self.gradient_bytes * num_received, link)
+        return self.factor * _MS_PER_S * seconds
 
     def _collective_ms(self, by_rank: RankAmounts, itemsize: int, kind: Collective) -> float:
         inside, across = (
