@@ -4,10 +4,14 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
 
+from megatron.hydraulis.runtime.engine import RuntimeEngine
+from megatron.hydraulis.runtime.outcome import StepOutcome
 from tests.cuda_stand_in.lone_ranks import log_of
 from tests.cuda_stand_in.order import Call, read_log
 from tests.cuda_stand_in.pool import run_logged
@@ -32,6 +36,20 @@ def units_of(job: Job) -> dict[str, int]:
     return {unit.name: places.num_elements for unit, places in arena.places.items()}
 
 
+def column_bytes(job: Job) -> int:
+    """On every rank: what the engine counts of the only iteration."""
+    optim_step = RuntimeEngine.optim_step
+    outcomes = []
+
+    def kept(engine: RuntimeEngine, **named: Any) -> StepOutcome:
+        outcomes.append(optim_step(engine, **named))
+        return outcomes[0]
+
+    with patch.object(RuntimeEngine, "optim_step", kept):
+        run_job(job)
+    return outcomes[0].column_bytes
+
+
 @pytest.mark.parametrize("num_ahead", [0, 1])
 @pytest.mark.parametrize("gradient_dtype", [None, torch.bfloat16])
 def test_bytes_of_an_iteration(
@@ -48,7 +66,7 @@ def test_bytes_of_an_iteration(
         gradient_dtype=gradient_dtype,
         num_layers_ahead=num_ahead,
     )
-    pool_of(NUM_COLUMNS, "cuda").run(run_logged, tmp_path, run_job, job)
+    counted = pool_of(NUM_COLUMNS, "cuda").run(run_logged, tmp_path, column_bytes, job)
     units = pool_of(NUM_COLUMNS, "cuda").run(units_of, job)[0]
     num_micro_batches = len(job.assignments[0].replicas[0])
     assert num_micro_batches > 1
@@ -79,6 +97,7 @@ def test_bytes_of_an_iteration(
             "AllGather": gathered_bytes,
             kind: scattered_bytes,
         }
+        assert counted[rank] == 2 * (gathered_bytes + scattered_bytes)  # received and sent
 
 
 def calls_of(log: Path) -> list[Call]:

@@ -425,6 +425,8 @@ class TrainingLoop:
             held_bytes=outcome.held_bytes,
             gather_wait_s=outcome.gather_wait_s,
             scatter_wait_s=outcome.scatter_wait_s,
+            column_bytes=outcome.column_bytes,
+            column_wait_s=outcome.column_wait_s,
             model_flops=self._shape.causal_flops(planned.batch.lengths),
             strategy_times_s={
                 one.name: {"bound_s": one.bound_s, "found_s": one.found_s}

@@ -101,6 +101,10 @@ class IterationRecord:
     """Time that compute on the logging rank waited for parameters; None as above."""
     scatter_wait_s: float | None = None
     """Time that it waited for gradients; None as above."""
+    column_bytes: int | None = None
+    """Bytes that it receives and sends where cp ranks share weights; None as above."""
+    column_wait_s: float | None = None
+    """Time that its compute waited for them; None as above."""
     peak_allocated_bytes: int | None = None
     """Peak device memory of tensors on the logging rank; None without CUDA, and as above."""
     peak_reserved_bytes: int | None = None

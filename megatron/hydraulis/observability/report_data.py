@@ -441,6 +441,8 @@ class Numbers:
             "regroup_bytes": _mean(_known(records, "regroup_bytes")),
             "gather_wait_fraction": _share_of_time(steady, "gather_wait_s"),
             "scatter_wait_fraction": _share_of_time(steady, "scatter_wait_s"),
+            "column_bytes": _mean(_known(records, "column_bytes")),
+            "column_wait_fraction": _share_of_time(steady, "column_wait_s"),
             "expert_load": _median(loads),
             "worst_expert_load": max(loads, default=None),
             "balancing_loss": balancing[-1] if balancing else None,

@@ -37,8 +37,15 @@ NUMBERED_BY = ("micro_batch", "bucket", "iteration")
 """Details that number spans of one name: the first that a span has is part of its label."""
 
 WORK = ("forward", "backward", "optimizer")
-WAITS = ("pipeline wait", "gather wait", "scatter wait", "planning wait")
-TRANSFERS = ("gather", "scatter")
+WAITS = (
+    "pipeline wait",
+    "gather wait",
+    "scatter wait",
+    "column gather wait",
+    "column scatter wait",
+    "planning wait",
+)
+TRANSFERS = ("gather", "scatter", "column gather", "column scatter")
 
 _DECIMALS_OF_US = 3
 

@@ -35,13 +35,17 @@ COLORS = {
     "optimizer": CATEGORY_COLORS[2],
     "gather": CATEGORY_COLORS[1],
     "scatter": CATEGORY_COLORS[3],
+    "column gather": CATEGORY_COLORS[1],
+    "column scatter": CATEGORY_COLORS[3],
     "overhead": "#8a8a8a",
     "pipeline wait": WAIT_COLOR,
     "gather wait": WAIT_COLOR,
     "scatter wait": WAIT_COLOR,
+    "column gather wait": WAIT_COLOR,
+    "column scatter wait": WAIT_COLOR,
     "planning wait": WAIT_COLOR,
 }
-LIGHT = ("forward", "gather", "scatter")
+LIGHT = ("forward", "gather", "scatter", "column gather", "column scatter")
 """Names whose bars need dark text."""
 ROWS = ("planned", "compute", "regroup", "waits")
 """Rows of a rank, from top to bottom."""

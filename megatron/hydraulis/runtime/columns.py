@@ -11,7 +11,7 @@ Nothing here depends on what has arrived: units are gathered ahead at fixed plac
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -22,8 +22,36 @@ from torch import Tensor
 from megatron.hydraulis.runtime.arena import Arena, Slot
 from megatron.hydraulis.runtime.passes import GatherPass, ScatterPass, StallTimer
 from megatron.hydraulis.runtime.regroup import all_gather, reduce_scatter
+from megatron.hydraulis.runtime.spans import NO_SPANS, CudaStamp, HostStamp, SpanRecorder
 from megatron.hydraulis.runtime.track import StagingSlot, Step, Ticket, Track, TrackJob
 from megatron.hydraulis.transfer.canonical import Unit
+
+
+class ColumnMeter:
+    """Adds up the bytes that a rank's columns exchange, and the time for which compute waits.
+
+    Args:
+        stamp: as of `StallTimer`.
+    """
+
+    def __init__(
+        self,
+        spans: SpanRecorder = NO_SPANS,
+        stamp: Callable[[], HostStamp | CudaStamp] = HostStamp,
+    ) -> None:
+        self.num_bytes = 0
+        """Received from other columns and sent to them, since `forget`."""
+        self.gathers = StallTimer("column gather wait", spans, stamp)
+        self.scatters = StallTimer("column scatter wait", spans, stamp)
+
+    def take_s(self) -> float:
+        """Time of all waits; see `StallTimer.take_s`."""
+        return self.gathers.take_s() + self.scatters.take_s()
+
+    def forget(self) -> None:
+        self.num_bytes = 0
+        self.gathers.forget()
+        self.scatters.forget()
 
 
 @dataclass(frozen=True)
@@ -38,6 +66,7 @@ class ColumnExchange:
     """Dtype in which gradients travel; they are added up in that of the arena."""
     num_ahead: int
     """Layers that are gathered ahead."""
+    meter: ColumnMeter
 
 
 class ColumnShares:
@@ -60,8 +89,6 @@ class ColumnShares:
             for unit, indices in self._parameters_of.items()
         }
         self._unit_of = {index: unit for unit in self._units for index in self._parameters_of[unit]}
-        self._gather_timer = StallTimer("column gather wait")
-        self._scatter_timer = StallTimer("column scatter wait")
         self._gather: GatherPass | None = None
         self._scatter: ScatterPass | None = None
         self._is_backward = False
@@ -81,8 +108,6 @@ class ColumnShares:
         """
         self._gather, self._scatter = gather, scatter
         self._is_backward = False
-        self._gather_timer.forget()
-        self._scatter_timer.forget()
         for state in (self._in_slot, self._gathers, self._has_gradient, self._scatters):
             state.clear()  # of micro-batches that failed
 
@@ -142,36 +167,41 @@ class ColumnShares:
                 self._gathers.pop(before, None)
             self._gather.need(self._buckets_of[unit])
             self._in_slot[slot] = unit
-            self._gathers[unit] = self._exchange.track.submit(self._job("gather", unit))
+            self._gathers[unit] = self._submit("gather", unit)
 
     def _wait_for_gather(self, unit: Unit) -> None:
         ticket = self._gathers.pop(unit, None)
         if ticket is not None:
-            self._gather_timer.wait_for(ticket)
+            self._exchange.meter.gathers.wait_for(ticket)
 
     def _scatter_all_but(self, unit: Unit | None) -> None:
         for complete in [each for each in self._has_gradient if each != unit]:
             del self._has_gradient[complete]
-            ticket = self._exchange.track.submit(self._job("scatter", complete))
+            ticket = self._submit("scatter", complete)
             self._scatters[self._arena.gradient_slots[complete]] = (complete, ticket)
 
     def _wait_for_scatters(self, slots: Iterable[Slot]) -> None:
         for slot in slots:
             if slot in self._scatters:
                 unit, ticket = self._scatters.pop(slot)
-                self._scatter_timer.wait_for(ticket)
+                self._exchange.meter.scatters.wait_for(ticket)
                 if self._scatter is not None:
                     for parameter in self._parameters_of[unit]:
                         self._scatter.arrived(parameter)
 
-    def _job(self, what: str, unit: Unit) -> TrackJob:
-        gathers = what == "gather"
-        return TrackJob(
-            span=f"column {what}",
-            detail={"unit": unit.name},
-            num_steps=1,
-            needs_staging=not gathers,
-            steps=partial(self._gather_steps if gathers else self._scatter_steps, unit),
+    def _submit(self, what: str, unit: Unit) -> Ticket:
+        gathers, exchange, places = what == "gather", self._exchange, self._arena.places[unit]
+        dtype = self._arena.parameters.dtype if gathers else exchange.wire_dtype
+        num_moved = places.num_elements - places.share_elements
+        exchange.meter.num_bytes += 2 * num_moved * dtype.itemsize  # received and sent
+        return exchange.track.submit(
+            TrackJob(
+                span=f"column {what}",
+                detail={"unit": unit.name},
+                num_steps=1,
+                needs_staging=not gathers,
+                steps=partial(self._gather_steps if gathers else self._scatter_steps, unit),
+            )
         )
 
     def _whole(self, flat: Tensor, slots: Mapping[Unit, Slot], unit: Unit) -> Tensor:

@@ -24,6 +24,7 @@ from megatron.hydraulis.runtime.catalogue import (
     check_frozen,
     initialise_shards,
 )
+from megatron.hydraulis.runtime.columns import ColumnMeter
 from megatron.hydraulis.runtime.executor import ForwardStep, run_micro_batches
 from megatron.hydraulis.runtime.experts import RouterState, balances
 from megatron.hydraulis.runtime.memory import (
@@ -168,10 +169,11 @@ class RuntimeEngine:
             self.routers = RouterState(definition.transformer, self.device)
         self._spans = spans
         self._track = make_track(self.device, self.staging, spans)
-        self._column_track = make_track(self.device, Staging(self.device, 1))
+        self._column_track = make_track(self.device, Staging(self.device, 1), spans)
         stamp = CudaStamp if self.device.type == "cuda" else HostStamp
         self.gather_timer = StallTimer("gather wait", spans, stamp)
         self.scatter_timer = StallTimer("scatter wait", spans, stamp)
+        self._column_meter = ColumnMeter(spans, stamp)
         self._runtimes = StrategyRuntimes(
             definition,
             pool,
@@ -183,6 +185,7 @@ class RuntimeEngine:
             self.routers,
             self._column_track,
             num_layers_ahead,
+            self._column_meter,
         )
         self.num_changes = 0
         """Number of times that parameters have changed."""
@@ -272,6 +275,7 @@ class RuntimeEngine:
         if not self._accumulated:
             self.gather_timer.forget()
             self.scatter_timer.forget()
+            self._column_meter.forget()
             if self.routers is not None:
                 self.routers.forget()
         self.gather(strategy_name, phase=phase)
@@ -363,6 +367,8 @@ class RuntimeEngine:
             held_bytes=held_bytes,
             gather_wait_s=self.gather_timer.take_s(),
             scatter_wait_s=self.scatter_timer.take_s(),
+            column_bytes=self._column_meter.num_bytes,
+            column_wait_s=self._column_meter.take_s(),
             num_ranks_without_memory=vote.num_ranks_without_memory,
             out_of_memory=_out_of_memory(calls),
             routing=routing,

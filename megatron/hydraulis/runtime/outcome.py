@@ -138,6 +138,11 @@ class StepOutcome:
     """Time for which this rank's compute waited for parameters."""
     scatter_wait_s: float = 0.0
     """Time for which it waited for gradients."""
+    column_bytes: int = 0
+    """Bytes that this rank receives and sends where cp ranks share weights, for all micro-batches:
+    gathers of weights and scatters of gradients."""
+    column_wait_s: float = 0.0
+    """Time for which its compute waited for them."""
     num_ranks_without_memory: int = 0
     """Ranks that ran out of memory; equal on every rank. If there are any, nothing is updated."""
     out_of_memory: OutOfMemory | None = None

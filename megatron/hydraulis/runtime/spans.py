@@ -26,8 +26,12 @@ TRACK_OF_SPAN = {
     "optimizer": COMPUTE,
     "gather": REGROUP,
     "scatter": REGROUP,
+    "column gather": REGROUP,
+    "column scatter": REGROUP,
     "gather wait": HOST,
     "scatter wait": HOST,
+    "column gather wait": HOST,
+    "column scatter wait": HOST,
     "planning wait": HOST,
 }
 """All span names and their tracks. Spans of 'compute' and of 'host' follow one another, those of

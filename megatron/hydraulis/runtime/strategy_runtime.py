@@ -16,7 +16,7 @@ from torch.utils._pytree import tree_leaves
 from megatron.hydraulis.errors import HydraulisError
 from megatron.hydraulis.optimizer.shards import CanonicalShards
 from megatron.hydraulis.runtime.arena import Arena, ArenaMemory
-from megatron.hydraulis.runtime.columns import ColumnExchange, ColumnShares
+from megatron.hydraulis.runtime.columns import ColumnExchange, ColumnMeter, ColumnShares
 from megatron.hydraulis.runtime.executor import RoleModel
 from megatron.hydraulis.runtime.experts import RouterState
 from megatron.hydraulis.runtime.model_building import ModelDefinition, build_role_model
@@ -82,6 +82,7 @@ class StrategyRuntimes:
     """Runs the gathers and scatters of columns that share weights."""
     num_layers_ahead: int
     """Layers that such columns gather ahead."""
+    column_meter: ColumnMeter
     _built: dict[str, StrategyRuntime] = field(default_factory=dict, init=False)
     _bound_roles: dict[object, BoundRole] = field(default_factory=dict, init=False)
     _is_training: bool = field(default=True, init=False)
@@ -140,7 +141,11 @@ class StrategyRuntimes:
             exchange = None
             if columns is not None:
                 exchange = ColumnExchange(
-                    columns, self.column_track, self.gradient_dtype, self.num_layers_ahead
+                    columns,
+                    self.column_track,
+                    self.gradient_dtype,
+                    self.num_layers_ahead,
+                    self.column_meter,
                 )
             found = BoundRole(definition, role, groups, self.layout, self.memory, exchange)
             found.model.model.train(self._is_training)

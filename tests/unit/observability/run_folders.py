@@ -137,6 +137,8 @@ def make_records(num: int = 8, **changes: Any) -> list[IterationRecord]:
                     "regroup_bytes": 5_000_000,
                     "gather_wait_s": 0.011,
                     "scatter_wait_s": 0.022,
+                    "column_bytes": 7_000_000,
+                    "column_wait_s": 0.033,
                 }
                 | changes
             ),

@@ -207,6 +207,8 @@ def test_totals_exclude_the_first_iteration_only_from_times(tmp_path: Path) -> N
     assert totals["regroup_bytes"] == 5_000_000
     assert totals["gather_wait_fraction"] == pytest.approx(0.005)
     assert totals["scatter_wait_fraction"] == pytest.approx(0.01)
+    assert totals["column_bytes"] == 7_000_000
+    assert totals["column_wait_fraction"] == pytest.approx(0.015)
     assert totals["padding_fraction"] == pytest.approx(0.004)
     assert totals["idle_fraction"] == pytest.approx(1 - 1 / 1.07)
     assert totals["marked_plans"] == {}

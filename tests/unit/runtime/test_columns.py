@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from megatron.hydraulis.runtime.arena import Arena, ArenaMemory
-from megatron.hydraulis.runtime.columns import ColumnExchange, ColumnShares
+from megatron.hydraulis.runtime.columns import ColumnExchange, ColumnMeter, ColumnShares
 from megatron.hydraulis.runtime.track import TrackJob
 from megatron.hydraulis.transfer.canonical import CanonicalLayout, Contribution, ParameterSpec, Unit
 from megatron.hydraulis.transfer.role import Role
@@ -86,7 +86,7 @@ def logged(*, are_done: bool, recomputes: bool = False, num_ahead: int = 1) -> l
     memory = ArenaMemory(dtype=torch.bfloat16, grad_dtype=torch.float32, device=torch.device("cpu"))
     role = Role(1, 0, 0, NUM_LAYERS, NUM_LAYERS, tied_embeddings=False, column=(0, 2))
     arena = Arena(layout(), role, memory, num_slots=1 + num_ahead)
-    exchange = ColumnExchange(cast(Any, None), track, torch.float32, num_ahead)
+    exchange = ColumnExchange(cast(Any, None), track, torch.float32, num_ahead, ColumnMeter())
     units = tuple(arena.places)
     columns = ColumnShares(arena, exchange, {i: [i] for i in range(len(units))})
     of_regrouping = cast(Any, FakePass(track.log))
