@@ -12,7 +12,7 @@ import types
 from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Any, Literal
 from unittest.mock import patch
@@ -39,6 +39,7 @@ from megatron.core.transformer.transformer_block import TransformerBlockSubmodul
 from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 
 from megatron.hydraulis.data.packed_batch import pack
+from megatron.hydraulis.model_shape import ModelShape
 from megatron.hydraulis.optimizer.sharded_adamw import AdamWSettings
 from megatron.hydraulis.runtime import executor
 from megatron.hydraulis.runtime.core_attention import VarlenAttention
@@ -56,7 +57,17 @@ from tests.cuda_stand_in.lone_ranks import log_of, run_alone
 NUM_RANKS = 8
 LENGTHS = (256,)
 """Of the sequences of a micro-batch, in tokens."""
-VOCABULARY = 1024
+SMALL = ModelShape(
+    num_layers=4,
+    hidden_size=256,
+    ffn_hidden_size=512,
+    num_attention_heads=8,
+    num_query_groups=4,
+    kv_channels=32,
+    vocab_size=1024,
+    gated_mlp=True,
+    tied_embeddings=False,
+)
 NUM_ITERATIONS = 3
 
 Side = Literal["ours", "plain"]
@@ -107,6 +118,8 @@ class Case:
     """Whether routers of these also have biases and a z-loss."""
     has_latents: bool = False
     """Whether attention has latents of queries, keys and values."""
+    shape: ModelShape = SMALL
+    """Sizes of the model, without its number of layers, experts and latents."""
 
 
 @dataclass
@@ -190,6 +203,20 @@ def train(case: Case) -> None:
     mark(_END)
 
 
+def peak_bytes(case: Case) -> int:
+    """Most bytes in tensors during the last iteration, on a lone rank.
+
+    Upstream's optimizer is one kernel, as by apex or Transformer Engine: without these, torch's
+    default takes a copy of the shard while it updates.
+    """
+    patch.object(torch.optim, "AdamW", partial(torch.optim.AdamW, fused=True)).start()
+    step = step_of(case)
+    for _ in range(NUM_ITERATIONS):
+        torch.cuda.reset_peak_memory_stats()
+        step(case.micro_batches)
+    return torch.cuda.max_memory_allocated()
+
+
 def step_of(case: Case) -> Callable[[int], object]:
     """A training step with a number of micro-batches, at most that of the case, on a lone rank."""
     if case.fused_gradients:
@@ -212,6 +239,7 @@ class _OneKernel(types.ModuleType):
 
 
 def _config(case: Case, tp: int) -> TransformerConfig:
+    shape = case.shape
     variant: dict[str, Any] = {}
     if case.has_experts:
         variant = {
@@ -233,10 +261,10 @@ def _config(case: Case, tp: int) -> TransformerConfig:
     make: Any = MLATransformerConfig if case.has_latents else TransformerConfig
     config: TransformerConfig = make(
         num_layers=case.layers,
-        hidden_size=256,
-        ffn_hidden_size=512,
-        num_attention_heads=8,
-        num_query_groups=8 if case.has_latents else 4,
+        hidden_size=shape.hidden_size,
+        ffn_hidden_size=shape.ffn_hidden_size,
+        num_attention_heads=shape.num_attention_heads,
+        num_query_groups=shape.num_attention_heads if case.has_latents else shape.num_query_groups,
         tensor_model_parallel_size=tp,
         sequence_parallel=tp > 1,
         params_dtype=torch.bfloat16,
@@ -279,8 +307,8 @@ def _ours(case: Case) -> Callable[[int], object]:
         transformer=transformer,
         built_layer_spec=upstream_layer_spec(transformer, use_te=True) if case.has_te else None,
         layer_spec=_layer_spec(transformer),
-        vocab_size=VOCABULARY,
-        padded_vocab_size=VOCABULARY,
+        vocab_size=case.shape.vocab_size,
+        padded_vocab_size=case.shape.vocab_size,
         max_sequence_length=max(case.lengths),
         core_attention="te" if case.has_te and not case.same_attention else "torch",
     )
@@ -288,7 +316,7 @@ def _ours(case: Case) -> Callable[[int], object]:
     # The check of the loss ends with the first that is not zero, and here all are zero.
     patch.object(executor, "check_loss_function", lambda *_, **__: True).start()
     step = executor.make_forward_step()
-    sequences = [np.arange(length + 1) % VOCABULARY for length in case.lengths]
+    sequences = [np.arange(length + 1) % case.shape.vocab_size for length in case.lengths]
     batches = [
         pack(sequences, case.tp, context_size=case.cp).pinned().to(engine.device, non_blocking=True)
         for _ in range(case.micro_batches)
@@ -317,7 +345,7 @@ def _plain(case: Case) -> Callable[[int], object]:
     model: Any = GPTModel(
         config=config,
         transformer_layer_spec=_with_replaced(spec, replaced),
-        vocab_size=VOCABULARY,
+        vocab_size=case.shape.vocab_size,
         max_sequence_length=num_tokens,
         position_embedding_type="rope",
         share_embeddings_and_output_weights=False,

@@ -23,6 +23,7 @@ from megatron.hydraulis.runtime.memory import CudaMemory
 from megatron.hydraulis.strategy import Scheme
 from megatron.hydraulis.transfer.canonical import Unit
 from tests.cuda_stand_in import device
+from tests.cuda_stand_in.counters import Case, peak_bytes
 from tests.cuda_stand_in.lone_ranks import log_of, run_alone
 from tests.cuda_stand_in.role_memory import Role, core_attention_of, measure, try_out
 from tests.support.models import SmallModel
@@ -31,6 +32,7 @@ GIB = 2**30
 DEVICE = device_constants("a100-80")
 MOST_OVERESTIMATED = 0.03
 """Of the peak of a run."""
+MOST_OVER_UPSTREAM = 1.02
 OTHER_PHASES = 0.04
 MOST_RETRIES = 8
 """Of the allocator in all iterations, which then unmaps what is free and goes on."""
@@ -332,6 +334,24 @@ def test_a_run_at_its_limit_takes_what_is_predicted(role: Role, tmp_path: Path) 
 @pytest.mark.parametrize("role", MORE, ids=str)
 def test_every_role_takes_what_is_predicted(role: Role) -> None:
     print(check(role))
+
+
+@pytest.mark.parametrize("tp", [1, 2, 4])
+def test_a_job_of_one_strategy_takes_little_more_than_upstream(tp: int) -> None:
+    """So few tokens that nearly all is state: with more, the ratio is nearer to 1."""
+    ours, plain = (
+        run_alone(
+            peak_bytes,
+            Case(side, M8.num_layers, tp, lengths=(64,), same_attention=True, shape=M8),
+            num_ranks=8,
+            ranks=[0],
+            timeout_s=TIMEOUT_S,
+            **DEVICE_SETTINGS,
+        )[0]
+        for side in ("ours", "plain")
+    )
+    print(f"\n8B tp{tp}: {ours / 1e9:.2f} GB, upstream {plain / 1e9:.2f} GB")
+    assert ours <= MOST_OVER_UPSTREAM * plain
 
 
 def test_a_trial_confirms_a_planned_limit() -> None:
