@@ -24,9 +24,14 @@ from megatron.hydraulis.cost_model.pipeline import stage_parts
 from megatron.hydraulis.errors import ConfigurationError
 from megatron.hydraulis.model_shape import ModelShape
 from megatron.hydraulis.strategy import Replica, Scheme, Strategy
-from megatron.hydraulis.transfer.amounts import LayoutAmounts, RankAmounts, StrategyAmounts
+from megatron.hydraulis.transfer.amounts import (
+    LayoutAmounts,
+    RankAmounts,
+    StrategyAmounts,
+    amounts_of_model,
+)
 from megatron.hydraulis.transfer.calls import call_amounts, calls_of
-from megatron.hydraulis.transfer.canonical import Bucket, CanonicalLayout, Unit, model_parameters
+from megatron.hydraulis.transfer.canonical import Bucket, Unit
 from megatron.hydraulis.transfer.collective import Collective, collective_of
 from megatron.hydraulis.transfer.role import roles_of
 
@@ -156,9 +161,6 @@ class RegroupCosts:
     _known: dict[tuple[Replica, ...], RegroupTimes] = field(
         default_factory=dict, init=False, repr=False, compare=False
     )
-    _counted: dict[int, LayoutAmounts] = field(
-        default_factory=dict, init=False, repr=False, compare=False
-    )
 
     @classmethod
     def of(
@@ -207,20 +209,18 @@ class RegroupCosts:
         bucket depends on it."""
         costs = replace(self, hiding=hiding)
         object.__setattr__(costs, "_known", self._known)
-        object.__setattr__(costs, "_counted", self._counted)
         return costs
 
     def _amounts(self, num_expert_groups: int) -> LayoutAmounts:
         """Elements of a layout whose experts are grouped as ranks hold them."""
-        if num_expert_groups not in self._counted:
-            layout = CanonicalLayout.build(
-                model_parameters(self.shape, num_expert_groups),
-                num_atoms=self.num_atoms,
-                num_ranks=self.cluster.num_ranks,
-            )
-            counted = LayoutAmounts(layout, self.cluster.ranks_per_node)
-            self._counted[num_expert_groups] = counted
-        return self._counted[num_expert_groups]
+        cluster = self.cluster
+        return amounts_of_model(
+            self.shape,
+            num_expert_groups,
+            self.num_atoms,
+            cluster.num_ranks,
+            cluster.ranks_per_node,
+        )
 
     def times(self, strategy: Strategy) -> RegroupTimes:
         """Times of every call for a strategy of the job.

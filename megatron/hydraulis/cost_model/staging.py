@@ -21,12 +21,12 @@ import numpy.typing as npt
 from megatron.hydraulis.cost_model.regrouping import FP32_BYTES
 from megatron.hydraulis.model_shape import ModelShape
 from megatron.hydraulis.strategy import Pool, Scheme, Strategy
-from megatron.hydraulis.transfer.amounts import LayoutAmounts, StrategyAmounts
+from megatron.hydraulis.transfer.amounts import StrategyAmounts, amounts_of_model
 from megatron.hydraulis.transfer.calls import calls_of
-from megatron.hydraulis.transfer.canonical import CanonicalLayout, model_parameters
 from megatron.hydraulis.transfer.collective import Collective, collective_of
 from megatron.hydraulis.transfer.role import roles_of
 
+_MAX_CACHED = 4096
 NUM_GROUPS_OF_ALL = 2
 """Groups of all ranks: the job's and that of regrouping."""
 
@@ -87,7 +87,6 @@ class PoolFootprint:
         return max(gathered, scattered) * num_parameters_of_layer
 
 
-@lru_cache
 def footprint_of_scheme(
     scheme: Scheme, shape: ModelShape, num_ranks: int, ranks_per_node: int, gradient_bytes: int
 ) -> PoolFootprint:
@@ -95,20 +94,18 @@ def footprint_of_scheme(
 
     Stages have equal shares of the layers, so that a choice of layers can ask for each stage alone.
     """
-    scheme = replace(scheme.as_replica, layers=None)
+    whole = replace(scheme.as_replica, layers=None, splits_cp=False, recomputes=False)
+    return _footprint_of_job(whole, shape, num_ranks, ranks_per_node, gradient_bytes)
+
+
+@lru_cache(_MAX_CACHED)
+def _footprint_of_job(
+    scheme: Scheme, shape: ModelShape, num_ranks: int, ranks_per_node: int, gradient_bytes: int
+) -> PoolFootprint:
     num_replicas, num_idle = divmod(num_ranks, scheme.num_ranks)
     text = f"{num_replicas}*{scheme}" + (f"+{num_idle}*idle" if num_idle else "")
     strategy = Strategy.parse(text, num_ranks, ranks_per_node=ranks_per_node)
     return PoolFootprint.of(Pool.of(strategy), shape, gradient_bytes=gradient_bytes)
-
-
-@lru_cache
-def _layout(
-    shape: ModelShape, num_groups: int, num_atoms: int, num_ranks: int, ranks_per_node: int
-) -> LayoutAmounts:
-    parameters = model_parameters(shape, num_groups)
-    layout = CanonicalLayout.build(parameters, num_atoms=num_atoms, num_ranks=num_ranks)
-    return LayoutAmounts(layout, ranks_per_node)
 
 
 def _shares(
@@ -118,7 +115,7 @@ def _shares(
     (`transfer.collective`); in_fp32: whether gradients travel in fp32."""
     schemes = strategy.schemes
     num_ranks, num_groups = strategy.num_ranks, math.lcm(*(scheme.ep for scheme in schemes))
-    counted = _layout(shape, num_groups, num_atoms, num_ranks, strategy.ranks_per_node)
+    counted = amounts_of_model(shape, num_groups, num_atoms, num_ranks, strategy.ranks_per_node)
     roles = roles_of(strategy, shape.num_layers, shape.tied_embeddings, shape.num_experts)
     amounts = StrategyAmounts(counted, roles)
     buckets = counted.layout.buckets

@@ -208,8 +208,7 @@ class LengthTable:
         places = sorted(num_by_place)
         nums = [num_by_place[place] for place in places]
         num_tokens, key, *column_units = (
-            sum(num * each[place] for num, place in zip(nums, places, strict=True))
-            for each in self._totals
+            sum(map(operator.mul, nums, map(each.__getitem__, places))) for each in self._totals
         )
         return Counts(places, nums, Totals(num_tokens, key, tuple(column_units)))
 

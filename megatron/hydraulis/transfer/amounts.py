@@ -9,11 +9,12 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache
 
 import numpy as np
 
-from megatron.hydraulis.transfer.canonical import Bucket, CanonicalLayout
+from megatron.hydraulis.model_shape import ModelShape
+from megatron.hydraulis.transfer.canonical import Bucket, CanonicalLayout, model_parameters
 from megatron.hydraulis.transfer.ranges import (
     Amounts,
     buckets_with_equal_plans,
@@ -94,6 +95,16 @@ class LayoutAmounts:
                 by_share[np.array(bucket.owner_order)] = by_share.copy()
             self._known[key] = by_share
         return self._known[key]
+
+
+@lru_cache
+def amounts_of_model(
+    shape: ModelShape, num_expert_groups: int, num_atoms: int, num_ranks: int, ranks_per_node: int
+) -> LayoutAmounts:
+    """The amounts of a model's layout, whose experts are grouped as ranks hold them."""
+    parameters = model_parameters(shape, num_expert_groups)
+    layout = CanonicalLayout.build(parameters, num_atoms=num_atoms, num_ranks=num_ranks)
+    return LayoutAmounts(layout, ranks_per_node)
 
 
 class StrategyAmounts:
