@@ -220,7 +220,9 @@ class MemoryModel(TrainedModel):
     def state_bytes(self, scheme: Scheme, stage: int, num_layers: int | None = None) -> float:
         """What a rank of a stage holds between iterations; num_layers as for `role_bytes`."""
         shape, role = self.shape, self.role_bytes(scheme, stage, num_layers)
-        per_parameter = _CANONICAL_BYTES_PER_PARAMETER if self.has_optimizer else FP32_BYTES
+        per_parameter = self.parameter_bytes
+        if self.has_optimizer:
+            per_parameter = _CANONICAL_BYTES_PER_PARAMETER
         canonical = per_parameter * self._owned
         if self.has_optimizer and not self.accumulates and scheme.pp == 1 and scheme.fs == 1:
             canonical -= FP32_BYTES * self._gradients_in_place(scheme, role)

@@ -170,11 +170,17 @@ def check_frozen(specs: Sequence[ParameterSpec], pool: Pool, *, trains: bool) ->
 
 
 def initialise_shards(
-    shards: CanonicalShards, entries: Sequence[CataloguedParameter], seed: int
+    shards: CanonicalShards,
+    entries: Sequence[CataloguedParameter],
+    seed: int,
+    *,
+    dtype: torch.dtype,
 ) -> None:
-    """Set the initial weights of a rank's shards, which depend only on the seed and the names."""
+    """Set the initial weights of a rank's shards, which depend only on the seed and the names.
+
+    dtype: in which random numbers are drawn, whatever that of the shards.
+    """
     by_name = {entry.spec.name: entry for entry in entries}
-    dtype = shards.parameters.dtype
     for is_frozen, flat in ((False, shards.parameters), (True, shards.frozen)):
         for part in shards.rectangles(frozen=is_frozen):
             entry = by_name[shards.layout.parameters[part.parameter].name]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from typing import Any
 
@@ -76,8 +76,8 @@ class RuntimeEngine:
 
     Args:
         pool: the strategies of the run. All groups are created here.
-        settings: of the optimizer; None for an engine that holds parameters alone, without
-            gradients and moments, and can only run forward.
+        settings: of the optimizer; None for an engine that can only run forward, whose parameters
+            are as frozen ones.
         groups: an existing registry to share (tests); its groups are extended to the pool's.
         timeout: of collectives in the groups created here; the backend's default where None. The
             timeout of the world group does not apply to them.
@@ -143,6 +143,10 @@ class RuntimeEngine:
             definition, tensor_parallel=pool.tp_lcm > 1, expert_parallel=pool.ep_lcm > 1
         )
         specs = [entry.spec for entry in entries]
+        if settings is None:
+            # Shares of weights cannot be frozen, but they have the same dtype then.
+            are_frozen = not pool.shares_weights
+            specs = [replace(s, unit=replace(s.unit, is_frozen=are_frozen)) for s in specs]
         check_frozen(specs, pool, trains=settings is not None)
         self.layout = CanonicalLayout.build(specs, num_atoms=num_atoms, num_ranks=pool.num_ranks)
         if owners_for is not None:
@@ -151,12 +155,12 @@ class RuntimeEngine:
         self.shards = CanonicalShards(
             self.layout,
             self.rank,
-            dtype=wide,
+            dtype=self.dtype if settings is None else wide,
             frozen_dtype=self.dtype,
             device=self.device,
             has_gradients=settings is not None and accumulates,
         )
-        initialise_shards(self.shards, entries, seed)
+        initialise_shards(self.shards, entries, seed, dtype=wide)
         self._optimizer = None if settings is None else ShardedAdamW(self.shards, settings)
         self.memory = ArenaMemory(dtype=self.dtype, grad_dtype=wide, device=self.device)
         self.staging = Staging(self.device, num_slots)

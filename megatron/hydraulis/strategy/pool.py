@@ -57,6 +57,11 @@ class Pool:
         return cls(*job, strategies)
 
     @property
+    def shares_weights(self) -> bool:
+        """True if cp ranks share weights in some strategy."""
+        return any(x.shares_weights for strategy in self.strategies for x in strategy.schemes)
+
+    @property
     def tp_lcm(self) -> int:
         """The least common multiple of all tp degrees: into how many atoms parameters divide."""
         return math.lcm(*(scheme.tp for strategy in self.strategies for scheme in strategy.schemes))

@@ -158,6 +158,8 @@ def test_parameters_alone_run_forward_only(world: None, engine: RuntimeEngine) -
     alone = make_engine(None)
     assert alone.evaluate("tp1", batches(1.0), STEP) == engine.evaluate("tp1", batches(1.0), STEP)
     assert not alone.shards.gradients.numel()
+    assert not alone.shards.parameters.numel()
+    assert torch.equal(alone.shards.frozen, engine.shards.parameters)
     with pytest.raises(ConfigurationError, match="made with optimizer=None"):
         alone.forward_backward("tp1", batches(1.0), STEP)
     alone.close()
