@@ -11,7 +11,7 @@ import pytest
 import torch
 from megatron.core.transformer.enums import AttnMaskType
 
-from megatron.hydraulis.cost_model.device import Precision, device_constants
+from megatron.hydraulis.cost_model.device import Precision, Reserve, device_constants
 from megatron.hydraulis.cost_model.memory import MemoryModel
 from megatron.hydraulis.cost_model.staging import PoolFootprint, num_communicators
 from megatron.hydraulis.cost_model.trained_model import EVERY_LAYER, Recompute
@@ -36,17 +36,21 @@ MOST_OVER_UPSTREAM = 1.02
 OTHER_PHASES = 0.04
 MOST_RETRIES = 8
 """Of the allocator in all iterations, which then unmaps what is free and goes on."""
-NOT_OF_TORCH_BYTES = 0.5e9 + 3.3e9
-"""The context, and connections to all ranks of the node, as device.py assumes them."""
 COPY_LIMIT_BYTES = 2**20
 """Larger copies move nothing: the models would not fit this machine."""
 
 TIMEOUT_S = 200.0
 """Of a rank: hundreds of experts are as many modules."""
 
+
+def in_use_bytes(reserve: Reserve) -> int:
+    """What is in use on the device besides torch's allocator and communicators."""
+    return int(reserve.context_bytes + reserve.connection_bytes)
+
+
 DEVICE_SETTINGS: dict[str, Any] = {
     "STAND_IN_MEMORY_BYTES": int(DEVICE.memory_bytes),
-    "STAND_IN_IN_USE_BYTES": int(NOT_OF_TORCH_BYTES),
+    "STAND_IN_IN_USE_BYTES": in_use_bytes(DEVICE.reserve()),
     "STAND_IN_COMMUNICATOR_BYTES": int(DEVICE.communicator_bytes),
     "STAND_IN_COPY_LIMIT_BYTES": COPY_LIMIT_BYTES,
 }
@@ -300,7 +304,7 @@ def check(role: Role, logs: Path | None = None) -> str:
         ranks=[role.rank],
         logs=logs,
         timeout_s=TIMEOUT_S,
-        **DEVICE_SETTINGS,
+        **DEVICE_SETTINGS | {"STAND_IN_IN_USE_BYTES": in_use_bytes(model.reserve)},
     )[0]
     predicted = model.peak_bytes(scheme, role.stage, num_tokens)
     between = model.state_bytes(scheme, role.stage) + left_bytes(role, scheme, num_tokens)

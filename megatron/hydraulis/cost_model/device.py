@@ -21,6 +21,12 @@ from megatron.hydraulis.cost_model.kernels import (
 )
 from megatron.hydraulis.errors import ConfigurationError
 
+ASSUMED_COMMUNICATORS = 8
+"""Communicators of a rank while the job's pool is not known."""
+MOST_PEERS = 7
+"""Other ranks of a node with which connections were measured (`_PEER_BYTES`). More of them share as
+many channels (assumption)."""
+
 
 class Precision(StrEnum):
     """The type of parameters and activations in training, with the bytes of a number."""
@@ -45,6 +51,45 @@ class Precision(StrEnum):
         raise ConfigurationError(
             f"precision {name!r} is none of {len(cls)}; use one of {', '.join(cls)}"
         )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Reserve:
+    """Memory of a rank that micro-batches leave free, in bytes, by what takes it."""
+
+    context_bytes: float = 0.0
+    """The CUDA context, with the kernels of libraries."""
+    fragment_bytes: float = 0.0
+    """Unused parts of the allocator's blocks."""
+    communicator_bytes: float = 0.0
+    """Buffers of all communicators."""
+    connection_bytes: float = 0.0
+    """Buffers for messages to single ranks of the node."""
+    as_a_whole_bytes: float = 0.0
+    """A figure for everything, where one is given instead."""
+
+    @property
+    def num_bytes(self) -> float:
+        """All parts."""
+        return (
+            self.context_bytes
+            + self.fragment_bytes
+            + self.communicator_bytes
+            + self.connection_bytes
+            + self.as_a_whole_bytes
+        )
+
+    @property
+    def text(self) -> str:
+        """The parts that take memory, in GB."""
+        parts = {
+            "context": self.context_bytes,
+            "fragments of the allocator": self.fragment_bytes,
+            "communicators": self.communicator_bytes,
+            "connections within the node": self.connection_bytes,
+        }
+        shown = ", ".join(f"{value / 1e9:.3g} for {name}" for name, value in parts.items() if value)
+        return f"{self.num_bytes / 1e9:.3g} GB" + (f" ({shown})" if shown else "")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -86,12 +131,16 @@ class DeviceConstants:
     """Memory of one rank."""
     memory_bytes_per_s: float
     """Bandwidth of the device's own memory, from the data sheet."""
-    reserve_bytes: float
-    """Memory kept free: the context, the allocator's fragments, and the buffers of as many
-    communicators as `num_communicators_in_reserve`."""
+    reserve_bytes: float | None = None
+    """Memory kept free as a whole; None: the sum of the following parts."""
+    context_bytes: float = 0.0
+    """Memory of the context."""
+    fragment_bytes: float = 0.0
+    """Memory that the allocator reserves beyond its tensors."""
     communicator_bytes: float = 0.0
     """Memory of a communicator on the device."""
-    num_communicators_in_reserve: int = 0
+    peer_bytes: float = 0.0
+    """Memory of the connection to a rank of the node that exchanges messages with this one."""
     intra_node: Link
     inter_node: Link
     ranks_per_domain: int = 0
@@ -115,8 +164,11 @@ class DeviceConstants:
         costs = (
             self.kernel_s,
             self.core_factor or 0.0,
-            self.reserve_bytes,
+            self.reserve_bytes or 0.0,
+            self.context_bytes,
+            self.fragment_bytes,
             self.communicator_bytes,
+            self.peer_bytes,
             self.ranks_per_domain,
             self.most_ranks_per_node,
         )
@@ -146,10 +198,25 @@ class DeviceConstants:
             entry_bytes=precision.num_bytes,
         )
 
-    def reserve_with(self, num_communicators: int) -> float:
-        """Memory kept free if a rank creates this many communicators."""
-        num_more = max(0, num_communicators - self.num_communicators_in_reserve)
-        return self.reserve_bytes + num_more * self.communicator_bytes
+    def reserve(
+        self,
+        num_communicators: int = ASSUMED_COMMUNICATORS,
+        num_peers: int = MOST_PEERS,
+    ) -> Reserve:
+        """What a rank keeps free; by default of a job whose pool is not known yet.
+
+        Args:
+            num_communicators: that the rank creates.
+            num_peers: ranks of its node to which it sends messages.
+        """
+        if self.reserve_bytes is not None:
+            return Reserve(as_a_whole_bytes=self.reserve_bytes)
+        return Reserve(
+            context_bytes=self.context_bytes,
+            fragment_bytes=self.fragment_bytes,
+            communicator_bytes=num_communicators * self.communicator_bytes,
+            connection_bytes=min(num_peers, MOST_PEERS) * self.peer_bytes,
+        )
 
     def cluster(self, num_ranks: int, ranks_per_node: int) -> Cluster:
         """A cluster of such devices with their usual links.
@@ -224,25 +291,23 @@ _AMPERE_KERNEL_S, _HOPPER_KERNEL_S, _BLACKWELL_KERNEL_S = 2.9e-6, 2.5e-6, 1.8e-6
 _LINK_FRACTION = 0.8
 # At tp16 of the 32B profile on A800.
 _NETWORK_FRACTION = 0.58
-# The context with its kernels: 0.3 GB and more are seen (pytorch/pytorch#107667, 2023; assumption).
-_CONTEXT_BYTES = 0.5e9
+# A ring: 24 channels with a receiving buffer of 10 MiB and a sending one of 2 MiB, the sizes that
+# NVIDIA/nccl#1685 (2025) gives; the number of channels is an assumption. It is the same whatever
+# the number of ranks (a maintainer, NVIDIA/nccl#986, 2023). Versions of that year also made trees:
+# 0.54 to 0.69 GB on A100 (NVIDIA/nccl#964).
+_COMMUNICATOR_BYTES = 0.3e9
+# H100 had 1.06 GB in use outside of torch before that issue's all-to-all, one communicator
+# included.
+_CONTEXT_BYTES = 1.06e9 - _COMMUNICATOR_BYTES
 # What torch's allocator reserves beyond its tensors, with expandable segments: at most 4.2 GiB for
 # the roles of docs/results/memory.md, measured on a stand-in for CUDA (2026).
-_FRAGMENT_BYTES = 4.8e9
-# The first all-to-all among the 8 H100 of a node: connections between all pairs took 3.3 GB
-# (NVIDIA/nccl#1685, 2025). Regrouping makes them, once a job.
-ALL_TO_ALL_BYTES = 3.3e9
-# A ring: 24 channels with a receiving buffer of 10 MiB and a sending one of 2 MiB, the sizes that
-# NVIDIA/nccl#1685 gives; the number of channels is an assumption.
-NCCL_COMMUNICATOR_BYTES = 0.3e9
-NUM_COMMUNICATORS_IN_RESERVE = 8
-# 11 GB, which is also the sum of safe_GiB and gap_MiB of the same file for 7B (15 GB for 32B).
-_GPU_RESERVE_BYTES = (
-    _CONTEXT_BYTES
-    + _FRAGMENT_BYTES
-    + ALL_TO_ALL_BYTES
-    + NUM_COMMUNICATORS_IN_RESERVE * NCCL_COMMUNICATOR_BYTES
-)
+_FRAGMENT_BYTES = 4.54e9
+# Its all-to-all, the first among the 8 H100 of a node, connected all pairs with 3.3 GB. Regrouping
+# does so once a job. Messages to other nodes share the buffers of a communicator, and those of
+# experts and pipelines are in the figure above (assumption).
+_PEER_BYTES = 3.3e9 / MOST_PEERS
+# With the assumed pool 11 GB, which is also the sum of safe_GiB and gap_MiB of arXiv 2412.07894's
+# memory profile for 7B (15 GB for 32B).
 
 _AMPERE_SOURCE = "NVIDIA data sheet (2021/2022); network fitted to arXiv 2412.07894 (2024)"
 _HOPPER_SOURCE = "NVIDIA data sheet (2023); network as on the A100"
@@ -257,9 +322,10 @@ _A100_80 = DeviceConstants(
     network_fraction=_NETWORK_FRACTION,
     memory_bytes=80e9,
     memory_bytes_per_s=2.039e12,
-    reserve_bytes=_GPU_RESERVE_BYTES,
-    communicator_bytes=NCCL_COMMUNICATOR_BYTES,
-    num_communicators_in_reserve=NUM_COMMUNICATORS_IN_RESERVE,
+    context_bytes=_CONTEXT_BYTES,
+    fragment_bytes=_FRAGMENT_BYTES,
+    communicator_bytes=_COMMUNICATOR_BYTES,
+    peer_bytes=_PEER_BYTES,
     intra_node=_NVLINK_3,
     inter_node=_INFINIBAND_HDR,
     kernels=A100_KERNELS,
@@ -369,6 +435,5 @@ def communicators_text(num_communicators: int) -> str:
     """How many communicators a rank creates, and their assumed memory."""
     return (
         f"a rank makes up to {num_communicators} communicators; NCCL's are assumed to take "
-        f"{NCCL_COMMUNICATOR_BYTES / 1e9:g} GB each and {ALL_TO_ALL_BYTES / 1e9:g} GB for "
-        f"connections within a node, {NUM_COMMUNICATORS_IN_RESERVE} of them in the reserve"
+        f"{_COMMUNICATOR_BYTES / 1e9:g} GB each"
     )

@@ -121,7 +121,10 @@ def run(namespace: argparse.Namespace) -> int:
         model.memory.footprint(scheme).num_communicators
         for scheme in (row.scheme for row in profile.schemes)
     )
-    for line in (*_sources(model), communicators_text(num_communicators)):
+    reserve = f"of the memory {model.memory.reserve.text} stay free"
+    if pool is None:
+        reserve += ", as the pool is not known"
+    for line in (*_sources(model), reserve, communicators_text(num_communicators)):
         console.print(line, highlight=False)
     print_next_proposal(
         num_ranks, ranks_per_node, namespace.out or "PROFILE", namespace.training_seq_length
@@ -323,7 +326,7 @@ def _sources(model: AnalyticCostModel) -> list[str]:
         )
     return [
         f"peak {model.peak_flops_per_s / 1e12:g} TFLOP/s in {precision}, memory "
-        f"{device.memory_bytes / 1e9:g} GB of which {device.reserve_bytes / 1e9:g} GB stay free; "
+        f"{device.memory_bytes / 1e9:g} GB; "
         f"no kernel takes less than {device.kernel_s * 1e6:g} µs: {device.source}",
         rates,
         f"inside a node {device.intra_node.bytes_per_s / 1e9:g} GB/s, other messages reach "

@@ -58,6 +58,7 @@ The model was compared with what torch's allocator counts for roles of 1 to 70 b
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from megatron.hydraulis.cost_model.device import Reserve
 from megatron.hydraulis.cost_model.layer_memory import LayerMemory
 from megatron.hydraulis.cost_model.regrouping import FP32_BYTES
 from megatron.hydraulis.cost_model.staging import PoolFootprint, footprint_of_scheme
@@ -142,11 +143,16 @@ class MemoryModel(TrainedModel):
     """Tokens of a layer's busiest expert over the mean of its experts."""
 
     @property
+    def reserve(self) -> Reserve:
+        """Memory kept free of micro-batches, by the communicators and connections of the pool."""
+        if self.pool is None:
+            return self.device.reserve()
+        return self.device.reserve(self.pool.num_communicators, self.pool.num_peers)
+
+    @property
     def reserve_bytes(self) -> float:
-        """Memory kept free of micro-batches: the device's reserve, and communicators that exceed
-        it."""
-        num_communicators = 0 if self.pool is None else self.pool.num_communicators
-        return self.device.reserve_with(num_communicators)
+        """Memory kept free of micro-batches."""
+        return self.reserve.num_bytes
 
     @property
     def usable_bytes(self) -> float:

@@ -52,6 +52,9 @@ class PoolFootprint:
     """The rank's parts of a layer's matrices, one for each tp degree that it has: 1/tp in sum."""
     num_communicators: int
     """NCCL communicators once every strategy has been used."""
+    num_peers: int
+    """Ranks of its node with which a rank exchanges messages in regrouping: none if all strategies
+    gather and reduce by collectives, else any (at most)."""
     gradient_bytes: int = FP32_BYTES
     """Size of a gradient on the wire."""
 
@@ -64,7 +67,9 @@ class PoolFootprint:
         shares = [
             _shares(strategy, pool.tp_lcm, shape, in_fp32=in_fp32) for strategy in pool.strategies
         ]
-        as_owner, as_role, sent, relayed = (max(column) for column in zip(*shares, strict=True))
+        as_owner, as_role, sent, relayed, num_peers = (
+            max(column) for column in zip(*shares, strict=True)
+        )
         return cls(
             share_as_owner=as_owner,
             share_as_role=as_role,
@@ -72,6 +77,7 @@ class PoolFootprint:
             share_relayed=relayed,
             weight_shapes=_weight_shapes(pool.strategies),
             num_communicators=num_communicators(pool),
+            num_peers=int(num_peers),
             gradient_bytes=gradient_bytes,
         )
 
@@ -112,7 +118,7 @@ def _shares(
     strategy: Strategy, num_atoms: int, shape: ModelShape, *, in_fp32: bool
 ) -> tuple[float, ...]:
     """(as owner, as role, sent by a role, relayed) of the largest layer, by the kind of transfer
-    (`transfer.collective`); in_fp32: whether gradients travel in fp32."""
+    (`transfer.collective`), and `num_peers`; in_fp32: whether gradients travel in fp32."""
     schemes = strategy.schemes
     num_ranks, num_groups = strategy.num_ranks, math.lcm(*(scheme.ep for scheme in schemes))
     counted = amounts_of_model(shape, num_groups, num_atoms, num_ranks, strategy.ranks_per_node)
@@ -123,7 +129,7 @@ def _shares(
     kind = collective_of(amounts, may_reduce=in_fp32)
     if kind is Collective.ALL_GATHER:  # of shares, into staging and out of it
         whole = max(bucket.num_elements for bucket in buckets) / largest
-        return whole / num_ranks, whole, whole, 0.0
+        return whole / num_ranks, whole, whole, 0.0, 0
     most = np.zeros(3)
     of_bucket: dict[int, npt.NDArray[np.int64]] = {}
     for same in amounts.equal_buckets:
@@ -137,7 +143,8 @@ def _shares(
     num_held = (1 if scheme.ep > 1 else scheme.tp for scheme in schemes)
     is_in_order = min(num_held) == num_atoms and kind is Collective.ALL_TO_ALL
     as_role = 0.0 if is_in_order else part
-    return as_owner, as_role, as_role if in_fp32 else part, relayed
+    sent = as_role if in_fp32 else part
+    return as_owner, as_role, sent, relayed, strategy.ranks_per_node - 1
 
 
 def _weight_shapes(strategies: Sequence[Strategy]) -> float:

@@ -524,13 +524,40 @@ def test_a_scheme_alone_takes_what_a_job_of_it_takes(
     assert (found.weight_shapes, found.num_communicators) == (1 / scheme.tp, number)
 
 
-def test_communicators_beyond_those_in_the_reserve_take_memory() -> None:
-    few, many = (
-        replace(memory(), pool=replace(SMALL_POOL, num_communicators=number)) for number in (8, 20)
+@pytest.mark.parametrize(
+    ("texts", "num_communicators", "connection_bytes"),
+    [
+        # All ranks gather and reduce together.
+        (["64*tp1"], 2, 0.0),
+        (["32*tp2"], 3, 3.3e9),
+        (["64*tp1", "32*tp2", "16*tp4", "8*tp8", "8*tp1cp8~"], 5, 3.3e9),
+    ],
+)
+def test_a_job_keeps_memory_free_for_what_its_pool_has(
+    texts: list[str], num_communicators: int, connection_bytes: float
+) -> None:
+    pool = Pool.of(*(Strategy.parse(text, 64, ranks_per_node=8) for text in texts))
+    model = replace(memory(), pool=PoolFootprint.of(pool, LLAMA_7B))
+    reserve = model.reserve
+    assert reserve.communicator_bytes == pytest.approx(num_communicators * 0.3e9)
+    assert reserve.connection_bytes == pytest.approx(connection_bytes)
+    unknown = memory().reserve
+    assert unknown.num_bytes == pytest.approx(11e9)
+    parts = (reserve.context_bytes, reserve.fragment_bytes)
+    assert parts == (unknown.context_bytes, unknown.fragment_bytes)
+    assert model.usable_bytes == pytest.approx(
+        model.device.memory_bytes - sum((*parts, num_communicators * 0.3e9, connection_bytes))
     )
-    assert few.reserve_bytes == memory().reserve_bytes == pytest.approx(11e9)
-    assert many.reserve_bytes == pytest.approx(11e9 + 12 * 0.3e9)
-    assert many.max_tokens(Scheme(tp=2)) < few.max_tokens(Scheme(tp=2))
+    # Gradients in bf16 are sent to their owners.
+    in_bf16 = PoolFootprint.of(pool, LLAMA_7B, gradient_bytes=2)
+    assert replace(model, pool=in_bf16).reserve.connection_bytes == pytest.approx(3.3e9)
+
+
+def test_a_reserve_given_as_a_whole_replaces_its_parts() -> None:
+    device = replace(memory().device, reserve_bytes=20e9)
+    model = replace(memory(), device=device, pool=SMALL_POOL)
+    assert model.reserve_bytes == model.reserve.as_a_whole_bytes == 20e9
+    assert model.max_tokens(Scheme(tp=2)) < memory().max_tokens(Scheme(tp=2))
 
 
 SMALL_POOL = PoolFootprint.of(Pool.of(Strategy.parse("32*tp2", 64, ranks_per_node=8)), LLAMA_7B)

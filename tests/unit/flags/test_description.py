@@ -215,7 +215,7 @@ def test_text_names_every_stage_with_ranks_and_parameters(tmp_path: Path) -> Non
     # The job's, regrouping's, tp and pp; the line also says what they are assumed to take.
     assert description["most_communicators_of_a_rank"] == 4
     (groups,) = (line for line in lines if line.startswith("groups "))
-    assert "up to 4 communicators; NCCL's are assumed to take 0.3 GB each and 3.3 GB" in groups
+    assert "up to 4 communicators; NCCL's are assumed to take 0.3 GB each" in groups
     settings = lines[lines.index(next(line for line in lines if line.startswith("settings "))) :]
     assert "  --strategy tp2pp2:1,3+2*tp1+2*idle" in settings
     assert len(settings) == 1 + len(description["given"]), "only what was given"
