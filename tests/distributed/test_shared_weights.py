@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -38,6 +39,7 @@ from tests.support.law import (
     wrong_gradients,
 )
 from tests.support.models import Job, SmallModel, build_engine, run_job
+from tests.support.overlap_probes import spans_of_job
 
 pytestmark = pytest.mark.distributed
 
@@ -214,6 +216,21 @@ def failing(where: str) -> Iterator[None]:
 def test_an_error_leaves_nothing_on_its_way(where: str, *, changes: bool) -> None:
     job = changing(("cp4fs", "tp2cp2fs"), MAIN_MODEL) if changes else shared_waves(MAIN_MODEL)
     assert_law(job, pool_of(4).run(run_broken, job, partial(failing, where)))
+
+
+def test_gathers_and_scatters_are_recorded() -> None:
+    job = law_job(2, "cp2fs", MAIN_MODEL)
+    late_rank = 1
+    for iteration, assignment in zip(
+        pool_of(2).run(spans_of_job, job, late_rank)[0], job.assignments, strict=True
+    ):
+        found = Counter((span.name, span.detail.get("unit")) for span in iteration)
+        num_micro_batches = len(assignment.replicas[0])
+        for unit in (f"layer {number}" for number in range(MAIN_MODEL.num_layers)):
+            assert found["column gather", unit] >= num_micro_batches
+            assert found["column scatter", unit] == num_micro_batches
+        # The other column is late for the first gather.
+        assert any(span.name == "column gather wait" for span in iteration)
 
 
 def bytes_of_arenas(job: Job) -> list[int]:
