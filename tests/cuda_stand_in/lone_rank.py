@@ -155,7 +155,7 @@ def alone(rank: int, num_ranks: int) -> Iterator[None]:
     model_parallel_cuda_manual_seed(SEED, tp_rank=0, ep_rank=0, etp_rank=0)
     with ExitStack() as stack:
         stack.enter_context(ZerosFromDevice())
-        stack.enter_context(patch.object(engine, "initialise_shards", lambda *_: None))
+        stack.enter_context(patch.object(engine, "initialise_shards", lambda *_, **__: None))
         stack.enter_context(patch.object(RuntimeEngine, "_vote", _given_vote(RuntimeEngine._vote)))
         stack.enter_context(patch.object(dist, "all_gather_object", _all_gather_object))
         stack.enter_context(
