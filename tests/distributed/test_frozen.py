@@ -29,7 +29,15 @@ from tests.support.broken_rules import Rule, run_broken
 from tests.support.checkpoints import make_engine, save_new, whole_tensors
 from tests.support.comparison import assert_same, wrong_tensors
 from tests.support.gloo_pool import WorkerFailure, pool_of
-from tests.support.law import FP64_TOLERANCE, MAIN_MODEL, SPLITS, check_law, law_job, waves
+from tests.support.law import (
+    FP64_TOLERANCE,
+    MAIN_MODEL,
+    SPLITS,
+    changing,
+    check_law,
+    law_job,
+    waves,
+)
 from tests.support.models import (
     Job,
     RankRun,
@@ -146,6 +154,30 @@ def test_whole_stages_may_be_frozen(name: str) -> None:
 def test_a_tied_embedding_may_be_frozen(text: str) -> None:
     model = replace(MAIN_MODEL, frozen=("embedding.",), tied=True)
     check_law(law_job(2, text, model), 2)
+
+
+EXPERTS = {
+    "num_moe_experts": 4,
+    "moe_ffn_hidden_size": 16,
+    "moe_router_load_balancing_type": "aux_loss",
+    "moe_aux_loss_coeff": 0.02,
+    "moe_token_dispatcher_type": "alltoall",
+}
+
+
+def test_experts_and_their_router_may_be_frozen() -> None:
+    model = replace(MAIN_MODEL, num_layers=2, variant=tuple(EXPERTS.items()))
+    model = replace(model, frozen=("embedding.", "decoder.layers.0.mlp."))
+    check_law(changing(("cp4ep4", "tp2cp2ep2r", "4*tp1"), model), 4)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"ranks_per_node": 2}, {"overlap": False}, {"owners_for": "2*tp2"}],
+    ids=["two nodes", "no overlap", "owners"],
+)
+def test_regrouping_of_every_kind(options: dict[str, Any]) -> None:
+    check_law(replace(changing(("2*tp2", "tp2+2*tp1", "4*tp1"), MODEL), **options), 4)
 
 
 @contextmanager
