@@ -219,7 +219,7 @@ def possible_schemes(model: AnalyticCostModel) -> list[Scheme]:
             continue
         found.append(scheme)
         plain = [scheme]
-        if replica == scheme and cp > 1 and pp == ep == 1:
+        if replica == scheme and cp > 1 and pp == 1:
             plain.append(replace(scheme, fs=cp))
             offer(plain[1], instead_of=scheme)
         if model.offer_recompute and model.recompute.granularity != "full":

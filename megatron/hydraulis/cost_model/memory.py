@@ -3,9 +3,9 @@
 Between iterations a tensor-parallel rank holds its *state* (`state_bytes`):
 
 - its parameters in the training precision and their gradients in fp32; of those that it shares with
-  other cp ranks (``fs``) its share, and slots where they are whole while they are used: weights of
-  a layer and each that is gathered ahead, of the embedding and of the output layer; gradients of
-  two layers, and of embedding or output layer; and what it receives of a gradient;
+  other ranks (``fs``) its share, and slots where they are whole while they are used: weights of a
+  layer and each that is gathered ahead, of the embedding and of the output layer; gradients of two
+  layers, and of embedding or output layer; and what it receives of a gradient;
 - its canonical shard: fp32 master weights, two moments and the gradient over all ranks of the job;
   with one stage the gradient takes the place of gradients that have been sent;
 - staging of transfers (`PoolFootprint`);
@@ -201,19 +201,25 @@ class MemoryModel(TrainedModel):
         final_norm = is_last * shape.hidden_size
         num_parameters += num_embeddings * embedding + final_norm
         gradient_bytes = self.has_optimizer * FP32_BYTES
-        num_bytes = num_parameters / scheme.fs * (self.parameter_bytes + gradient_bytes)
         if not scheme.shares_weights:
-            return num_bytes
-        layer = max(
-            self.gathered_parameters(scheme, has_experts=has_experts)
+            return num_parameters * (self.parameter_bytes + gradient_bytes)
+        kept = num_parameters / scheme.fs
+        if scheme.ep > 1:
+            routed = shape.num_expert_layers * shape.num_routed_entries / scheme.ep
+            kept += routed / scheme.num_holders - routed / scheme.fs
+        num_bytes = kept * (self.parameter_bytes + gradient_bytes)
+        of_kinds = [
+            self.shared_parameters(scheme, has_experts=has_experts)
             for has_experts in self.kinds_of_layers
-        )
+        ]
+        layer = max(sum(shared.values()) for shared in of_kinds)
         num_slots = min(1 + self.fs_prefetch, num_layers)
         weights = num_slots * layer + num_embeddings * embedding + final_norm
         # Gradients of embedding and output layer take turns.
         gradients = NUM_GRADIENT_SLOTS * layer + embedding + final_norm
         if (wire_bytes := self.footprint(scheme).gradient_bytes) == FP32_BYTES:
-            received = max(layer, embedding) / scheme.fs
+            shares = (sum(part / num for num, part in shared.items()) for shared in of_kinds)
+            received = max(*shares, embedding / scheme.fs)
         else:  # also what is sent, in that precision
             received = 2 * max(layer, embedding) * wire_bytes / FP32_BYTES
         return num_bytes + weights * self.parameter_bytes + (gradients + received) * gradient_bytes

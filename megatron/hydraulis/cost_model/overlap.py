@@ -122,23 +122,24 @@ def _compute(
 
 
 def shared_weights_s(model: AnalyticCostModel, scheme: Scheme) -> tuple[float, float]:
-    """Messages of the weights that cp ranks share, in forward and backward of a micro-batch that
+    """Messages of the weights that ranks share, in forward and backward of a micro-batch that
     others precede and follow, in s."""
     shape, num_others = model.shape, model.shape.num_layers - 1
     num_gathered = max(0, num_others - model.fs_prefetch)
 
     def of_layer_s(operation: Operation, entry_bytes: int) -> float:
         """Mean over the layers."""
-        time_s = 0.0
-        for has_experts, number in model.kinds_of_layers.items():
-            num_bytes = entry_bytes * model.gathered_parameters(scheme, has_experts=has_experts)
-            time_s += number * _collective_s(model, scheme, operation, num_bytes)
+        time_s = sum(
+            number * _collective_s(model, scheme, operation, num_ranks, entry_bytes * part)
+            for has_experts, number in model.kinds_of_layers.items()
+            for num_ranks, part in model.shared_parameters(scheme, has_experts=has_experts).items()
+        )
         return time_s / shape.num_layers
 
     gathers_s = num_gathered * of_layer_s("all_gather", model.parameter_bytes)
     scatter_s = of_layer_s("reduce_scatter", model.gradient_bytes)
     embedding_bytes = model.gradient_bytes * shape.num_embedding_parameters / scheme.tp
-    embedding_s = _collective_s(model, scheme, "reduce_scatter", embedding_bytes)
+    embedding_s = _collective_s(model, scheme, "reduce_scatter", scheme.fs, embedding_bytes)
     outputs_s = 0.0 if shape.tied_embeddings else embedding_s
     in_forward_s = gathers_s + scatter_s + embedding_s
     return in_forward_s, gathers_s + num_others * scatter_s + outputs_s
@@ -148,11 +149,12 @@ def _collective_s(
     model: AnalyticCostModel,
     scheme: Scheme,
     operation: Operation,
+    num_ranks: int,
     num_bytes: float,
 ) -> float:
-    """A collective of num_bytes, in all, over cp ranks that share weights."""
-    kernels, num_ranks, span = model.device.kernels, scheme.fs, scheme.tp * scheme.fs
+    """A collective of num_bytes, in all, over ranks that share weights."""
+    kernels, span = model.device.kernels, scheme.tp * scheme.fs
     if kernels is not None and not model.cluster.uses_network(span):
         return kernels.collective_s(model.rates, operation, num_ranks, num_bytes)
-    link = model.collective_link(span, scheme.tp)
+    link = model.collective_link(span, span // num_ranks)
     return link.time_s((num_ranks - 1) / num_ranks * num_bytes)

@@ -370,14 +370,16 @@ class RegroupCosts:
         return RegroupTimes(tuple(times), received_bytes)
 
     def _of_columns_ms(self, scheme: Scheme) -> float:
-        """The gather and scatter of an embedding and a layer, the mean of all, among columns that
+        """The gather and scatter of an embedding and a layer, the mean of all, among ranks that
         share their weights."""
         if not scheme.shares_weights:
             return 0.0
         shape, link = self.shape, self.cluster.collective(scheme.tp * scheme.fs, scheme.tp)
-        num_elements = shape.num_parameters_of_layers(shape.num_layers) / shape.num_layers
-        num_elements = (num_elements + shape.num_embedding_parameters) / scheme.tp
-        num_received = int((scheme.fs - 1) / scheme.fs * num_elements)
+        layer = shape.num_parameters_of_layers(shape.num_layers) / shape.num_layers
+        routed = shape.num_expert_layers * shape.num_routed_entries / shape.num_layers
+        others = (layer - routed + shape.num_embedding_parameters) / scheme.tp
+        routed /= scheme.tp if scheme.ep == 1 else scheme.ep
+        num_received = int((1 - 1 / scheme.fs) * others + (1 - 1 / scheme.num_holders) * routed)
         seconds = self._time_s(self.parameter_bytes * num_received, link)
         seconds += self._time_s(self.gradient_bytes * num_received, link)
         return self.factor * _MS_PER_S * seconds

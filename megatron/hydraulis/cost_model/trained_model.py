@@ -266,14 +266,20 @@ class TrainedModel:
         num_routed = routed / (scheme.tp if scheme.ep == 1 else scheme.ep)
         return whole + others / scheme.tp + num_routed
 
-    def gathered_parameters(self, scheme: Scheme, *, has_experts: bool) -> float:
-        """Parameters of a layer that cp ranks that share weights gather to use it; without ep."""
+    def shared_parameters(self, scheme: Scheme, *, has_experts: bool) -> dict[int, float]:
+        """Parameters of a layer that a rank gathers to use it, by the number of ranks that share
+        them: whole experts may have fewer."""
         shape, num_whole = self.shape, self.shape.num_whole_attention_entries
         cut, whole = shape.num_attention_entries - num_whole, num_whole + 2 * shape.hidden_size
         if not has_experts:
-            return whole + (cut + shape.num_mlp_entries) / scheme.tp
-        router = shape.num_router_entries
-        return whole + router + (cut + shape.num_expert_entries - router) / scheme.tp
+            return {scheme.fs: whole + (cut + shape.num_mlp_entries) / scheme.tp}
+        router, routed = shape.num_router_entries, shape.num_routed_entries
+        cut += shape.num_expert_entries - router - routed
+        gathered = {scheme.fs: whole + router + cut / scheme.tp}
+        if scheme.num_holders > 1:
+            of_experts = routed / (scheme.tp if scheme.ep == 1 else scheme.ep)
+            gathered[scheme.num_holders] = gathered.get(scheme.num_holders, 0.0) + of_experts
+        return gathered
 
     @property
     def kinds_of_layers(self) -> dict[bool, int]:

@@ -18,7 +18,7 @@ from megatron.hydraulis.runtime.model_building import global_name
 from megatron.hydraulis.transfer.calls import Calls
 from megatron.hydraulis.transfer.canonical import UNIT_ALIGNMENT_ELEMENTS, CanonicalLayout, Unit
 from megatron.hydraulis.transfer.ranges import held_blocks
-from megatron.hydraulis.transfer.role import NUM_GRADIENT_SLOTS, Role, UnitPlaces, aligned
+from megatron.hydraulis.transfer.role import NUM_GRADIENT_SLOTS, Role, Run, aligned, runs_of
 
 
 class ArenaMemory:
@@ -124,15 +124,26 @@ class Slot:
     num_elements: int
 
 
+@dataclass(frozen=True)
+class PlacedRun:
+    """A run of a unit's parameters, and where it lies."""
+
+    run: Run
+    start: int
+    """First element of what the rank keeps of it, in both storages."""
+    start_in_slot: int
+    """First element of all of it in the unit's slots, if ranks share it."""
+
+
 class Arena:
     """One role's layout of the shared memory: the offset of every parameter and gradient.
 
     Each storage begins with what regrouping fills or sends: the role's trained parameters, unit
-    after unit, or where columns share them this column's shares. Frozen parameters follow, which
-    have no gradients. Where columns share weights slots follow, in which a
-    unit is whole while it is used: layers take turns, and always get the same slot, because
-    autograd keeps addresses; other units have their own. Gradients have two slots for layers; those
-    of the output layer are in the place of the embedding's, unless these are tied.
+    after unit, or where ranks share them this rank's shares. Frozen parameters follow, which have
+    no gradients. Where ranks share weights slots follow, in which what is shared of a unit is whole
+    while it is used: layers take turns, and always get the same slot, because autograd keeps
+    addresses; other units have their own. Gradients have two slots for layers; those of the output
+    layer are in the place of the embedding's, unless these are tied.
 
     Args:
         num_slots: slots for the weights of layers, where columns share them.
@@ -144,18 +155,19 @@ class Arena:
         self._layout = layout
         self._role = role
         self._memory = memory
-        self.places = {
-            unit: UnitPlaces.of(layout, role, unit)
-            for unit in layout.parameters_of
-            if unit in role.units
+        self.places: dict[Unit, list[PlacedRun]] = {
+            unit: [] for unit in layout.parameters_of if unit in role.units
         }
-        """Places of the parameters of each unit, in canonical order."""
-        self.starts: dict[Unit, int] = {}
-        """First element of what is regrouped of each unit, in both storages."""
+        """The runs of each unit, in canonical order."""
+        self._place_of: dict[int, PlacedRun] = {}
         self.num_gradients = end = 0
         for unit in sorted(self.places, key=lambda unit: unit.is_frozen):
-            self.starts[unit] = aligned(end, UNIT_ALIGNMENT_ELEMENTS)
-            end = self.starts[unit] + self.places[unit].share_elements
+            for run in runs_of(layout, role, unit):
+                start = aligned(end, UNIT_ALIGNMENT_ELEMENTS)
+                placed = PlacedRun(run, start, self.num_in_slot(unit))
+                self.places[unit].append(placed)
+                self._place_of |= dict.fromkeys(run.offsets, placed)
+                end = start + run.share_elements
             if not unit.is_frozen:
                 self.num_gradients = end
         self.num_parameters = end
@@ -191,17 +203,20 @@ class Arena:
         }
         slots: dict[int | Unit, Slot] = {}
         for key in dict.fromkeys(keys.values()):
-            size = max(self.places[unit].num_elements for unit in keys if keys[unit] == key)
+            size = max(self.num_in_slot(unit) for unit in keys if keys[unit] == key)
             slots[key] = Slot(first, size)
             first += size
         return {unit: slots[key] for unit, key in keys.items()}, first
 
+    def num_in_slot(self, unit: Unit) -> int:
+        """Elements of a unit in its slot."""
+        return sum(each.run.num_elements for each in self.places[unit] if each.run.is_shared)
+
     def regrouped_start(self, parameter: int) -> int:
         """Place in both storages where element 0 of a local parameter is regrouped, or would be if
-        it were in this column's share; a frozen one is in that of parameters only."""
-        unit = self._layout.parameters[parameter].unit
-        places = self.places[unit]
-        return self.starts[unit] + places.offsets[parameter] - places.share_start
+        it were in this rank's share; a frozen one is in that of parameters only."""
+        place = self._place_of[parameter]
+        return place.start + place.run.offsets[parameter] - place.run.share_start
 
     def bind(self, model: torch.nn.Module) -> dict[int, torch.nn.Parameter]:
         """Give every parameter of a model on `meta`, and its gradient, memory of the arena.
@@ -272,9 +287,11 @@ class Arena:
 
     def _start(self, parameter: int, slots: Mapping[Unit, Slot]) -> int:
         """The first element of a parameter where it is whole."""
-        unit = self._layout.parameters[parameter].unit
-        start = slots[unit].start if slots else self.starts[unit]
-        return start + self.places[unit].offsets[parameter]
+        place = self._place_of[parameter]
+        start = place.start
+        if place.run.is_shared:
+            start = slots[self._layout.parameters[parameter].unit].start + place.start_in_slot
+        return start + place.run.offsets[parameter]
 
     def _bound(
         self, local_name: str, original: torch.nn.Parameter

@@ -3,7 +3,8 @@
 The arena of a column holds a share of every unit. A unit's weights are gathered within the columns'
 group into the unit's slot, where the model reads them, and stay until another layer needs the slot.
 The unit's gradient is computed in a slot and scattered after its backward: each column adds up the
-parts of its share.
+parts of its share. Whole experts are shared likewise, by the ranks that hold the same ones, and
+where there is one such rank they stay where regrouping fills them.
 
 All columns run the same modules in the same order, so these calls are one sequence in each group.
 Nothing here depends on what has arrived: units are gathered ahead at fixed places.
@@ -58,8 +59,9 @@ class ColumnMeter:
 class ColumnExchange:
     """How columns that share their weights exchange them."""
 
-    group: dist.ProcessGroup
-    """The columns, in their order, used for this only."""
+    groups: Mapping[tuple[int, int], dist.ProcessGroup]
+    """Groups of the ranks that share parameters, in their order, used for this only; keys are those
+    of `Run.sharer`."""
     track: Track
     """Runs these jobs only."""
     wire_dtype: torch.dtype
@@ -83,7 +85,10 @@ class ColumnShares:
         self._arena = arena
         self._exchange = exchange
         self._units = tuple(arena.places)
-        self._parameters_of = {unit: tuple(arena.places[unit].offsets) for unit in self._units}
+        self._parameters_of = {
+            unit: tuple(index for each in arena.places[unit] for index in each.run.offsets)
+            for unit in self._units
+        }
         self._buckets_of = {
             unit: sorted({bucket for index in indices for bucket in buckets_of[index]})
             for unit, indices in self._parameters_of.items()
@@ -190,9 +195,10 @@ class ColumnShares:
                         self._scatter.arrived(parameter)
 
     def _submit(self, what: str, unit: Unit) -> Ticket:
-        gathers, exchange, places = what == "gather", self._exchange, self._arena.places[unit]
+        gathers, exchange = what == "gather", self._exchange
         dtype = self._arena.parameters.dtype if gathers else exchange.wire_dtype
-        num_moved = places.num_elements - places.share_elements
+        runs = (place.run for place in self._arena.places[unit])
+        num_moved = sum(run.num_elements - run.share_elements for run in runs)
         exchange.meter.num_bytes += 2 * num_moved * dtype.itemsize  # received and sent
         return exchange.track.submit(
             TrackJob(
@@ -204,48 +210,58 @@ class ColumnShares:
             )
         )
 
-    def _whole(self, flat: Tensor, slots: Mapping[Unit, Slot], unit: Unit) -> Tensor:
-        """The unit in its slot."""
-        start = slots[unit].start
-        return flat[start : start + self._arena.places[unit].num_elements]
-
-    def _share(self, flat: Tensor, unit: Unit) -> Tensor:
-        """This column's share of the unit."""
-        start = self._arena.starts[unit]
-        return flat[start : start + self._arena.places[unit].share_elements]
+    def _shared(
+        self, flat: Tensor, slots: Mapping[Unit, Slot], unit: Unit
+    ) -> Iterator[tuple[Tensor, Tensor, dist.ProcessGroup]]:
+        """Yields for each run of the unit that ranks share all of it, in the slot, this rank's
+        share, and their group."""
+        for place in self._arena.places[unit]:
+            run = place.run
+            if run.is_shared:
+                start = slots[unit].start + place.start_in_slot
+                whole = flat[start : start + run.num_elements]
+                share = flat[place.start : place.start + run.share_elements]
+                yield whole, share, self._exchange.groups[run.sharer]
 
     def _gather_steps(self, unit: Unit, _: StagingSlot) -> Iterator[Step]:
         arena = self._arena
-        whole = self._whole(arena.parameters, arena.weight_slots, unit)
-        share = self._share(arena.parameters, unit)
-        work = all_gather(whole, share, group=self._exchange.group, async_op=True)
-        assert work is not None
-        yield (work,)
+        works = []
+        for whole, share, group in self._shared(arena.parameters, arena.weight_slots, unit):
+            work = all_gather(whole, share, group=group, async_op=True)
+            assert work is not None
+            works.append(work)
+        yield works
 
     def _scatter_steps(self, unit: Unit, slot: StagingSlot) -> Iterator[Step]:
-        """A reduce-scatter where NCCL can add up; messages where it would do so in a narrow dtype,
+        """Reduce-scatters where NCCL can add up; messages where it would do so in a narrow dtype,
         and for gloo, whose reduce-scatter moves everything."""
-        arena = self._arena
-        whole = self._whole(arena.gradients, arena.gradient_slots, unit)
-        share = self._share(arena.gradients, unit)
-        wire, group = self._exchange.wire_dtype, self._exchange.group
-        if whole.is_cuda and wire == whole.dtype:
-            (staged,) = slot.parts([{"received": share.nbytes}])
-            received = staged.take("received", share.numel(), whole.dtype)
-            work = reduce_scatter(received, whole, group=group, async_op=True)
+        arena, wire = self._arena, self._exchange.wire_dtype
+        narrows = wire != arena.gradients.dtype
+        adds_up = arena.gradients.is_cuda and not narrows
+        runs = list(self._shared(arena.gradients, arena.gradient_slots, unit))
+        staged = slot.parts(
+            [
+                {
+                    "sent": narrows * whole.numel() * wire.itemsize,
+                    "received": (share if adds_up else whole).numel() * wire.itemsize,
+                }
+                for whole, share, _ in runs
+            ]
+        )
+        works, arrived = [], []
+        for (whole, share, group), part in zip(runs, staged, strict=True):
+            if adds_up:
+                received = part.take("received", share.numel(), wire)
+                work = reduce_scatter(received, whole, group=group, async_op=True)
+            else:
+                send = part.take("sent", whole.numel(), wire).copy_(whole) if narrows else whole
+                received = part.take("received", whole.numel(), wire)
+                work = dist.all_to_all_single(received, send, group=group, async_op=True)
             assert work is not None
-            yield (work,)
-            share += received
-        else:
-            send, num_bytes = whole, whole.numel() * wire.itemsize
-            narrows = wire != whole.dtype
-            (staged,) = slot.parts([{"sent": narrows * num_bytes, "received": num_bytes}])
-            if narrows:
-                send = staged.take("sent", whole.numel(), wire).copy_(whole)
-            received = staged.take("received", whole.numel(), wire)
-            work = dist.all_to_all_single(received, send, group=group, async_op=True)
-            assert work is not None
-            yield (work,)
-            for part in received.view(-1, share.numel()):
-                share += part
-        whole.zero_()
+            works.append(work)
+            arrived.append(received)
+        yield works
+        for (whole, share, _), received in zip(runs, arrived, strict=True):
+            for of_rank in received.view(-1, share.numel()):
+                share += of_rank
+            whole.zero_()

@@ -198,16 +198,24 @@ class GroupRegistry:
         collection.pp = self.group(replica.pp_ranks(position.cp, position.tp))
         return collection
 
-    def columns(self, strategy: Strategy) -> dist.ProcessGroup:
-        """The ranks that share this rank's weights, for exchanging these only: attention may use
-        its own group of the same ranks at the same time.
+    def columns(self, strategy: Strategy) -> dict[tuple[int, int], dist.ProcessGroup]:
+        """The groups that share weights with this rank, for exchanging these only: attention may
+        use its own group of the same ranks at the same time.
 
-        Raises StrategyError if no rank does.
+        Returns:
+            Each by the number of this rank in it, and the number of its ranks.
+
+        Raises:
+            StrategyError: there is none.
         """
         replica = strategy.replica_of(self._rank)
-        for ranks in () if replica is None else replica.column_groups:
-            if self._rank in ranks:
-                return self._columns[ranks]
+        found = {
+            (ranks.index(self._rank), len(ranks)): self._columns[ranks]
+            for ranks in (() if replica is None else replica.column_groups)
+            if self._rank in ranks
+        }
+        if found:
+            return found
         raise StrategyError(
             f"rank {self._rank} shares no weights in strategy '{strategy.name}'; only the cp ranks "
             "of a scheme with fs do"

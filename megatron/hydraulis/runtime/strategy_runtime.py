@@ -129,8 +129,8 @@ class StrategyRuntimes:
         assert replica is not None
         scheme = replica.scheme
         is_uneven = scheme.ep > 1 and scheme.splits_cp
-        columns = None if role.column is None else self.groups.columns(strategy)
-        neighbours = [groups.tp, groups.pp, groups.ep] + ([] if columns is None else [columns])
+        columns = {} if role.column is None else self.groups.columns(strategy)
+        neighbours = [groups.tp, groups.pp, groups.ep, *columns.values()]
         ranks = (tuple(dist.get_process_group_ranks(group)) for group in neighbours)
         key = (role, is_uneven, scheme.recomputes, *ranks)
         found = self._bound_roles.get(key)
@@ -139,7 +139,7 @@ class StrategyRuntimes:
             definition = definition.for_uneven_columns if is_uneven else definition
             definition = definition.recomputing if scheme.recomputes else definition
             exchange = None
-            if columns is not None:
+            if columns:
                 exchange = ColumnExchange(
                     columns,
                     self.column_track,

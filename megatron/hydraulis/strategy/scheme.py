@@ -78,6 +78,13 @@ class Scheme:
         return self.fs > 1
 
     @property
+    def num_holders(self) -> int:
+        """Ranks that share an expert, or its part where tp cuts it; 1 if each holds all of that."""
+        if not self.shares_weights or self.ep == 1:
+            return self.fs
+        return max(1, self.tp * self.fs // self.ep)
+
+    @property
     def distributes_parameters(self) -> bool:
         """True if cp ranks hold different weights or experts, as in ``cp8fs`` and ``cp8ep8``: the
         groups of ``~`` need not be replicas."""
@@ -88,7 +95,7 @@ class Scheme:
         """True if a strategy of this scheme alone is a baseline for a pool, with balanced plans:
         ``~`` only with ep, which is Megatron's expert parallelism over data-parallel ranks. Groups
         of several widths that share weights are not Megatron's."""
-        return self.ep > 1 or not self.splits_cp
+        return not self.splits_cp or (self.ep > 1 and not self.shares_weights)
 
     @property
     def apart_from_cp(self) -> tuple[object, ...]:
@@ -324,13 +331,13 @@ class Replica:
 
     @property
     def column_groups(self) -> tuple[tuple[int, ...], ...]:
-        """The ranks that share weights, each group by cp; empty without ``fs``."""
-        scheme = self.scheme
-        return tuple(
-            self.cp_ranks(stage, tp)
-            for stage in range(scheme.pp if scheme.shares_weights else 0)
-            for tp in range(scheme.tp)
-        )
+        """The ranks that share weights, in the order of the replica, and with ``ep`` those that
+        share experts; empty without ``fs``."""
+        tp, ep = self.scheme.tp, self.scheme.ep
+        if not self.scheme.shares_weights:
+            return ()
+        steps = dict.fromkeys([tp, ep] if ep > 1 and self.scheme.num_holders > 1 else [tp])
+        return tuple(self.ranks[first::step] for step in steps for first in range(step))
 
     def ep_ranks(self, stage: int, cp: int, tp: int) -> tuple[int, ...]:
         """The ranks of a stage that share out the experts with this one, in the order of their

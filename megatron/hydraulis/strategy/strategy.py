@@ -200,8 +200,7 @@ class Strategy:
         return format_terms(self.replicas, num_idle=num_idle, with_ranks=with_ranks)
 
     def check_model(self, shape: ModelShape) -> None:
-        """Raise StrategyError unless every scheme divides a model of this shape evenly, and shares
-        either weights or experts."""
+        """Raise StrategyError unless every scheme divides a model of this shape evenly."""
         has_mlp = shape.num_expert_layers < shape.num_layers
         cut_by_tp = (
             (shape.num_attention_heads, "attention heads"),
@@ -213,11 +212,6 @@ class Strategy:
             (shape.vocab_size, "padded vocabulary size"),
         )
         for scheme in self.schemes:
-            if scheme.shares_weights and scheme.ep > 1:
-                raise self._error(
-                    f"{scheme} shares weights among its {scheme.cp} cp ranks, to which ep "
-                    f"{scheme.ep} gives different experts; drop the fs or the ep"
-                )
             for size, what in cut_by_tp:
                 if size % scheme.tp:
                     raise self._error(

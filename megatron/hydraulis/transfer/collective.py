@@ -121,7 +121,7 @@ def equal_shares(bucket: Bucket, roles: Sequence[Role | None]) -> EqualShares:
 def _all_hold_everything(roles: Sequence[Role | None]) -> bool:
     return all(
         role is not None
-        and role.cut == (1, 0, None, None)
+        and role.cut == (1, 0, None, None, None)
         and role.has_embedding
         and role.has_output
         for role in roles

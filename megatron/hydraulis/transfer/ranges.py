@@ -13,7 +13,7 @@ import numpy.typing as npt
 
 from megatron.hydraulis.errors import PlanError
 from megatron.hydraulis.transfer.canonical import Block, Bucket, CanonicalLayout
-from megatron.hydraulis.transfer.role import Role, UnitPlaces
+from megatron.hydraulis.transfer.role import Role, runs_of
 
 Amounts = npt.NDArray[np.int64]
 
@@ -113,7 +113,8 @@ def held_blocks(
     of their rows, where columns share the role's parameters."""
     if role is None or bucket.unit not in role.units:
         return
-    places = None if role.column is None else UnitPlaces.of(layout, role, bucket.unit)
+    runs = [] if role.column is None else runs_of(layout, role, bucket.unit)
+    run_of = {index: run for run in runs if run.is_shared for index in run.offsets}
     for piece, start in zip(bucket.pieces, bucket.piece_offsets, strict=False):
         parameter = layout.parameters[piece.parameter]
         cut = role.cut_of(parameter)
@@ -122,11 +123,12 @@ def held_blocks(
         if contributed and not role.contributes(parameter):
             continue
         block = layout.block(piece, *cut)
-        if places is None:
+        run = run_of.get(piece.parameter)
+        if run is None:
             yield start, block
         else:
-            first = places.share_start - places.offsets[piece.parameter]
-            for skipped, part in _within(block, first, first + places.share_elements):
+            first = run.share_start - run.offsets[piece.parameter]
+            for skipped, part in _within(block, first, first + run.share_elements):
                 yield start + skipped, part
 
 

@@ -37,13 +37,8 @@ class Role:
     """Experts [start, stop) of every layer, which the rank holds whole; None if tp cuts all."""
     column: tuple[int, int] | None = None
     """(number of this cp rank, number of them) if each keeps a share of the weights; else None."""
-
-    def __post_init__(self) -> None:
-        if self.column is not None and self.experts is not None:
-            raise PlanError(
-                f"{self.column[1]} cp ranks share the same weights but one of them has experts "
-                f"{self.experts[0]} to {self.experts[1] - 1} alone; drop the fs or the ep"
-            )
+    holder: tuple[int, int] | None = None
+    """(number of this rank, number of them) among those that keep a share of the same experts."""
 
     @property
     def has_embedding(self) -> bool:
@@ -71,7 +66,7 @@ class Role:
     @property
     def cut(self) -> tuple[object, ...]:
         """Properties that decide, with its units, which ranges of a bucket it holds."""
-        return self.tp, self.tp_rank, self.experts, self.column
+        return self.tp, self.tp_rank, self.experts, self.column, self.holder
 
     def cut_of(self, parameter: ParameterSpec) -> tuple[int, int] | None:
         """The tp degree and TP rank that this rank's part of a parameter of its units has: (1, 0)
@@ -92,6 +87,12 @@ class Role:
             )
         return 1, 0
 
+    def sharer_of(self, parameter: ParameterSpec) -> tuple[int, int]:
+        """(number of this rank, number of them) among those that keep a share of its part of a
+        parameter; (0, 1) where it keeps all of that."""
+        is_whole_expert = self.experts is not None and parameter.experts is not None
+        return (self.holder if is_whole_expert else self.column) or (0, 1)
+
     def contributes(self, parameter: ParameterSpec) -> bool:
         """True if this rank sends its gradient of a parameter to the owners.
 
@@ -103,40 +104,51 @@ class Role:
 
 
 @dataclass(frozen=True)
-class UnitPlaces:
-    """Places of a role's parameters of a unit in one flat run, of which a column keeps a share."""
+class Run:
+    """Parameters of a unit in one flat run, of which each of some ranks keeps an equal share."""
 
     offsets: dict[int, int]
     """First element of each parameter, by index into ``CanonicalLayout.parameters``."""
     share_elements: int
-    """Elements that each column keeps, equal for all: those of the run where none is shared."""
-    num_columns: int
-    column: int
+    """Elements that each rank keeps: all of the run if one does."""
+    sharer: tuple[int, int]
+    """(number of this rank, number of them)."""
 
-    @classmethod
-    def of(cls, layout: CanonicalLayout, role: Role, unit: Unit) -> UnitPlaces:
-        """The places of a unit that the role holds."""
-        offsets, end = {}, 0
-        for index in layout.parameters_of[unit]:
-            cut = role.cut_of(layout.parameters[index])
-            if cut is not None:
-                offsets[index] = aligned(end, ALIGNMENT_ELEMENTS)
-                end = offsets[index] + math.prod(layout.parameters[index].local_shape(cut[0]))
-        if role.column is None:
-            return cls(offsets, end, 1, 0)
-        column, num_columns = role.column
-        share = aligned(-(-end // num_columns), UNIT_ALIGNMENT_ELEMENTS)
-        return cls(offsets, share, num_columns, column)
+    @property
+    def is_shared(self) -> bool:
+        """True if several ranks keep shares."""
+        return self.sharer[1] > 1
 
     @property
     def num_elements(self) -> int:
         """Elements of the run, with the padding behind the last parameter."""
-        return self.share_elements * self.num_columns
+        return self.share_elements * self.sharer[1]
 
     @property
     def share_start(self) -> int:
         """First element of the run that is kept."""
-        return self.share_elements * self.column
+        return self.share_elements * self.sharer[0]
+
+
+def runs_of(layout: CanonicalLayout, role: Role, unit: Unit) -> list[Run]:
+    """The runs of a unit that the role holds, in canonical order: one for each group of ranks that
+    share parameters, which are others for whole experts."""
+    offsets: dict[tuple[int, int], dict[int, int]] = {}
+    ends: dict[tuple[int, int], int] = {}
+    for index in layout.parameters_of[unit]:
+        parameter = layout.parameters[index]
+        cut, sharer = role.cut_of(parameter), role.sharer_of(parameter)
+        if cut is not None:
+            start = aligned(ends.get(sharer, 0), ALIGNMENT_ELEMENTS)
+            offsets.setdefault(sharer, {})[index] = start
+            ends[sharer] = start + math.prod(parameter.local_shape(cut[0]))
+    runs = []
+    for sharer, end in ends.items():
+        share = end
+        if sharer[1] > 1:
+            share = aligned(-(-end // sharer[1]), UNIT_ALIGNMENT_ELEMENTS)
+        runs.append(Run(offsets[sharer], share, sharer))
+    return runs
 
 
 def held_buckets(
@@ -184,7 +196,9 @@ def roles_of(
         in_each = scheme.experts_per_rank(num_experts)
         for stage, cp, tp in itertools.product(*map(range, (scheme.pp, scheme.cp, scheme.tp))):
             rank = replica.rank_at(stage, cp, tp)
-            first_expert = in_each * replica.ep_ranks(stage, cp, tp).index(rank)
+            holder, place = divmod(cp * scheme.tp + tp, scheme.ep)
+            shares_experts = scheme.ep > 1 and scheme.num_holders > 1
+            first_expert = in_each * place
             roles[rank] = Role(
                 tp=scheme.tp,
                 tp_rank=tp,
@@ -194,5 +208,6 @@ def roles_of(
                 tied_embeddings=tied_embeddings,
                 experts=(first_expert, first_expert + in_each) if scheme.ep > 1 else None,
                 column=(cp, scheme.cp) if scheme.shares_weights else None,
+                holder=(holder, scheme.num_holders) if shares_experts else None,
             )
     return roles

@@ -83,7 +83,7 @@ def test_gradients_of_shards_follow_those_of_each_bucket() -> None:
     ends, in_unit = [], Counter[Unit]()
     for bucket in layout.buckets:
         in_unit[bucket.unit] += bucket.num_elements
-        ends.append(arena.starts[bucket.unit] + in_unit[bucket.unit])
+        ends.append(arena.places[bucket.unit][0].start + in_unit[bucket.unit])
     assert in_unit[Unit.output()] > 1000
     calls = tuple((bucket.index,) for bucket in layout.buckets)
     for rank in range(4):
