@@ -32,9 +32,13 @@ from tests.cuda_stand_in.races import AccessMarks, Race, find_races
 from tests.support.gloo_pool import pool_of
 
 CASES = (*IN_SUITE, *NIGHTLY)
-WHOLE_EXPERTS = tuple(
-    OrderCase(("tp2cp2ep4", "cp4~ep4", "cp2ep2pp2"), 4, model=model)
-    for model in (WITH_EXPERTS, replace(WITH_EXPERTS, granularity="selective"))
+SHARED_EXPERTS = OrderCase(("cp4fsep2", "tp2cp2fsep4"), 4, model=WITH_EXPERTS)
+WHOLE_EXPERTS = (
+    *(
+        OrderCase(("tp2cp2ep4", "cp4~ep4", "cp2ep2pp2"), 4, model=model)
+        for model in (WITH_EXPERTS, replace(WITH_EXPERTS, granularity="selective"))
+    ),
+    SHARED_EXPERTS,
 )
 """Their ranks have peers."""
 PEERS_TIMEOUT_S = 110.0

@@ -142,6 +142,7 @@ FEW = (
     Role(shape=MIXTRAL, strategy="8*tp4pp2"),
     Role(shape=MANY_EXPERTS, strategy="4*tp2cp4ep8pp2"),
     Role(shape=M8, strategy="8*cp8fs"),
+    Role(shape=SHARED_EXPERTS, strategy="4*tp2cp8fsep4", gradient_bytes=2),
 )
 TIED = dataclasses.replace(M8, tied_embeddings=True)
 SHARED = (
@@ -161,6 +162,9 @@ SHARED = (
     Role(shape=LATENT, strategy="4*tp4cp4fs", qk_norms=True),
     Role(shape=MIXTRAL, strategy="2*tp4cp8~fs", context_size=1),
     Role(shape=MANY_EXPERTS, strategy="8*tp2cp4fs"),
+    Role(shape=MANY_EXPERTS, strategy="8*tp2cp4fsep4"),
+    Role(shape=MANY_EXPERTS, strategy="8*cp8fsep8", recompute=EVERY_LAYER),
+    Role(shape=MANY_EXPERTS, strategy="cp64~fsep16", context_size=1),
 )
 """Their cp ranks share weights."""
 MORE = (

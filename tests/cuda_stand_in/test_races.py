@@ -15,6 +15,7 @@ from tests.cuda_stand_in.orders import IN_SUITE, SHARED_WEIGHTS, OrderCase
 from tests.cuda_stand_in.race_jobs import (
     CANNOT_RACE,
     CASES,
+    SHARED_EXPERTS,
     VOTE,
     WAITS,
     WHOLE_EXPERTS,
@@ -183,6 +184,12 @@ def test_whole_experts_have_no_races(case: OrderCase, tmp_path: Path) -> None:
 def test_without_a_wait_of_ours_there_is_a_race(removed: str, tmp_path: Path) -> None:
     found = races_of(SHARED_WEIGHTS if "column" in removed else IN_SUITE[0], tmp_path, removed)
     assert all(found), f"ranks without a race: {[i for i, races in enumerate(found) if not races]}"
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("kind", ["gather", "scatter"])
+def test_without_a_wait_shared_experts_race(kind: str, tmp_path: Path) -> None:
+    assert all(races_with_peers(SHARED_EXPERTS, tmp_path, f"compute for column {kind}s"))
 
 
 @pytest.mark.nightly

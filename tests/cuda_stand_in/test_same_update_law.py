@@ -101,6 +101,16 @@ WHOLE_EXPERTS: dict[str, tuple[int, Callable[[SmallModel], Job]]] = {
         8,
         lambda model: waves([[(0, 4), (4, 2), (6, 1), (7, 1)]], model, ep=8),
     ),
+    "columns that share weights, by turns": (
+        4,
+        lambda model: changing(("cp4fsep2", "tp2cp2fsep4", "tp2cp2fsep2"), model),
+    ),
+    "a wave of columns that share weights": (
+        8,
+        lambda model: replace(
+            waves([[(0, 4), (4, 2), (6, 1), (7, 1)]], model), strategies=("cp8~fsep4",)
+        ),
+    ),
 }
 """Ranks, and the job of a model."""
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ from megatron.hydraulis.runtime.engine import RuntimeEngine
 from megatron.hydraulis.runtime.outcome import StepOutcome
 from tests.cuda_stand_in.lone_ranks import log_of
 from tests.cuda_stand_in.order import Call, read_log
+from tests.cuda_stand_in.orders import WITH_EXPERTS
 from tests.cuda_stand_in.pool import run_logged
 from tests.cuda_stand_in.test_bf16_gradients import SIZES
 from tests.cuda_stand_in.test_same_update_law import BF16_MODEL
@@ -27,13 +29,19 @@ NUM_COLUMNS = 4
 BF16_BYTES, FP32_BYTES = 2, 4
 NUM_LAYERS = 8
 MODEL = replace(BF16_MODEL, num_layers=NUM_LAYERS)
+EXPERTS = replace(MODEL, variant=WITH_EXPERTS.variant)
 
 
-def units_of(job: Job) -> dict[str, int]:
-    """On every rank: elements of each unit where it is whole."""
+def units_of(job: Job) -> dict[int, dict[str, int]]:
+    """On every rank: elements of each unit where it is whole, by the number of ranks that share
+    them."""
     arena = build_engine(job).runtime_of(job.strategies[0]).arena
     assert arena is not None
-    return {unit.name: places.num_elements for unit, places in arena.places.items()}
+    found: dict[int, dict[str, int]] = {}
+    for unit, places in arena.places.items():
+        for run in (place.run for place in places):
+            found.setdefault(run.sharer[1], {})[unit.name] = run.num_elements
+    return found
 
 
 def column_bytes(job: Job) -> int:
@@ -52,12 +60,14 @@ def column_bytes(job: Job) -> int:
 
 @pytest.mark.parametrize("num_ahead", [0, 1])
 @pytest.mark.parametrize("gradient_dtype", [None, torch.bfloat16])
+@pytest.mark.parametrize("text", ["cp4fs", "cp4fsep2"])
 def test_bytes_of_an_iteration(
-    gradient_dtype: torch.dtype | None, num_ahead: int, tmp_path: Path
+    text: str, gradient_dtype: torch.dtype | None, num_ahead: int, tmp_path: Path
 ) -> None:
     """A rank receives a layer's weights twice in each micro-batch, but for those that are still in
-    their slots, and the embedding's and the output layer's once; and every gradient once."""
-    job = law_job(NUM_COLUMNS, "cp4fs", MODEL)
+    their slots, and the embedding's and the output layer's once; and every gradient once. Whole
+    experts come from the ranks that hold the same ones."""
+    job = law_job(NUM_COLUMNS, text, MODEL if text == "cp4fs" else EXPERTS)
     job = replace(
         job,
         schedule=job.schedule[:1],
@@ -67,37 +77,37 @@ def test_bytes_of_an_iteration(
         num_layers_ahead=num_ahead,
     )
     counted = pool_of(NUM_COLUMNS, "cuda").run(run_logged, tmp_path, column_bytes, job)
-    units = pool_of(NUM_COLUMNS, "cuda").run(units_of, job)[0]
+    units_by_size = pool_of(NUM_COLUMNS, "cuda").run(units_of, job)[0]
+    assert list(units_by_size) == ([4] if text == "cp4fs" else [4, 2])
     num_micro_batches = len(job.assignments[0].replicas[0])
     assert num_micro_batches > 1
-    layer, whole = units["layer 0"], sum(units.values())
-    ends = whole - NUM_LAYERS * layer
     gathers = 2 * num_micro_batches * NUM_LAYERS - (2 * num_micro_batches - 1) * (1 + num_ahead)
-    for rank in range(NUM_COLUMNS):
+    gradient_bytes = FP32_BYTES if gradient_dtype is None else BF16_BYTES
+    kind = "ReduceScatter" if gradient_dtype is None else "AlltoAll"
+    moved_bytes = [0] * NUM_COLUMNS
+    for rank, (size, units) in itertools.product(range(NUM_COLUMNS), units_by_size.items()):
+        layer, whole = units["layer 0"], sum(units.values())
+        ends = whole - NUM_LAYERS * layer
         calls = calls_of(log_of(tmp_path, rank))
-        (columns,) = {
+        (sharers,) = {
             call.communicator
             for call in calls
-            if call.kind == "AllGather" and call.count * NUM_COLUMNS == layer
+            if call.kind == "AllGather" and call.count * size == layer
         }
         received_bytes = {"AllGather": 0, "ReduceScatter": 0, "AlltoAll": 0}
         for call in calls:
-            if call.communicator == columns and call.kind in received_bytes:
+            if call.communicator == sharers and call.kind in received_bytes:
                 # It counts the elements of a share; all but one are received.
-                num_bytes = call.count * SIZES[call.dtype]
-                received_bytes[call.kind] += (NUM_COLUMNS - 1) * num_bytes
-        share_of_others = (NUM_COLUMNS - 1) / NUM_COLUMNS
-        gathered_bytes = share_of_others * BF16_BYTES * (gathers * layer + ends)
-        gradient_bytes = FP32_BYTES if gradient_dtype is None else BF16_BYTES
-        scattered_bytes = share_of_others * gradient_bytes * num_micro_batches * whole
-        kind = "ReduceScatter" if gradient_dtype is None else "AlltoAll"
+                received_bytes[call.kind] += (size - 1) * call.count * SIZES[call.dtype]
+        share_of_others = (size - 1) / size
         assert received_bytes == {
             "ReduceScatter": 0,
             "AlltoAll": 0,
-            "AllGather": gathered_bytes,
-            kind: scattered_bytes,
+            "AllGather": share_of_others * BF16_BYTES * (gathers * layer + ends),
+            kind: share_of_others * gradient_bytes * num_micro_batches * whole,
         }
-        assert counted[rank] == 2 * (gathered_bytes + scattered_bytes)  # received and sent
+        moved_bytes[rank] += 2 * sum(received_bytes.values())  # received and sent
+    assert counted == moved_bytes
 
 
 def calls_of(log: Path) -> list[Call]:

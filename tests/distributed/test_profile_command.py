@@ -129,9 +129,9 @@ def test_what_does_not_fit_or_cannot_run_is_reported_and_the_rest_measured(folde
 def test_groups_of_fewer_ranks_than_share_experts_are_measured_side_by_side(folder: Path) -> None:
     out = folder / "experts.json"
     experts = ("--num-experts", "2", "--moe-ffn-hidden-size", "16", "--moe-router-topk", "2")
-    profile(folder, out, "--schemes", "cp2~ep2", model=experts).assert_succeeded()
+    profile(folder, out, "--schemes", "cp2~ep2", "cp2~fsep2", model=experts).assert_succeeded()
     found = {str(row.scheme): row for row in ProfileCostModel.read(out).schemes}
-    assert found.keys() == {"cp2ep2", "ep2"}
+    assert found.keys() == {"cp2ep2", "ep2", "cp2fsep2", "fs2ep2"}
     assert all(row.max_tokens == MAX_TOKENS for row in found.values())
 
 

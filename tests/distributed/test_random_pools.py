@@ -97,7 +97,7 @@ def placed_strategies(draw: st.DrawFn, num_ranks: int, num_experts: int) -> str:
         splits = cp in (2, 4) and draw(st.booleans())
         divided = math.gcd(tp * cp, num_experts)
         ep = draw(st.sampled_from([ep for ep in (1, 2, 4) if divided % ep == 0]))
-        fs = cp if cp > 1 and pp == ep == 1 and draw(st.booleans()) else 1
+        fs = cp if cp > 1 and pp == 1 and draw(st.booleans()) else 1
         scheme = Scheme(tp=tp, cp=cp, pp=pp, layers=layers, splits_cp=splits, ep=ep, fs=fs)
         replicas.append(Replica(scheme, tuple(free[: scheme.num_ranks])))
         del free[: scheme.num_ranks]

@@ -19,6 +19,7 @@ from megatron.hydraulis.runtime.columns import ColumnShares
 from megatron.hydraulis.runtime.engine import RuntimeEngine
 from megatron.hydraulis.runtime.executor import ForwardStep
 from megatron.hydraulis.runtime.track import StagingSlot, Step
+from megatron.hydraulis.strategy import Replica
 from megatron.hydraulis.transfer.canonical import Unit
 from tests.distributed.test_context_combinations import combined
 from tests.distributed.test_experts import MODELS as EXPERT_MODELS
@@ -34,6 +35,7 @@ from tests.support.law import (
     assert_law,
     changing,
     check_law,
+    law_cases,
     law_job,
     waves,
     wrong_gradients,
@@ -62,6 +64,12 @@ MODELS = {
     "experts, recomputed": EXPERT_MODELS["balanced sigmoid scores"],
     "latents": LATENT_MODELS["one projection of queries"],
 }
+WHOLE_EXPERTS = (
+    ("cp4fsep2", "tp2cp2fsep4", "2*cp2fsep2"),
+    ("tp2cp2fsep2@3,1,0,2", "cp4ep2", "cp4fsep4"),
+    ("cp2fsep2+tp2ep2", "tp2cp2fs", "cp4fsep2@2,0,3,1"),
+)
+"""One for each iteration; one, two or four ranks hold the same experts."""
 ALL_SPLITS = list(SPLITS.values())
 RECOMPUTE: dict[str, dict[str, Any]] = {
     "every layer": {"granularity": "full", "method": "uniform", "num_layers_recomputed": 1},
@@ -71,9 +79,9 @@ RECOMPUTE: dict[str, dict[str, Any]] = {
 }
 
 
-def shared_waves(model: SmallModel = MAIN_MODEL) -> Job:
+def shared_waves(model: SmallModel = MAIN_MODEL, ep: int = 1) -> Job:
     """Waves of all splits, on columns that share their weights."""
-    return replace(waves(ALL_SPLITS, model), strategies=("cp4~fs",))
+    return replace(waves(ALL_SPLITS, model), strategies=(f"cp4~fsep{ep}",))
 
 
 @contextmanager
@@ -83,7 +91,8 @@ def poisoned() -> Iterator[None]:
 
     def steps(self: ColumnShares, unit: Unit, slot: StagingSlot) -> Iterator[Step]:
         arena = self._arena
-        self._whole(arena.parameters, arena.weight_slots, unit).fill_(torch.nan)
+        for whole, _, _ in self._shared(arena.parameters, arena.weight_slots, unit):
+            whole.fill_(torch.nan)
         yield from right(self, unit, slot)
 
     with patch.object(ColumnShares, "_gather_steps", steps):
@@ -99,6 +108,35 @@ def test_every_strategy_gives_the_same_update(num_ranks: int, text: str) -> None
 @pytest.mark.parametrize("name", MODELS)
 def test_every_model_gives_the_same_update(name: str) -> None:
     check_law(changing(("tp2cp2fs", "cp4fs", "tp2+cp2fs"), MODELS[name]), 4)
+
+
+@pytest.mark.parametrize(("name", "strategies"), law_cases(EXPERT_MODELS, WHOLE_EXPERTS))
+def test_whole_experts_give_the_same_update(name: str, strategies: tuple[str, ...]) -> None:
+    job = changing(strategies, EXPERT_MODELS[name])
+    assert_law(job, pool_of(4).run(run_broken, job, poisoned))
+
+
+@pytest.mark.parametrize("ep", [2, 4])
+@pytest.mark.parametrize(
+    "name", ["every second layer dense", pytest.param("recomputed", marks=pytest.mark.nightly)]
+)
+def test_whole_experts_give_the_same_update_in_waves(name: str, ep: int) -> None:
+    job = shared_waves(EXPERT_MODELS[name], ep)
+    assert_law(job, pool_of(4).run(run_broken, job, poisoned))
+
+
+def test_experts_and_latents_are_shared_at_the_same_time() -> None:
+    model = replace(
+        MODELS["latents"], variant=MODELS["latents"].variant + MODELS["experts"].variant
+    )
+    check_law(changing(("tp2cp2fsep2", "cp4fsep2", "cp4fsep4"), model), 4)
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("text", ["tp4cp2fsep2", "tp2cp4fsep4", "cp8~fsep2"])
+def test_eight_ranks_share_experts(text: str) -> None:
+    """Holders of the same experts may have several tp ranks."""
+    check_law(law_job(8, text, EXPERT_MODELS["top 2, gathered"]), 8)
 
 
 @pytest.mark.parametrize("num_layers_ahead", [0, 1, 2, 9])
@@ -307,3 +345,30 @@ def test_broken_rules_are_found(rule: Any) -> None:
     job = law_job(4, "tp2cp2fs", MAIN_MODEL)
     errors = wrong_gradients(job, pool_of(4).run(run_broken, job, rule))
     assert any(not error <= 1e-3 for error in errors.values()), errors  # a poisoned one is NaN
+
+
+@contextmanager
+def experts_gathered_in_another_group() -> Iterator[None]:
+    """Two of four ranks share experts that one of them does not hold."""
+    groups = ((0, 1, 2, 3), (0, 3), (1, 2))
+    with patch.object(Replica, "column_groups", property(lambda self: groups)):
+        yield
+
+
+@contextmanager
+def scatter_of_experts_left_out() -> Iterator[None]:
+    right = ColumnShares._shared
+
+    def shared(self: ColumnShares, flat: torch.Tensor, slots: Any, unit: Unit) -> Iterator[Any]:
+        runs = list(right(self, flat, slots, unit))
+        yield from runs[:1] if slots is self._arena.gradient_slots else runs
+
+    with patch.object(ColumnShares, "_shared", shared):
+        yield
+
+
+@pytest.mark.parametrize("rule", [experts_gathered_in_another_group, scatter_of_experts_left_out])
+def test_broken_rules_of_experts_are_found(rule: Any) -> None:
+    job = law_job(4, "cp4fsep2", EXPERT_MODELS["every second layer dense"])
+    errors = wrong_gradients(job, pool_of(4).run(run_broken, job, rule))
+    assert any(not error <= 1e-3 for error in errors.values()), errors

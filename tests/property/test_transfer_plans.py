@@ -47,16 +47,23 @@ def cut_anywhere() -> Iterator[None]:
 
 @given(cases())
 def test_columns_share_exactly_what_one_of_them_would_hold(case: Case) -> None:
+    """Of what tp cuts, and of experts, a replica with shared weights holds every element once."""
     for replica in case.strategy.replicas:
         if not replica.scheme.shares_weights:
             continue
-        for tp in range(replica.scheme.tp):
-            columns = [role for rank in replica.cp_ranks(0, tp) if (role := case.roles[rank])]
-            for bucket in case.layout.buckets:
-                whole = held_ranges(case.layout, bucket, replace(columns[0], column=None))
-                shares = [held_ranges(case.layout, bucket, each) for each in columns]
-                assert sum(map(num_elements, shares)) == num_elements(whole)
-                assert union(shares) == whole
+        roles = [role for rank in replica.ranks if (role := case.roles[rank])]
+        for bucket in case.layout.buckets:
+            shares = [held_ranges(case.layout, bucket, role) for role in roles]
+            num_held = sum(
+                piece.num_elements * (replica.scheme.tp if parameter.tp_dim is None else 1)
+                for piece in bucket.pieces
+                if (parameter := case.layout.parameters[piece.parameter])
+            )
+            assert sum(map(num_elements, shares)) == num_held
+            assert num_elements(union(shares)) == bucket.num_elements
+            for role, share in zip(roles, shares, strict=True):
+                whole = held_ranges(case.layout, bucket, replace(role, column=None, holder=None))
+                assert union([whole, share]) == whole
 
 
 @given(cases())

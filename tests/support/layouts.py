@@ -168,7 +168,7 @@ def cases(draw: st.DrawFn) -> Case:
         pp = draw(st.integers(1, min(num_layers, len(free) // (tp * cp))))
         divided = math.gcd(tp * cp, num_experts) if num_experts else 1
         ep = draw(st.sampled_from([n for n in range(1, divided + 1) if divided % n == 0]))
-        may_share = cp > 1 and pp == 1 and ep == 1
+        may_share = cp > 1 and pp == 1
         fs = cp if may_share and draw(st.booleans(), label="shared weights") else 1
         scheme = Scheme(tp=tp, cp=cp, pp=pp, layers=draw(_layers(num_layers, pp)), ep=ep, fs=fs)
         replicas.append(Replica(scheme, tuple(free[: scheme.num_ranks])))
@@ -187,15 +187,22 @@ def _layers(draw: st.DrawFn, num_layers: int, pp: int) -> tuple[int, ...]:
 
 def local_ids(case: Case, parameter: int, role: Role) -> Ids:
     """The oracle: numbers of the elements in the role's part of a parameter, in its shape; -1 for
-    those that another column keeps."""
-    ids = _whole_local_ids(case, parameter, role)
+    those that another rank keeps, of experts one that holds the same."""
+    ids, spec = _whole_local_ids(case, parameter, role), case.layout.parameters[parameter]
     if role.column is None:
         return ids
-    column, num_columns = role.column
-    unit = case.layout.parameters[parameter].unit
+
+    def is_whole_expert(spec: ParameterSpec) -> bool:
+        return role.experts is not None and _expert_of(spec) is not None
+
+    if is_whole_expert(spec) and role.holder is None:
+        return ids
+    column, num_columns = role.holder if is_whole_expert(spec) and role.holder else role.column
     run: list[Ids] = []
     for index in parameters_of(case, role):
-        if case.layout.parameters[index].unit == unit:
+        other = case.layout.parameters[index]
+        is_together = is_whole_expert(other) == is_whole_expert(spec) or role.holder == role.column
+        if other.unit == spec.unit and is_together:
             run.append(np.full(-sum(map(len, run)) % vars(transfer_role)["ALIGNMENT_ELEMENTS"], -1))
             run.append(_whole_local_ids(case, index, role).reshape(-1))
     share = math.ceil(sum(map(len, run)) / num_columns)

@@ -71,6 +71,22 @@ def test_experts_are_shared_like_other_weights() -> None:
     assert of_role == pytest.approx(2 * (shape.num_parameters / 8 + slots))
 
 
+@pytest.mark.parametrize(
+    ("text", "ep", "num_holders"), [("cp8fsep2", 2, 4), ("cp2fs8ep4", 4, 2), ("cp8fsep8", 8, 1)]
+)
+def test_whole_experts_are_shared_by_the_ranks_that_hold_them(
+    text: str, ep: int, num_holders: int
+) -> None:
+    shape = QWEN3_30B_A3B
+    of_role = memory(shape, fs_prefetch=0, has_optimizer=False).role_bytes(scheme(text), 0)
+    routed = shape.num_routed_entries
+    of_experts = shape.num_layers * routed
+    kept = (shape.num_parameters - of_experts) / 8 + of_experts / ep / num_holders
+    slots = shape.num_parameters_per_layer - routed + (routed / ep if num_holders > 1 else 0)
+    slots += 2 * shape.num_embedding_parameters + shape.hidden_size
+    assert of_role == pytest.approx(2 * (kept + slots))
+
+
 def test_limits_of_an_8b_model_on_eight_gpus() -> None:
     plain, shared = memory().max_tokens(scheme("cp8")), memory().max_tokens(scheme("cp8fs"))
     assert plain < 12_000
@@ -122,6 +138,27 @@ def test_what_no_micro_batch_hides_counts_once_an_iteration(gradient_bytes: int)
     assert unshared[0].scatter_ms == unshared[1].scatter_ms
 
 
+@pytest.mark.parametrize(("text", "ep"), [("cp8fsep2", 2), ("cp8fsep4", 4), ("cp8fsep8", 8)])
+def test_messages_of_whole_experts_by_hand(text: str, ep: int) -> None:
+    shape, rates = QWEN3_30B_A3B, model(QWEN3_30B_A3B).rates
+
+    def seconds(operation: Operation, num_ranks: int, num_bytes: float) -> float:
+        assert H100.kernels is not None
+        return H100.kernels.collective_s(rates, operation, num_ranks, num_bytes)
+
+    def layer_s(operation: Operation, entry_bytes: int) -> float:
+        others = shape.num_parameters_per_layer - shape.num_routed_entries
+        routed_bytes = entry_bytes * shape.num_routed_entries / ep
+        of_experts_s = 0.0 if ep == 8 else seconds(operation, 8 // ep, routed_bytes)
+        return seconds(operation, 8, entry_bytes * others) + of_experts_s
+
+    forward_s, _ = shared_weights_s(model(shape), scheme(text))
+    embedding_s = seconds("reduce_scatter", 8, 4 * shape.num_embedding_parameters)
+    num_gathered = shape.num_layers - 2
+    expected_s = num_gathered * layer_s("all_gather", 2) + layer_s("reduce_scatter", 4)
+    assert forward_s == pytest.approx(expected_s + embedding_s)
+
+
 def test_columns_of_several_nodes_share_the_network_of_all_their_ranks() -> None:
     across = model(num_ranks=64)
     inside_s, wide_s, of_tp_s = (
@@ -171,6 +208,12 @@ def test_shared_weights_are_offered_where_they_save_memory() -> None:
     assert "tp4cp2fs" not in rows
     schemes = Candidates.of(estimated_profile(model()), 8, 8).schemes
     assert {"cp8~fs", "cp8fs"} <= {str(each) for each in schemes}
+
+
+def test_shared_weights_are_offered_with_whole_experts() -> None:
+    profile = estimated_profile(model(QWEN3_30B_A3B, num_ranks=32))
+    schemes = {str(scheme) for scheme in Candidates.of(profile, 32, 8).schemes}
+    assert {"cp32~fsep8", "tp2cp16~fsep8"} <= schemes
 
 
 def test_lanes_of_fully_sharded_data_parallelism_are_compared() -> None:

@@ -260,7 +260,6 @@ EXPERTS = {
         ({}, "pp2:16,15", "places 31 layers but the model has 32"),
         ({}, "cp2ep2", "cp2ep2 has ep 2 and the model has no experts; drop the ep"),
         (EXPERTS, "cp3ep3", "cp3ep3 has ep 3 and the model 8 experts; use an ep that divides 8"),
-        (EXPERTS, "cp4fsep2", "cp4fsep2 shares weights .* 4 cp ranks, .* ep 2 .* drop the fs"),
     ],
 )
 def test_models_that_a_strategy_cannot_cut(

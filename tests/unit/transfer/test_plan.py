@@ -151,13 +151,21 @@ class TestRole:
         with pytest.raises(PlanError, match="holds experts 0 to 1 but it is of experts 1 to 2"):
             first.cut_of(replace(WEIGHT, experts=(1, 3)))
 
-    def test_columns_share_weights_but_not_with_whole_experts(self) -> None:
+    def test_columns_share_weights_and_holders_of_the_same_experts_share_these(self) -> None:
         roles = roles_of("tp2cp3fs", 6)
         assert [(each.tp_rank, each.column) for each in roles] == [
             (tp, (column, 3)) for column in range(3) for tp in range(2)
         ]
-        with pytest.raises(PlanError, match=r"2 cp ranks share .* experts 0 to 1 alone; drop"):
-            roles_of("cp2fsep2", 2, num_experts=4)
+        roles = roles_of("tp2cp4fsep4", 8, num_experts=4)
+        assert [each.column for each in roles] == [(cp, 4) for cp in range(4) for _ in range(2)]
+        assert [(each.experts, each.holder) for each in roles] == [
+            ((expert, expert + 1), (holder, 2)) for holder in range(2) for expert in range(4)
+        ]
+        expert = replace(WEIGHT, experts=(0, 1))
+        assert [roles[4].sharer_of(each) for each in (WEIGHT, expert)] == [(2, 4), (1, 2)]
+        for each in roles_of("cp2fsep2", 2, num_experts=4):
+            assert each.holder is None
+            assert each.sharer_of(expert) == (0, 1), "a rank alone keeps all of its experts"
 
     def test_ranks_of_equal_place_in_replicas_of_one_scheme_have_equal_roles(self) -> None:
         roles = roles_of("2*tp2", 4)
