@@ -54,11 +54,10 @@ def test_columns_share_exactly_what_one_of_them_would_hold(case: Case) -> None:
         roles = [role for rank in replica.ranks if (role := case.roles[rank])]
         for bucket in case.layout.buckets:
             shares = [held_ranges(case.layout, bucket, role) for role in roles]
-            num_held = sum(
-                piece.num_elements * (replica.scheme.tp if parameter.tp_dim is None else 1)
-                for piece in bucket.pieces
-                if (parameter := case.layout.parameters[piece.parameter])
-            )
+            num_held = 0
+            for piece in bucket.pieces:
+                is_cut = case.layout.parameters[piece.parameter].tp_dim is not None
+                num_held += piece.num_elements * (1 if is_cut else replica.scheme.tp)
             assert sum(map(num_elements, shares)) == num_held
             assert num_elements(union(shares)) == bucket.num_elements
             for role, share in zip(roles, shares, strict=True):
