@@ -18,7 +18,13 @@ from megatron.hydraulis.runtime.model_building import global_name
 from megatron.hydraulis.transfer.calls import Calls
 from megatron.hydraulis.transfer.canonical import UNIT_ALIGNMENT_ELEMENTS, CanonicalLayout, Unit
 from megatron.hydraulis.transfer.ranges import held_blocks
-from megatron.hydraulis.transfer.role import NUM_GRADIENT_SLOTS, Role, Run, aligned, runs_of
+from megatron.hydraulis.transfer.role import (
+    NUM_GRADIENT_SLOTS,
+    ParameterRun,
+    Role,
+    aligned,
+    runs_of,
+)
 
 
 class ArenaMemory:
@@ -128,7 +134,7 @@ class Slot:
 class PlacedRun:
     """A run of a unit's parameters, and where it lies."""
 
-    run: Run
+    run: ParameterRun
     start: int
     """First element of what the rank keeps of it, in both storages."""
     start_in_slot: int

@@ -61,7 +61,7 @@ class ColumnExchange:
 
     groups: Mapping[tuple[int, int], dist.ProcessGroup]
     """Groups of the ranks that share parameters, in their order, used for this only; keys are those
-    of `Run.sharer`."""
+    of `ParameterRun.sharer`."""
     track: Track
     """Runs these jobs only."""
     wire_dtype: torch.dtype

@@ -104,7 +104,7 @@ class Role:
 
 
 @dataclass(frozen=True)
-class Run:
+class ParameterRun:
     """Parameters of a unit in one flat run, of which each of some ranks keeps an equal share."""
 
     offsets: dict[int, int]
@@ -130,7 +130,7 @@ class Run:
         return self.share_elements * self.sharer[0]
 
 
-def runs_of(layout: CanonicalLayout, role: Role, unit: Unit) -> list[Run]:
+def runs_of(layout: CanonicalLayout, role: Role, unit: Unit) -> list[ParameterRun]:
     """The runs of a unit that the role holds, in canonical order: one for each group of ranks that
     share parameters, which are others for whole experts."""
     offsets: dict[tuple[int, int], dict[int, int]] = {}
@@ -147,7 +147,7 @@ def runs_of(layout: CanonicalLayout, role: Role, unit: Unit) -> list[Run]:
         share = end
         if sharer[1] > 1:
             share = aligned(-(-end // sharer[1]), UNIT_ALIGNMENT_ELEMENTS)
-        runs.append(Run(offsets[sharer], share, sharer))
+        runs.append(ParameterRun(offsets[sharer], share, sharer))
     return runs
 
 
