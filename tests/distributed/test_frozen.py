@@ -20,6 +20,7 @@ import torch
 
 from megatron.hydraulis.checkpoint.inspect import inspect_folder
 from megatron.hydraulis.checkpoint.loading import load_checkpoint
+from megatron.hydraulis.checkpoint.torch_dist import StoredCheckpoint
 from megatron.hydraulis.runtime import strategy_runtime
 from megatron.hydraulis.runtime.engine import RuntimeEngine
 from megatron.hydraulis.runtime.executor import make_forward_step
@@ -303,6 +304,12 @@ class TestCheckpoints:
         (found,) = inspect_folder(saved).checkpoints
         num_frozen = sum(tensors[key].numel() for key in frozen)
         assert (found.complete, found.num_frozen_parameters) == (True, num_frozen)
+
+    def test_an_export_reads_frozen_and_trained_layers(self, saved: Path) -> None:
+        checkpoint, wanted = StoredCheckpoint(saved), initial_parameters(SAVED, 7)
+        for layer in range(SAVED.num_layers):
+            found = checkpoint.read("mlp.linear_fc1.weight", layer)
+            assert torch.equal(found, wanted[f"decoder.layers.{layer}.mlp.linear_fc1.weight"])
 
     def test_others_are_named_and_refused(self, saved: Path) -> None:
         message = (
