@@ -294,6 +294,12 @@ def left_bytes(role: Role, scheme: Scheme, num_tokens: int) -> float:
     return buffer_bytes + (2 * part_bytes if role.stage > 0 else 0.0)
 
 
+def spared_bytes(role: Role) -> float:
+    """How much less than the model counts a later stage may stage: what the first one stages of
+    the embedding as a role, and about as much as an owner, in fp32."""
+    return 2 * role.shape.num_embedding_parameters / role.scheme.tp * Precision.FP32.num_bytes
+
+
 def check(role: Role, logs: Path | None = None) -> str:
     """The role at its planned limit, on a device without further memory; its line in memory.csv."""
     model = model_of(role)
@@ -318,10 +324,15 @@ def check(role: Role, logs: Path | None = None) -> str:
         f"{between / GIB:6.2f} {found.allocated['gather'] / GIB:6.2f} "
         f"{found.allocated['scatter'] / GIB:6.2f} {found.allocated['optimizer'] / GIB:6.2f}"
     )
-    assert found.peak_bytes <= predicted <= (1 + MOST_OVERESTIMATED) * found.peak_bytes, row
+    # The model counts the staging of the rank that needs most.
+    spared = spared_bytes(role) if role.stage > 0 else 0.0
+    most = (1 + MOST_OVERESTIMATED) * found.peak_bytes + spared
+    assert found.peak_bytes <= predicted <= most, row
     assert predicted <= model.usable_bytes, row
     for phase in ("gather", "scatter", "optimizer"):
-        assert found.allocated[phase] == pytest.approx(between, rel=OTHER_PHASES), (phase, row)
+        allocated = found.allocated[phase]
+        least = (1 - OTHER_PHASES) * between - spared
+        assert least <= allocated <= (1 + OTHER_PHASES) * between, (phase, row)
     assert found.device_bytes <= DEVICE.memory_bytes, row
     # The reserve is for what lies between tensors.
     assert found.num_retries <= MOST_RETRIES, row
