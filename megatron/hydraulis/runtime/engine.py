@@ -586,13 +586,14 @@ class RuntimeEngine:
         # until the next ones are computed.
         if self._accumulates:
             self.memory.release_gradients_unless(runtime.num_gradients)
+        before, self._held_roles = self._held_roles, None  # lost if there is no memory for others
         self.memory.size_parameters(runtime.num_parameters)
         roles = runtime.regrouper.roles
         gather = GatherPass(
             runtime.regrouper,
             self._track,
             self.gather_timer,
-            held=held_buckets(self.layout, self._held_roles, roles),
+            held=held_buckets(self.layout, before, roles),
             waits_at_once=not self._overlap,
         )
         self._gathered = (strategy_name, gather)

@@ -15,6 +15,7 @@ from torch import Tensor
 from megatron.hydraulis.data.packed_batch import PackedBatch, pack
 from megatron.hydraulis.errors import ConfigurationError, HydraulisError, StrategyError
 from megatron.hydraulis.optimizer.sharded_adamw import AdamWSettings
+from megatron.hydraulis.runtime.arena import ArenaMemory
 from megatron.hydraulis.runtime.engine import RuntimeEngine
 from megatron.hydraulis.runtime.executor import loss_func, make_forward_step
 from megatron.hydraulis.runtime.memory import SharedOutOfMemoryError
@@ -218,6 +219,21 @@ class TestHeldFrozenParameters:
         frozen.shards.frozen.add_(1.0)
         frozen.parameters_changed()
         assert self.gathers_frozen(frozen)
+
+    def test_a_gather_that_finds_no_memory(
+        self, frozen: RuntimeEngine, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        frozen.evaluate("tp1r", batches(1.0), STEP)
+
+        def fail(num_elements: int) -> None:
+            ArenaMemory.size_parameters(frozen.memory, 0)
+            raise MemoryError
+
+        with monkeypatch.context() as patch:
+            patch.setattr(frozen.memory, "size_parameters", fail)
+            with pytest.raises(MemoryError):
+                frozen.gather("tp1")
+        assert self.gathers_frozen(frozen, "tp1r")
 
     def test_a_lack_of_memory(self, frozen: RuntimeEngine) -> None:
         frozen.train_step("tp1", batches(1.0), fails)
