@@ -53,8 +53,8 @@ class PoolFootprint:
     num_communicators: int
     """NCCL communicators once every strategy has been used."""
     num_peers: int
-    """Ranks of its node with which a rank exchanges messages in regrouping: none if all strategies
-    gather and reduce by collectives, else any (at most)."""
+    """Ranks of its node to which a rank sends messages, at most: all others in regrouping; or its
+    other cp ranks in attention, if all strategies gather and reduce by collectives."""
     gradient_bytes: int = FP32_BYTES
     """Size of a gradient on the wire."""
 
@@ -129,7 +129,8 @@ def _shares(
     kind = collective_of(amounts, may_reduce=in_fp32)
     if kind is Collective.ALL_GATHER:  # of shares, into staging and out of it
         whole = max(bucket.num_elements for bucket in buckets) / largest
-        return whole / num_ranks, whole, whole, 0.0, 0
+        num_columns = min(strategy.ranks_per_node, max(scheme.cp for scheme in schemes))
+        return whole / num_ranks, whole, whole, 0.0, num_columns - 1
     most = np.zeros(3)
     of_bucket: dict[int, npt.NDArray[np.int64]] = {}
     for same in amounts.equal_buckets:

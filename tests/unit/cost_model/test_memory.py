@@ -529,6 +529,9 @@ def test_a_scheme_alone_takes_what_a_job_of_it_takes(
     [
         # All ranks gather and reduce together.
         (["64*tp1"], 2, 0.0),
+        # So do these, but in attention they send to each other.
+        (["8*tp1cp8"], 3, 3.3e9),
+        (["32*tp1cp2"], 3, 3.3e9 / 7),
         (["32*tp2"], 3, 3.3e9),
         (["64*tp1", "32*tp2", "16*tp4", "8*tp8", "8*tp1cp8~"], 5, 3.3e9),
     ],
