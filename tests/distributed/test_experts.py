@@ -15,7 +15,6 @@ from megatron.core.transformer.moe.moe_layer import MoELayer
 
 from megatron.hydraulis.errors import ConfigurationError
 from megatron.hydraulis.runtime import experts as experts_module
-from megatron.hydraulis.runtime.engine import RuntimeEngine
 from megatron.hydraulis.runtime.executor import make_forward_step
 from megatron.hydraulis.runtime.experts import RouterState, SequenceRouter
 from megatron.hydraulis.runtime.outcome import RoutingFigures
@@ -244,7 +243,7 @@ def test_weights_of_tokens_do_not_weigh_what_balances_experts() -> None:
     "rule",
     [
         partial(patch, f"{experts_module.__name__}.dist"),
-        partial(patch.object, RuntimeEngine, "_scale_balancing"),
+        partial(patch, "megatron.hydraulis.runtime.engine.scale_balancing"),
     ],
     ids=["counts of a rank", "not scaled"],
 )

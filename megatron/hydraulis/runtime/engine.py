@@ -25,7 +25,8 @@ from megatron.hydraulis.runtime.catalogue import (
     initialise_shards,
 )
 from megatron.hydraulis.runtime.columns import ColumnMeter
-from megatron.hydraulis.runtime.executor import ForwardStep, run_micro_batches
+from megatron.hydraulis.runtime.contents import ArenaContents
+from megatron.hydraulis.runtime.executor import ForwardStep, run_micro_batches, scale_balancing
 from megatron.hydraulis.runtime.experts import RouterState, balances
 from megatron.hydraulis.runtime.memory import (
     OutOfMemory,
@@ -48,7 +49,6 @@ from megatron.hydraulis.runtime.track import NUM_STAGING_SLOTS, Staging, make_tr
 from megatron.hydraulis.strategy import Pool
 from megatron.hydraulis.transfer.canonical import CanonicalLayout
 from megatron.hydraulis.transfer.ranges import best_owner_orders
-from megatron.hydraulis.transfer.role import Role, held_buckets
 
 
 @dataclass(frozen=True)
@@ -193,14 +193,15 @@ class RuntimeEngine:
         )
         self.num_changes = 0
         """Number of times that parameters have changed."""
-        self._gathered: tuple[str, GatherPass] | None = None
-        """The strategy whose current parameters are in the arena or on their way there."""
-        self._held_roles: Sequence[Role | None] | None = None
-        """The role of every rank for which its arena has, or will have, the frozen parameters; None
-        if an arena may have lost them. It follows from the calls that all ranks make, never from
-        what a rank has, so that it is the same on all of them."""
-        self._gathered_before: set[str] = set()
-        """Strategies that have been gathered."""
+        self._contents = ArenaContents(
+            self.shards,
+            self.memory,
+            self._runtimes,
+            self._track,
+            self.gather_timer,
+            overlap=overlap,
+            accumulates=accumulates,
+        )
         self._accumulated: list[LocalGradients] = []
         """The batches whose gradients the next update sums."""
         self._offloaded: list[tuple[Tensor, Tensor]] = []
@@ -286,12 +287,12 @@ class RuntimeEngine:
         runtime = self.runtime_of(strategy_name)
         out_of_memory: OutOfMemory | None = None
         with self._in_phase("forward-backward", strategy_name, phase):
-            self._size_gradients(runtime)
+            self._contents.size_gradients(runtime, adds=bool(self._accumulated))
             if runtime.arena is not None:
                 runtime.arena.zero_gradients()
             scatter = self._scatter_pass(runtime)
             if self._balances:
-                self._scale_balancing(runtime, batches)
+                scale_balancing(runtime.model, batches, self.device)
             num_begun = 0
 
             def counted(data_iterator: Iterator[PackedBatch], model: torch.nn.Module) -> Any:
@@ -313,8 +314,8 @@ class RuntimeEngine:
         with self._in_phase("scatter", strategy_name, phase):
             scatter.finish()
             self.finish_regrouping()
-        assert self._gathered is not None
-        held_bytes = runtime.regrouper.bytes_of(self._gathered[1].held)
+        assert self._contents.current is not None
+        held_bytes = runtime.regrouper.bytes_of(self._contents.current[1].held)
         self._accumulated.append(
             LocalGradients(
                 runtime, reports, _trained_tokens(batches), held_bytes, out_of_memory, is_divided
@@ -432,7 +433,8 @@ class RuntimeEngine:
         """
         self.require_onloaded()
         self._column_track.finish()  # micro-batches that failed may have left jobs
-        if self._gathered is None or self._gathered[0] != strategy_name:
+        current = self._contents.current
+        if current is None or current[0] != strategy_name:
             with self._in_phase("gather", strategy_name, phase):
                 self._begin_gather(strategy_name).post_rest()
 
@@ -441,19 +443,16 @@ class RuntimeEngine:
 
         Call `finish_regrouping` before writing, so that no gather reads them.
         """
-        self._forget_gather()
-        self._held_roles = None
-        self.num_changes += 1
-
-    def _forget_gather(self) -> None:
         self.finish_regrouping()
-        self._gathered = None
+        self._contents.current = None
+        self._contents.lose_frozen()
+        self.num_changes += 1
 
     def finish_regrouping(self) -> None:
         """Wait until nothing is on its way. Collective."""
         self._column_track.finish()
-        if self._gathered is not None:
-            self._gathered[1].finish()
+        if self._contents.current is not None:
+            self._contents.current[1].finish()
 
     def offload(self) -> None:
         """Move shards and optimizer state to the host, and free the arenas, until `onload`.
@@ -462,10 +461,9 @@ class RuntimeEngine:
         """
         self.require_onloaded()
         self.require_no_gradients("an offload")
-        self._forget_gather()
-        self._held_roles = None
-        self.memory.size_parameters(0)
-        self.memory.size_gradients(0)
+        self.finish_regrouping()
+        self._contents.current = None
+        self._contents.free()
         self.shards.gradients.untyped_storage().resize_(0)
         if not self._accumulates:
             self.shards.gradients = self.shards.gradients.new_empty(0)
@@ -539,14 +537,14 @@ class RuntimeEngine:
             return []
         if not batches:
             return []
-        assert self._gathered is not None
+        assert self._contents.current is not None
         grouped = [
             batch.in_group(
                 self.groups.context_group(runtime.strategy, batch.context_size, batch.context_rank)
             )
             for batch in batches
         ]
-        with runtime.bound.regrouping(self._gathered[1], scatter):
+        with runtime.bound.regrouping(self._contents.current[1], scatter):
             return run_micro_batches(
                 runtime.bound.model,
                 grouped,
@@ -563,7 +561,7 @@ class RuntimeEngine:
         if next_strategy is not None and self._overlap:
             upcoming = self._begin_gather(self.pool.strategies[next_strategy].name)
         else:
-            self._gathered = None
+            self._contents.current = None
         span = self._spans.begin("optimizer")
         order = None if upcoming is None else upcoming.buckets
         for bucket in self.optimizer.step_by_bucket(gradient_norm, order):
@@ -572,43 +570,8 @@ class RuntimeEngine:
         self._spans.end(span)
 
     def _begin_gather(self, strategy_name: str) -> GatherPass:
-        """Size the arena for the strategy; nothing is posted yet."""
-        self._forget_gather()
-        if strategy_name not in self._gathered_before:
-            self._gathered_before.add(strategy_name)
-            self._held_roles = None
-            # Free the arenas, whose contents are no longer needed, while the model is built.
-            self.memory.return_gradients(self.shards)
-            self.memory.size_parameters(0)
-            self.memory.size_gradients(0)
-        runtime = self.runtime_of(strategy_name)
-        # Free what is no longer needed first: never hold both. Gradients of shards may be in use
-        # until the next ones are computed.
-        if self._accumulates:
-            self.memory.release_gradients_unless(runtime.num_gradients)
-        before, self._held_roles = self._held_roles, None  # lost if there is no memory for others
-        self.memory.size_parameters(runtime.num_parameters)
-        roles = runtime.regrouper.roles
-        gather = GatherPass(
-            runtime.regrouper,
-            self._track,
-            self.gather_timer,
-            held=held_buckets(self.layout, before, roles),
-            waits_at_once=not self._overlap,
-        )
-        self._gathered = (strategy_name, gather)
-        self._held_roles = roles
-        return gather
-
-    def _size_gradients(self, runtime: StrategyRuntime) -> None:
-        """Size the gradients' memory for the strategy, with those of the shards where they have
-        none of their own and this call does not add to them."""
-        if self._accumulates or self._accumulated:
-            self.memory.return_gradients(self.shards)
-            self.memory.size_gradients(runtime.num_gradients)
-        else:
-            place = runtime.place_of_shards(self.shards)
-            self.memory.lend_gradients(self.shards, place, runtime.num_gradients)
+        self.finish_regrouping()
+        return self._contents.begin_gather(strategy_name)
 
     def _scatter_pass(self, runtime: StrategyRuntime) -> ScatterPass:
         bound = runtime.bound
@@ -639,21 +602,6 @@ class RuntimeEngine:
             if not any("phase '" in note for note in getattr(error, "__notes__", ())):
                 error.add_note(f"rank {self.rank}, phase '{name}', strategy '{strategy_name}'")
             raise
-
-    def _scale_balancing(self, runtime: StrategyRuntime, batches: Sequence[PackedBatch]) -> None:
-        """Collective: by what the losses of routers enter the gradient, which is divided later."""
-        sums = torch.zeros(2, dtype=torch.float64, device=self.device)
-        model = runtime.model
-        if model is not None and model.reports_loss:
-            for batch in batches:
-                sums[0] += batch.weights.sum(dtype=torch.float64)
-                sums[1] += batch.num_tokens
-        dist.all_reduce(sums)
-        if model is not None:
-            config: Any = model.model.config
-            # Of the shape that upstream gives it in models without these losses, since a process
-            # has one tensor for all. Without tokens there are no losses either.
-            config.moe_grad_scale_func = lambda: sums[:1] / sums[1].clamp(min=1)
 
     def check_divisor(self, divisor: float | None) -> float | None:
         """Returns the divisor of the next update; None for the sum of the weights.
@@ -728,7 +676,7 @@ class RuntimeEngine:
                 total = torch.cat([total, routers.propose(total[num_votes:])])
             vote = StepVote.from_host(total.cpu())
         if vote.num_ranks_without_memory:
-            self._held_roles = None
+            self._contents.lose_frozen()
         bad: list[int] = []
         if losses is not None and not vote.loss.is_finite:
             bad = [i for i, loss in enumerate(losses[:, 0].tolist()) if not math.isfinite(loss)]

@@ -52,6 +52,29 @@ class RoleModel:
         return is_last and self.groups.tp.rank() == 0
 
 
+def scale_balancing(
+    role: RoleModel | None, batches: Sequence[PackedBatch], device: torch.device
+) -> None:
+    """Collective: set by what losses that balance experts enter the gradient, which is divided
+    later.
+
+    Args:
+        role: this rank's; None where idle.
+        batches: as for `run_micro_batches`.
+    """
+    sums = torch.zeros(2, dtype=torch.float64, device=device)
+    if role is not None and role.reports_loss:
+        for batch in batches:
+            sums[0] += batch.weights.sum(dtype=torch.float64)
+            sums[1] += batch.num_tokens
+    dist.all_reduce(sums)
+    if role is not None:
+        config: Any = role.model.config
+        # Of the shape that upstream gives it in models without these losses, since a process has
+        # one tensor for all. Without tokens there are no losses either.
+        config.moe_grad_scale_func = lambda: sums[:1] / sums[1].clamp(min=1)
+
+
 def run_micro_batches(
     role: RoleModel,
     batches: Sequence[PackedBatch],

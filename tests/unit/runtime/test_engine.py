@@ -181,8 +181,8 @@ class TestHeldFrozenParameters:
     def gathers_frozen(self, engine: RuntimeEngine, name: str = "tp1") -> bool:
         """Gather, and compare the arena with the shards; whether frozen buckets travelled."""
         engine.gather(name)
-        assert engine._gathered is not None
-        gather = engine._gathered[1]
+        assert engine._contents.current is not None
+        gather = engine._contents.current[1]
         engine.finish_regrouping()
         arena = engine.runtime_of(name).arena
         assert arena is not None
