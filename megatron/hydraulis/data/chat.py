@@ -297,9 +297,9 @@ class ConversationEncoder:
         if self.train_on == "all":
             if conversation.excluded:
                 raise DataError(
-                    f"{conversation.place_of(min(conversation.excluded))} has weight 0 but "
-                    f"--train-on all trains every token; use --train-on assistant, or remove the "
-                    f"weight"
+                    f"{conversation.place_of(min(conversation.excluded))} has weight 0 or "
+                    f"train false but --train-on all trains every token; use --train-on "
+                    f"assistant, or remove the key"
                 )
             ids = self._render(conversation)["input_ids"]
             return ids, np.ones(len(ids), dtype=np.bool_)

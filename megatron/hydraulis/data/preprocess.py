@@ -364,7 +364,7 @@ def preprocess(
             raise DataError(
                 f"a corpus needs at least one conversation with a trained token but {len(files)} "
                 f"files have none ({counts}); check --input, --json-key, --train-on, "
-                "--seq-length and the marks of the chat template"
+                "--seq-length, weight and train of turns, and the marks of the chat template"
             )
         if num_documents == 0:
             raise DataError(

@@ -133,8 +133,9 @@ def sequences_of(document: RawDocument, documents: DocumentEncoder) -> Iterator[
         place = f"{document.origin}: turn {number} of {len(turns)}"
         if isinstance(turn, dict) and "role" in turn and weight_of(turn, place) == 0:
             raise DataError(
-                f"{place} has weight 0 but --sft trains what its prompt format says; convert the "
-                f"file by hydraulis preprocess --chat, which leaves such answers out"
+                f"{place} has weight 0 or train false but --sft trains what its prompt format "
+                f"says; convert the file by hydraulis preprocess --chat, which leaves such answers "
+                f"out"
             )
     tokenizer = documents.tokenizer
     try:

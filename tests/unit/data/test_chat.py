@@ -363,7 +363,7 @@ def test_weights_need_answers_that_can_be_told_apart(documents: DocumentEncoder)
     marked_once = "{% generation %}x{% endgeneration %}" + nowhere
     with pytest.raises(DataError, match="1 spans in 3 answers"):
         parts_of(documents, weighted(0, 1, 1), chat_template=marked_once)
-    with pytest.raises(DataError, match=r"turn 3 of 7 .*weight 0 .*--train-on all"):
+    with pytest.raises(DataError, match=r"turn 3 of 7 .*weight 0 or train false .*--train-on all"):
         parts_of(documents, weighted(0, 1, 1), train_on="all")
 
 

@@ -173,7 +173,7 @@ def test_one_label_more_than_upstream_is_trained_at_the_cut(model: Path, tmp_pat
         ({"messages": [ANSWER, ANSWER]}, "an answer follows user or tool"),
         (
             {"messages": [{"role": "user", "content": "a"}, ANSWER | {"weight": 0}]},
-            "turn 2 of 2 has weight 0 .*preprocess --chat",
+            "turn 2 of 2 has weight 0 or train false .*preprocess --chat",
         ),
     ],
 )

@@ -179,7 +179,10 @@ def open_folder(source: Path) -> tuple[HuggingFaceModel, SafetensorsFolder, torc
     from megatron.hydraulis.checkpoint.hugging_face.folder import SafetensorsFolder
 
     if not source.is_dir():
-        raise CheckpointError(f"{source}: there is no such folder; correct the path")
+        raise CheckpointError(
+            f"{source}: there is no such folder; correct the path, or, for a model on "
+            f"the Hub, download it first"
+        )
     config = source / CONFIG_NAME
     content = read_json(config, "config", CheckpointError)
     model = model_from_config(content, str(config))
