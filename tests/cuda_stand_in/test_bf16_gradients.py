@@ -21,8 +21,8 @@ MODEL = replace(SHORT_MODEL, dtype=torch.float32)
 """Nothing but gradients travels in bf16."""
 NUM_RANKS = 4
 BF16 = 9
-SIZES = {4: 8, 7: 4, 8: 8, BF16: 2}
-"""Bytes of NCCL's types: int64, fp32, fp64, bf16."""
+SIZES = {1: 1, 4: 8, 7: 4, 8: 8, BF16: 2}
+"""Bytes of NCCL's types: uint8, int64, fp32, fp64, bf16."""
 JOBS = {
     "one rank each": law_job(4, "4*tp1", MODEL),
     "one rank each, relays": replace(law_job(4, "4*tp1", MODEL), ranks_per_node=2),

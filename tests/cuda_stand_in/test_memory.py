@@ -373,13 +373,14 @@ def test_a_job_of_one_strategy_takes_little_more_than_upstream(tp: int) -> None:
     assert ours <= MOST_OVER_UPSTREAM * plain
 
 
-def test_a_trial_confirms_a_planned_limit() -> None:
+def test_a_trial_takes_little_off_a_planned_limit() -> None:
     role = FEW[0]
     limit = model_of(role).max_tokens(role.scheme)
     (result,) = run_alone(
         try_out, role, limit, num_ranks=role.num_ranks, ranks=[role.rank], **DEVICE_SETTINGS
     )
-    assert result.allowed_tokens == result.promised_tokens == limit
+    # Of the fragments that the reserve expects, a trial keeps some for packs of other lengths.
+    assert 0.99 * limit <= result.allowed_tokens <= result.promised_tokens == limit
     # State and communicators exist before tokens are counted: the line is the model's.
     slope = max(
         moment.bytes_per_token for moment in model_of(role).moments(role.scheme, role.stage)
