@@ -13,6 +13,7 @@ from megatron.hydraulis.cost_model import ProfileCostModel
 from megatron.hydraulis.profiler.measurements import measurements_path
 from megatron.hydraulis.strategy import Scheme
 from tests.support.forked_job import JobOutcome, run_job
+from tests.support.huggingface_folders import make_folder
 from tests.support.tiny_corpus import SEQ_LENGTH, tiny_command
 
 pytestmark = pytest.mark.distributed
@@ -148,3 +149,12 @@ def test_refusals(folder: Path, flags: tuple[str, ...], message: str) -> None:
     outcome = profile(folder, folder / "refused.json", *flags, num_ranks=1)
     assert outcome.statuses == (2,)
     assert message in outcome.stderr
+
+
+def test_a_folder_of_another_model_is_refused(folder: Path, tmp_path: Path) -> None:
+    path = make_folder(tmp_path, "mistral")
+    model = ("--hf", str(path))
+    outcome = profile(folder, tmp_path / "refused.json", num_ranks=1, model=model)
+    assert outcome.statuses == (2,)
+    assert f"--hf {path} and " in outcome.stderr
+    assert "contradict each other" in outcome.stderr

@@ -74,8 +74,8 @@ _EXIT_STATUS_OF_ERROR = 2
 _EPILOG = (
     "Run it as training is run, with as many ranks: torchrun --standalone --nproc-per-node 4 "
     "--no-python hydraulis profile --out profile.json -- MODEL FLAGS. MODEL FLAGS are those of "
-    "hydraulis train; data, --lr and other flags of training may be among them and have no "
-    "effect. To go on with a run that was interrupted, start it again."
+    "hydraulis train, or --hf DIR; data, --lr and other flags of training may be among them and "
+    "have no effect. To go on with a run that was interrupted, start it again."
 )
 _CPU_INFO = Path("/proc/cpuinfo")
 _PACKAGES = ("torch", "megatron-core", "numpy", "scipy")
@@ -262,6 +262,8 @@ class _Job:
             rank=rank,
             needs_data=False,
         )
+        if folder is not None:
+            folder.check(resolved)
         pool = resolved.pool if namespace.pool is None else Pool.read(namespace.pool)
         strategies = pool.strategies
         schemes = [scheme for strategy in strategies for scheme in strategy.schemes]
