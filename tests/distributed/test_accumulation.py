@@ -92,3 +92,22 @@ def update_beyond_the_range(job: Job) -> tuple[bool, bool]:
 def test_gradients_that_overflow_when_they_are_divided_update_nothing() -> None:
     job = law_job(2, "2*tp1", replace(SHORT_MODEL, dtype=torch.float32))
     assert pool_of(2).run(update_beyond_the_range, job) == [(False, False)] * 2
+
+
+def bytes_of_updates(job: Job) -> tuple[list[int], int, int]:
+    """Bytes of the rank in an update of one call and one of two, and in a gather and a scatter."""
+    engine, (name,) = build_engine(job), job.strategies
+    found = []
+    for num_calls in (1, 2):
+        for _ in range(num_calls):
+            call(engine, name, job.batches[0], job.weights[0])
+        found.append(engine.optim_step().regroup_bytes)
+    traffic = engine.runtime_of(name).regrouper.traffic
+    gather = traffic.gather_received_bytes + traffic.gather_sent_bytes
+    return found, gather, traffic.scatter_received_bytes + traffic.scatter_sent_bytes
+
+
+def test_a_gather_that_serves_two_calls_counts_once() -> None:
+    for found, gather, scatter in pool_of(2).run(bytes_of_updates, law_job(2, "2*tp1")):
+        assert found == [gather + scatter, gather + 2 * scatter]
+        assert gather > 0

@@ -5,7 +5,7 @@ They are good enough to rank strategies before a cost profile is measured, which
 
 import math
 import re
-from dataclasses import dataclass, replace
+from dataclasses import astuple, dataclass, replace
 from enum import StrEnum
 from typing import Annotated, Self
 
@@ -71,13 +71,7 @@ class Reserve:
     @property
     def num_bytes(self) -> float:
         """All parts."""
-        return (
-            self.context_bytes
-            + self.fragment_bytes
-            + self.communicator_bytes
-            + self.connection_bytes
-            + self.as_a_whole_bytes
-        )
+        return math.fsum(astuple(self))
 
     @property
     def text(self) -> str:

@@ -10,7 +10,11 @@ from rich.table import Table
 
 from megatron.hydraulis.command_line import add_pool_argument
 from megatron.hydraulis.cost_model.analytic import AnalyticCostModel
-from megatron.hydraulis.cost_model.device import communicators_text, device_constants
+from megatron.hydraulis.cost_model.device import (
+    ASSUMED_COMMUNICATORS,
+    communicators_text,
+    device_constants,
+)
 from megatron.hydraulis.cost_model.job_costs import (
     add_device_argument,
     add_job_arguments,
@@ -123,7 +127,7 @@ def run(namespace: argparse.Namespace) -> int:
     )
     reserve = f"of the memory {model.memory.reserve.text} stay free"
     if pool is None:
-        reserve += ", as the pool is not known"
+        reserve += f", for {ASSUMED_COMMUNICATORS} communicators until the pool is known"
     for line in (*_sources(model), reserve, communicators_text(num_communicators)):
         console.print(line, highlight=False)
     print_next_proposal(

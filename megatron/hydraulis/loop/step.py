@@ -422,7 +422,7 @@ class TrainingLoop:
             plan_gap=None if plan.dispatch is None else plan.dispatch.gap,
             num_marked_plans=counters.num_marked_plans,
             regroup_bytes=outcome.regroup_bytes,
-            held_bytes=outcome.held_bytes,
+            skipped_bytes=outcome.skipped_bytes,
             gather_wait_s=outcome.gather_wait_s,
             scatter_wait_s=outcome.scatter_wait_s,
             column_bytes=outcome.column_bytes,

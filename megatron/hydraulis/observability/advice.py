@@ -186,6 +186,15 @@ def _on_replicas(run: Run) -> Iterator[Remark]:
             "them.",
             _how_to_wait_less(run),
         )
+    columns = totals["column_wait_fraction"]
+    if columns is not None and columns > MAX_REGROUP_WAIT:
+        yield Remark(
+            "act",
+            f"The logging rank waits {share_text(columns)} of the time for weights and gradients "
+            "that cp ranks share.",
+            f"Gather more layers ahead than --fs-prefetch {run.setting('hydraulis', 'fs_prefetch')}"
+            ", or give longer micro-batches, which hide more; compare with a strategy without fs.",
+        )
     if totals["padding_fraction"] > MAX_PADDING:
         yield Remark(
             "act",

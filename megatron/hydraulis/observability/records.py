@@ -95,7 +95,7 @@ class IterationRecord:
     regroup_bytes: int | None = None
     """Bytes that the logging rank receives from and sends to others in gather and scatter; None in
     files of versions that did not count them."""
-    held_bytes: int | None = None
+    skipped_bytes: int | None = None
     """Bytes that it did not exchange, as arenas still held frozen parameters; None as above."""
     gather_wait_s: float | None = None
     """Time that compute on the logging rank waited for parameters; None as above."""

@@ -161,7 +161,7 @@ def check_frozen(specs: Sequence[ParameterSpec], pool: Pool, *, trains: bool) ->
             f"all experts of a layer are one tensor in checkpoints but some are frozen of "
             f"{listed(list(dict.fromkeys(partly)))}; freeze those of all experts or of none"
         )
-    shared = [s.name for s in pool.strategies if any(x.shares_weights for x in s.schemes)]
+    shared = [strategy.name for strategy in pool.strategies if strategy.shares_weights]
     if shared:
         raise ConfigurationError(
             f"cp ranks that share weights (fs) train every parameter but {len(frozen)} of "

@@ -60,8 +60,10 @@ class LocalGradients:
     """The loss function's report of each micro-batch; on the last stage."""
     trained_tokens: int
     """Tokens with a weight above 0 in this rank's micro-batches."""
-    held_bytes: int = 0
-    """Bytes that its gather would have exchanged if arenas had not held frozen parameters."""
+    regroup_bytes: int = 0
+    """Bytes that this rank exchanges in its scatter, and in its gather if there was one."""
+    skipped_bytes: int = 0
+    """Bytes that its gather did not exchange, as arenas held frozen parameters."""
     out_of_memory: OutOfMemory | None = None
     """Reason why this rank has abandoned its micro-batches."""
     is_divided: bool = False
@@ -315,10 +317,17 @@ class RuntimeEngine:
             scatter.finish()
             self.finish_regrouping()
         assert self._contents.current is not None
-        held_bytes = runtime.regrouper.bytes_of(self._contents.current[1].held)
+        gathered_bytes, skipped_bytes = self._contents.current[1].take_bytes()
+        traffic = runtime.regrouper.traffic
         self._accumulated.append(
             LocalGradients(
-                runtime, reports, _trained_tokens(batches), held_bytes, out_of_memory, is_divided
+                runtime,
+                reports,
+                _trained_tokens(batches),
+                gathered_bytes + traffic.scatter_received_bytes + traffic.scatter_sent_bytes,
+                skipped_bytes,
+                out_of_memory,
+                is_divided,
             )
         )
 
@@ -361,15 +370,13 @@ class RuntimeEngine:
                     self.optimizer.divide_gradients(divides)
                     routing = None if self.routers is None else self.routers.accept(vote.routing)
                     self._update_shards(norm, vote.next_strategy)
-        traffic = [call.runtime.regrouper.traffic for call in calls]
-        held_bytes = sum(call.held_bytes for call in calls)
         return StepOutcome(
             loss,
             norm,
             updated,
             bad,
-            regroup_bytes=sum(t.received_bytes + t.sent_bytes for t in traffic) - held_bytes,
-            held_bytes=held_bytes,
+            regroup_bytes=sum(call.regroup_bytes for call in calls),
+            skipped_bytes=sum(call.skipped_bytes for call in calls),
             gather_wait_s=self.gather_timer.take_s(),
             scatter_wait_s=self.scatter_timer.take_s(),
             column_bytes=self._column_meter.num_bytes,

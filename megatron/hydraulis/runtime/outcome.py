@@ -130,10 +130,10 @@ class StepOutcome:
     """Micro-batches of this rank's replica whose loss, on this rank's part of them, is not finite
     (last stage only)."""
     regroup_bytes: int = 0
-    """Bytes that this rank receives from others and sends to them in one gather and scatter of the
-    iteration's strategy."""
-    held_bytes: int = 0
-    """Bytes that it did not exchange, as arenas still held frozen parameters."""
+    """Bytes that this rank receives from others and sends to them in gathers and scatters of all
+    batches."""
+    skipped_bytes: int = 0
+    """Bytes that gathers did not exchange, as arenas still held frozen parameters."""
     gather_wait_s: float = 0.0
     """Time for which this rank's compute waited for parameters."""
     scatter_wait_s: float = 0.0

@@ -91,6 +91,16 @@ class GatherPass:
         self._tickets: list[Ticket | None] = []
         """One for each posted call; None once it has been waited for."""
         self._num_missing = len(self._calls)
+        self._is_counted = False
+
+    def take_bytes(self) -> tuple[int, int]:
+        """The bytes that this rank exchanges, and those that it does not as arenas hold buckets;
+        both 0 from the second time on, as several batches may use what one gather brings."""
+        if self._is_counted:
+            return 0, 0
+        self._is_counted = True
+        traffic, skipped = self._regrouper.traffic, self._regrouper.bytes_of(self.held)
+        return traffic.gather_received_bytes + traffic.gather_sent_bytes - skipped, skipped
 
     @property
     def buckets(self) -> Sequence[int]:

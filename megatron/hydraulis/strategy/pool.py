@@ -59,7 +59,7 @@ class Pool:
     @property
     def shares_weights(self) -> bool:
         """True if cp ranks share weights in some strategy."""
-        return any(x.shares_weights for strategy in self.strategies for x in strategy.schemes)
+        return any(strategy.shares_weights for strategy in self.strategies)
 
     @property
     def tp_lcm(self) -> int:

@@ -150,6 +150,11 @@ class Strategy:
         return tuple(dict.fromkeys(replica.scheme for replica in self.replicas))
 
     @property
+    def shares_weights(self) -> bool:
+        """True if cp ranks share weights in some replica."""
+        return any(scheme.shares_weights for scheme in self.schemes)
+
+    @property
     def is_homogeneous(self) -> bool:
         """True if replicas of one scheme use all ranks."""
         return len(self.schemes) == 1 and not self.idle_ranks

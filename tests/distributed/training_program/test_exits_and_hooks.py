@@ -224,11 +224,11 @@ def test_what_a_users_model_freezes_is_gathered_once(launch: Launch) -> None:
     assert "frozen: 1 of " in run.outcome.ranks[0].stdout
     assert ": embedding.word_embeddings.weight\n" in run.outcome.ranks[0].stdout
     first, second = run.records
-    assert (first.held_bytes, second.regroup_bytes) == (
+    assert (first.skipped_bytes, second.regroup_bytes) == (
         0,
-        (first.regroup_bytes or 0) - (second.held_bytes or 0),
+        (first.regroup_bytes or 0) - (second.skipped_bytes or 0),
     )
-    assert second.held_bytes
+    assert second.skipped_bytes
 
 
 def test_a_users_loss_and_model_replace_ours(launch: Launch, main_run: Run) -> None:

@@ -52,6 +52,8 @@ def test_a_slow_replica_and_a_slow_scheme_are_named(
         ({"scatter_wait_s": 0.44}, {}, "20.0% for gradients"),
         ({"scatter_wait_s": 0.44}, {}, "--grad-reduce-in-bf16 halves those of gradients"),
         ({"scatter_wait_s": 0.44}, {"no_regroup_overlap": True}, "Remove --no-regroup-overlap"),
+        ({"column_wait_s": 0.44}, {"fs_prefetch": 1}, "20.0% of the time for weights"),
+        ({"column_wait_s": 0.44}, {"fs_prefetch": 1}, "--fs-prefetch 1"),
         ({"lm_loss": None}, {}, "8 of 8 iterations updated nothing"),
         (
             {"num_marked_plans": 1, "plan_status": "time limit"},
