@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from megatron.hydraulis.library.plans import plan as plan
     from megatron.hydraulis.library.plans import propose as propose
     from megatron.hydraulis.library.plans import simulate as simulate
+    from megatron.hydraulis.lora import Lora as Lora
     from megatron.hydraulis.model_shape import ModelShape as ModelShape
     from megatron.hydraulis.optimizer.sharded_adamw import AdamWSettings as AdamWSettings
     from megatron.hydraulis.planner.planned import PlannedBatch as PlannedBatch
@@ -48,6 +49,7 @@ _MODULES = {
     "Comparison": "simulator.comparison",
     "Engine": "library.engine",
     "HydraulisError": "errors",
+    "Lora": "lora",
     "LossTotal": "runtime.outcome",
     "ModelLike": "library.plans",
     "ModelShape": "model_shape",

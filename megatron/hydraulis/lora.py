@@ -8,12 +8,16 @@ Face's has its own adapter, as in peft; so adapters can be exchanged.
 import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from megatron.hydraulis.errors import ConfigurationError
 from megatron.hydraulis.model_shape import ModelShape
 
 ALL_LINEAR = "all-linear"
 """peft's name for every linear layer but the output layer."""
+ADAPTERS = ".adapters."
+"""Part of the names of all parameters of adapters, as in
+``self_attention.linear_qkv.adapters.q_proj.lora_A``."""
 DEFAULT_ALPHA = 32.0
 """Default of Megatron Bridge."""
 _OUTPUT_LAYER = "output_layer"
@@ -40,12 +44,12 @@ class Adapter:
 class Lora:
     """The adapters that a model is trained with. Raises ConfigurationError for wrong numbers.
 
-    Hugging Face's name of every target is ``targets``; see `resolve`.
+    ``targets`` are names as `resolve` takes them, and in its result Hugging Face's of each.
     """
 
     rank: int
-    alpha: float
-    targets: tuple[str, ...]
+    alpha: float = DEFAULT_ALPHA
+    targets: tuple[str, ...] = (ALL_LINEAR,)
 
     def __post_init__(self) -> None:
         if self.rank < 1 or not (math.isfinite(self.alpha) and self.alpha > 0):
@@ -92,6 +96,12 @@ class Lora:
                 )
             chosen.update(dict.fromkeys(found))
         return cls(rank, float(alpha), tuple(chosen))
+
+    @property
+    def arguments(self) -> dict[str, Any]:
+        """What Megatron's arguments, and so a checkpoint, have of it, as JSON returns them."""
+        targets = list(self.targets)
+        return {"lora_rank": self.rank, "lora_alpha": self.alpha, "lora_targets": targets}
 
     @property
     def scale(self) -> float:

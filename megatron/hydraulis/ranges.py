@@ -78,7 +78,7 @@ _OPTIONS: dict[OptionRange, str] = {
         --distributed-timeout-minutes --tensor-model-parallel-size --pipeline-model-parallel-size
         --context-parallel-size --expert-model-parallel-size --expert-tensor-parallel-size
         --global-batch-tokens --max-tokens-per-micro-batch --row-quantum-tokens --loss-chunk-tokens
-        --ranks-per-node --keep-last --max-skipped-in-a-row""",
+        --ranks-per-node --keep-last --max-skipped-in-a-row --lora-rank""",
     OptionRange(1, MAX_LAYERS): "--num-layers",
     OptionRange(1, MAX_RANKS): "--num-ranks",
     _FROM_0: """
@@ -97,7 +97,8 @@ _OPTIONS: dict[OptionRange, str] = {
     OptionRange(0, 2): "--timing-log-level",
     _POSITIVE: """
         --norm-epsilon --activation-func-clamp-value --init-method-std --rope-scaling-factor
-        --moe-router-topk-scaling-factor --adam-eps --plan-time-limit --report-drift""",
+        --moe-router-topk-scaling-factor --adam-eps --plan-time-limit --report-drift
+        --lora-alpha""",
     _NOT_NEGATIVE: """
         --mscale --mscale-all-dim
         --lr --min-lr --decoupled-lr --decoupled-min-lr --lr-warmup-init --weight-decay

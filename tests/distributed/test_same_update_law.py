@@ -239,6 +239,7 @@ MODELS = {
     "GELU, biases, LayerNorm": replace(
         SHORT_MODEL, normalization="LayerNorm", swiglu=False, bias=True
     ),
+    "adapters": replace(SHORT_MODEL, lora_targets=("all-linear",)),
     "GPT-2 like": GPT2_LIKE,
     "GPT-2 like, no sequence parallelism": replace(GPT2_LIKE, sequence_parallel=False),
 }

@@ -19,8 +19,11 @@ from torch.nn.functional import gelu, silu
 
 from megatron.hydraulis.cost_model.limits import Limits
 from megatron.hydraulis.data.packed_batch import PackedBatch, pack
+from megatron.hydraulis.lora import Lora, adapters
+from megatron.hydraulis.model_shape import ModelShape, layers_with_experts
 from megatron.hydraulis.optimizer.sharded_adamw import AdamWSettings
 from megatron.hydraulis.planner.replica_plan import ContextGroup, MicroBatch
+from megatron.hydraulis.runtime import adapters as runtime_adapters
 from megatron.hydraulis.runtime.core_attention import CoreAttentionName
 from megatron.hydraulis.runtime.engine import RuntimeEngine
 from megatron.hydraulis.runtime.executor import make_forward_step
@@ -33,6 +36,8 @@ from megatron.hydraulis.runtime.spans import NO_SPANS, SpanRecorder
 from megatron.hydraulis.strategy import Pool, Strategy
 from tests.support.gloo_pool import worker_groups
 from tests.support.planning import TableCostModel
+
+LATENT_SIZES = ("qk_head_dim", "qk_pos_emb_head_dim", "v_head_dim")
 
 
 @dataclass(frozen=True)
@@ -67,6 +72,43 @@ class SmallModel:
     """Fewer than most rows have."""
     frozen: tuple[str, ...] = ()
     """Beginnings of the names of parameters that a model provider freezes."""
+    lora_targets: tuple[str, ...] = ()
+    """Names of linear layers with adapters, as in --lora-targets."""
+
+    def shape(self) -> ModelShape:
+        """The sizes that adapters depend on."""
+        variant = dict(self.variant)
+        num_experts = variant.get("num_moe_experts", 0)
+        has_experts = layers_with_experts(self.num_layers, variant.get("moe_layer_freq", 1))
+        latents = {
+            name: variant.get(name) or 0
+            for name in ("q_lora_rank", "kv_lora_rank", *LATENT_SIZES)
+            if "kv_lora_rank" in variant
+        }
+        channels = latents["qk_head_dim"] + latents["qk_pos_emb_head_dim"] if latents else 0
+        return ModelShape(
+            num_layers=self.num_layers,
+            hidden_size=self.hidden_size,
+            ffn_hidden_size=self.ffn_hidden_size,
+            num_attention_heads=self.num_heads,
+            num_query_groups=self.num_groups,
+            kv_channels=channels or self.hidden_size // self.num_heads,
+            vocab_size=self.padded_vocab_size,
+            gated_mlp=self.swiglu,
+            tied_embeddings=self.tied,
+            output_gate=variant.get("attention_output_gate", False),
+            num_experts=num_experts,
+            num_expert_layers=sum(has_experts) if num_experts else 0,
+            experts_per_token=variant.get("moe_router_topk", 2) if num_experts else 0,
+            expert_ffn_hidden_size=variant.get("moe_ffn_hidden_size", 0),
+            shared_expert_ffn_hidden_size=variant.get("moe_shared_expert_intermediate_size", 0),
+            **latents,
+        )
+
+    @property
+    def lora(self) -> Lora | None:
+        """Adapters of rank 3 at the targets; None without targets."""
+        return Lora.resolve(3, 4.5, self.lora_targets, self.shape()) if self.lora_targets else None
 
     def transformer(self) -> TransformerConfig:
         """Upstream's configuration of the whole model."""
@@ -135,6 +177,8 @@ class SmallModel:
             decays_qk_norms=self.decays_qk_norms,
             loss_chunk_tokens=self.loss_chunk_tokens,
             model_provider=self.frozen_stage if self.frozen else None,
+            lora=self.lora,
+            adapters=tuple(adapters(self.shape())) if self.lora_targets else (),
         )
 
     def frozen_stage(
@@ -160,6 +204,20 @@ class SmallModel:
         """Freeze what the settings say, by name."""
         for name, parameter in model.named_parameters():
             parameter.requires_grad_(not name.startswith(self.frozen))
+
+
+class _StartedLowRank(runtime_adapters.LowRank):
+    """B does not begin with 0, with which A would have no gradient."""
+
+    def __init__(self, *arguments: Any) -> None:
+        super().__init__(*arguments)
+        with torch.no_grad():
+            self.lora_B.uniform_(-0.1, 0.1)
+
+
+def started_adapters() -> Any:
+    """Within, models are built with adapters that change the output from the beginning."""
+    return patch.object(runtime_adapters, "LowRank", _StartedLowRank)
 
 
 ROW_LIMIT = 40
@@ -388,20 +446,21 @@ def build_engine(job: Job, spans: SpanRecorder = NO_SPANS) -> RuntimeEngine:
         Strategy.parse(text, world_size, name=text, ranks_per_node=job.ranks_per_node)
         for text in (*job.strategies, *job.extra_tp)
     ]
-    return RuntimeEngine(
-        job.model.definition(),
-        Pool.of(*strategies),
-        job.settings,
-        seed=job.seed,
-        groups=worker_groups(),
-        num_atoms=job.num_atoms,
-        owners_for=job.owners_for,
-        gradient_dtype=job.gradient_dtype,
-        overlap=job.overlap,
-        num_slots=job.num_slots,
-        num_layers_ahead=job.num_layers_ahead,
-        spans=spans,
-    )
+    with started_adapters():
+        return RuntimeEngine(
+            job.model.definition(),
+            Pool.of(*strategies),
+            job.settings,
+            seed=job.seed,
+            groups=worker_groups(),
+            num_atoms=job.num_atoms,
+            owners_for=job.owners_for,
+            gradient_dtype=job.gradient_dtype,
+            overlap=job.overlap,
+            num_slots=job.num_slots,
+            num_layers_ahead=job.num_layers_ahead,
+            spans=spans,
+        )
 
 
 def rank_run(

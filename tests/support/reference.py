@@ -6,9 +6,10 @@ after sequence, unpadded and unpacked, torch's plain AdamW and clipping.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 from unittest.mock import patch
 
@@ -27,12 +28,13 @@ from megatron.core.transformer.dot_product_attention import DotProductAttention
 from megatron.core.transformer.mla_qk_norm_config import QKNormConfigResolver
 from megatron.core.transformer.moe.moe_logging import destroy_moe_metrics_tracker
 from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler
+from torch import Tensor
 
 from hydraulis_patches.cpu_backend import CpuTorch
 from megatron.hydraulis.runtime.catalogue import catalogue, initial_rows
 from megatron.hydraulis.runtime.process_groups import provide_memory_buffer, single_rank_collection
 from tests.support.gloo_pool import worker_groups
-from tests.support.models import Job, SmallModel, use_fp64_loss
+from tests.support.models import Job, SmallModel, started_adapters, use_fp64_loss
 
 
 @dataclass(frozen=True)
@@ -50,7 +52,9 @@ def initial_parameters(model: SmallModel, seed: int) -> dict[str, torch.Tensor]:
     """Whole initial weights, the padded vocabulary's rows cut off."""
     wide = torch.float64 if model.dtype == torch.float64 else torch.float32
     values = {}
-    for entry in catalogue(model.definition()):
+    with started_adapters():
+        entries = catalogue(model.definition())
+    for entry in entries:
         spec = entry.spec
         value = initial_rows(entry, seed, 0, spec.shape[0], wide).reshape(spec.shape)
         values[spec.name] = value[: model.vocab_size] if is_vocabulary(spec.name) else value
@@ -85,11 +89,65 @@ def build_upstream_model(
         ).to(dtype)
     give_missing_groups(reference, collection.tp)
     values = initial_parameters(model, seed)
+    if model.lora is not None:
+        _add_adapters(reference, model, values)
     with torch.no_grad():
         for name, parameter in reference.named_parameters():
             parameter.copy_(values[name] + _shift(model, name))
-    model.freeze(reference)
+    if model.lora is None:
+        model.freeze(reference)
     return reference
+
+
+def _add_adapters(reference: GPTModel, model: SmallModel, values: Mapping[str, Tensor]) -> None:
+    """Freeze upstream's model, and add the adapters to what its linear layers give."""
+    assert model.lora is not None
+    reference.requires_grad_(False)
+    modules: dict[str, Any] = dict(reference.named_modules())
+    for name in values:
+        if not name.endswith(".lora_A"):
+            continue
+        of_linear, target = name.removesuffix(".lora_A").split(".adapters.")
+        linear = modules[of_linear]
+        if not hasattr(linear, "adapters"):
+            linear.adapters = torch.nn.ModuleDict()
+        low_rank = torch.nn.ParameterDict(
+            {
+                each: torch.empty_like(values[f"{of_linear}.adapters.{target}.{each}"])
+                for each in ("lora_A", "lora_B")
+            }
+        )
+        linear.adapters[target] = low_rank
+        rows = _rows_of(model, of_linear, target)
+        linear.register_forward_hook(partial(_with_adapter, low_rank, rows, model.lora.scale))
+
+
+_SHARED_WIDTH = "moe_shared_expert_intermediate_size"
+
+
+def _rows_of(model: SmallModel, linear: str, target: str) -> Tensor | slice:
+    """The rows of a linear layer of Megatron's that are one of Hugging Face's, in its order."""
+    if linear.endswith("linear_qkv"):
+        size, heads = model.hidden_size // model.num_heads, model.num_heads // model.num_groups
+        first, count = {"q": (0, heads), "k": (heads, 1), "v": (heads + 1, 1)}[target[0]]
+        of_group = torch.arange((heads + 2) * size).view(-1, size)[first : first + count]
+        starts = torch.arange(model.num_groups) * (heads + 2) * size
+        return (starts[:, None] + of_group.flatten()).flatten()
+    if linear.endswith("linear_fc1") and model.swiglu:
+        is_shared = "shared_experts" in linear
+        width = dict(model.variant)[_SHARED_WIDTH] if is_shared else model.ffn_hidden_size
+        return slice(width) if target == "gate_proj" else slice(width, None)
+    return slice(None)
+
+
+def _with_adapter(
+    low_rank: Any, rows: Any, scale: float, linear: Any, inputs: Any, outputs: Any
+) -> Any:
+    output, bias = outputs
+    delta = scale * (inputs[0] @ low_rank["lora_A"].T) @ low_rank["lora_B"].T
+    added = torch.zeros_like(output)
+    added[..., rows] = delta
+    return output + added, bias
 
 
 @contextmanager

@@ -35,6 +35,7 @@ from megatron.hydraulis.checkpoint.names import (
 )
 from megatron.hydraulis.checkpoint.torch_dist import MASTER, MODEL, StoredCheckpoint
 from megatron.hydraulis.errors import CheckpointError, ConfigurationError, Problems, listed
+from megatron.hydraulis.lora import ADAPTERS, Lora
 from megatron.hydraulis.runtime.engine import RuntimeEngine
 from megatron.hydraulis.runtime.process_groups import (
     agreed_problems,
@@ -75,6 +76,8 @@ class LoadedCheckpoint:
     """None for a checkpoint of plain Megatron."""
     upstream: UpstreamState
     with_optimizer: bool
+    has_new_adapters: bool
+    """Whether it has the model without adapters, which keep their values."""
 
 
 Accept = Callable[[Path, Manifest | None, UpstreamState], None]
@@ -202,7 +205,9 @@ def load_checkpoint(
             raise CheckpointError(f"{path}: {listed(problems)}; load another checkpoint")
     with_optimizer = with_optimizer and path.name != RELEASE
 
-    def check() -> tuple[StoredCheckpoint, UpstreamState, tuple[ShardState, ...], StoredModel]:
+    def check() -> tuple[
+        StoredCheckpoint, UpstreamState, tuple[ShardState, ...], StoredModel, bool
+    ]:
         problems = Problems()
         if manifest is not None:
             with problems.collected():
@@ -218,10 +223,17 @@ def load_checkpoint(
             with problems.collected():
                 known = upstream.settings
                 _check_same_model(path, model_differences(upstream.model, model, of=known))
+        definition, specs = engine.definition, list(engine.layout.parameters)
+        has_new_adapters = False
+        with problems.collected():
+            has_new_adapters = _lacks_adapters(
+                checkpoint, definition.lora, with_optimizer=with_optimizer
+            )
         with problems.collected():
             accept(path, manifest, upstream)
         problems.raise_any()
-        definition, specs = engine.definition, engine.layout.parameters
+        if has_new_adapters:
+            specs = [spec for spec in specs if ADAPTERS not in spec.name]
         stored = StoredModel.of(definition, separate_layers=checkpoint.has_separate_layers)
         states = model_states(engine)
         if with_optimizer:
@@ -230,22 +242,25 @@ def load_checkpoint(
             states = training_states(engine)
         differences = _tensor_differences(checkpoint, stored, states, specs, definition.vocab_size)
         _check_same_model(path, differences)
-        return checkpoint, upstream, states, stored
+        return checkpoint, upstream, states, stored, has_new_adapters
 
-    checkpoint, upstream, states, stored = on_all_ranks(check, what)
+    checkpoint, upstream, states, stored, has_new_adapters = on_all_ranks(check, what)
+    places = stored.parameters
+    if has_new_adapters:
+        places = {name: place for name, place in places.items() if ADAPTERS not in name}
     engine.finish_regrouping()
     shapes = {key: tensor.shape for key, tensor in checkpoint.tensors.items()}
     pieces = [
         piece
         for state in states
-        for piece in shard_pieces(engine.shards, state, stored.parameters, saved_shapes=shapes)
+        for piece in shard_pieces(engine.shards, state, places, saved_shapes=shapes)
     ]
     pieces += bias_pieces(engine, stored.biases)
     on_all_ranks(lambda: checkpoint.fill(pieces), what)
     if with_optimizer:
         engine.optimizer.num_steps.fill_(upstream.num_steps)
     engine.parameters_changed()
-    return LoadedCheckpoint(path, manifest, upstream, with_optimizer)
+    return LoadedCheckpoint(path, manifest, upstream, with_optimizer, has_new_adapters)
 
 
 def read_rng_state(path: Path) -> Any:
@@ -336,6 +351,30 @@ def _check_same_model(path: Path, differences: list[str]) -> None:
             f"{path} is of another model: {listed(differences)}; give the flags of the run that "
             "wrote it, or load another checkpoint"
         )
+
+
+def _lacks_adapters(
+    checkpoint: StoredCheckpoint, lora: Lora | None, *, with_optimizer: bool
+) -> bool:
+    """Whether a run with adapters begins with a checkpoint of the model alone.
+
+    Raises ConfigurationError if it would go on without, and for adapters that the run has not.
+    """
+    has_adapters = any(ADAPTERS in key for key in checkpoint.tensors)
+    if has_adapters and lora is None:
+        raise ConfigurationError(
+            f"{checkpoint.folder} has adapters but this run trains the model itself; give the "
+            "--lora-rank, --lora-alpha and --lora-targets of the run that wrote it, or add them to "
+            "the weights by export-hf --merge and begin with these"
+        )
+    if lora is None or has_adapters:
+        return False
+    if with_optimizer:
+        raise ConfigurationError(
+            f"{checkpoint.folder} has no adapters to go on with but --lora-rank is {lora.rank}; "
+            "train new ones of its model by --finetune"
+        )
+    return True
 
 
 def _check_optimizer(checkpoint: StoredCheckpoint, upstream: UpstreamState) -> None:

@@ -104,9 +104,12 @@ LATENT_ARGUMENTS = (
 )
 """Further `MODEL_ARGUMENTS` of a model with latent attention."""
 
+ADAPTER_ARGUMENTS = ("lora_alpha", "lora_rank", "lora_targets")
+"""Further `MODEL_ARGUMENTS` of a model with adapters."""
+
 MODEL_SETTINGS = frozenset(
     ("group_query_attention", *MODEL_ARGUMENTS, *OFF_BY_DEFAULT, *EXPERT_ARGUMENTS)
-).union(LATENT_ARGUMENTS)
+).union(LATENT_ARGUMENTS, ADAPTER_ARGUMENTS)
 """All these arguments. `model_differences` compares those that have an effect."""
 
 _EARLIER_NAMES = {
@@ -282,6 +285,7 @@ def model_of(args: Any, vocab_size: int | None = None) -> dict[str, Any]:
         *MODEL_ARGUMENTS,
         *(EXPERT_ARGUMENTS if given.get("num_experts") else ()),
         *(LATENT_ARGUMENTS if given.get("multi_latent_attention") else ()),
+        *(ADAPTER_ARGUMENTS if given.get("lora_rank") else ()),
     ]
     model = {name: given[name] for name in names if name in given}
     if not given.get("group_query_attention", True):

@@ -103,7 +103,7 @@ def shard_pieces(
 
     Args:
         shards: which rectangles are where.
-        stored: `StoredModel.parameters`.
+        stored: `StoredModel.parameters`; those that it lacks are left out.
         dtype: in the file; that of the state if None.
         saved_shapes: shapes in a checkpoint that is read, by key. If its vocabulary has another
             padding, pieces have only the rows that are there; the others are set to 0.
@@ -112,7 +112,9 @@ def shard_pieces(
     dtype = flat.dtype if dtype is None else dtype
     same_as_master = state.prefix == MODEL and dtype == flat.dtype and not state.is_frozen
     for owned in shards.rectangles(frozen=state.is_frozen):
-        place = stored[shards.layout.parameters[owned.parameter].name]
+        place = stored.get(shards.layout.parameters[owned.parameter].name)
+        if place is None:
+            continue
         key, shape, num_rows = state.prefix + place.key, place.shape, owned.num_rows
         view = flat[owned.shard_offset : owned.shard_offset + owned.num_elements]
         if saved_shapes is not None and place.may_be_padded and saved_shapes[key] != shape:

@@ -49,6 +49,7 @@ from megatron.hydraulis.flags.defaults import (
 )
 from megatron.hydraulis.flags.parser import FlagParser, ParsedFlags
 from megatron.hydraulis.flags.samples import evaluation_sizes, read_for_sizes, training_sizes
+from megatron.hydraulis.lora import Lora
 from megatron.hydraulis.model_shape import ModelShape
 from megatron.hydraulis.strategy import Pool
 from megatron.hydraulis.strategy.megatron_layout import SIZES
@@ -96,6 +97,8 @@ class Resolved:
     """Settings as given where args have nominal values, or upstream completes them."""
     shape: ModelShape
     vocabulary: Vocabulary
+    lora: Lora | None
+    """Adapters that are trained; None if the model is."""
 
     @property
     def explicit(self) -> frozenset[str]:
@@ -196,7 +199,11 @@ def parse_arguments(
     check_fit(args, pool, problems)
     with problems.collected():
         checks.check_sequence_parallel(model_shape(args, args.padded_vocab_size), hydraulis, pool)
+    shape = model_shape(args, args.padded_vocab_size)
+    lora = problems.check(partial(hydraulis.lora, shape))
     problems.raise_any()
+    if lora is not None:  # for checkpoints
+        vars(args).update(lora.arguments)
     with _upstream_checks(args, "apply_rope_fusion", "moe_permute_fusion", is_here=is_here):
         gpt_model_config(args)
     args.world_size = num_ranks
@@ -215,8 +222,9 @@ def parse_arguments(
         sizes=sizes,
         evaluation_sizes=sizes_of_evaluation,
         as_given={name: before[name] for name in COMPLETED},
-        shape=model_shape(args, args.padded_vocab_size),
+        shape=shape,
         vocabulary=vocabulary,
+        lora=lora,
     )
 
 

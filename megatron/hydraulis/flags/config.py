@@ -16,6 +16,8 @@ from typing import Any, Literal
 from megatron.hydraulis.cost_model.trained_model import CoreAttentionName
 from megatron.hydraulis.data.dataset import LongSequences, LossNormalization
 from megatron.hydraulis.errors import ConfigurationError
+from megatron.hydraulis.lora import DEFAULT_ALPHA, Lora
+from megatron.hydraulis.model_shape import ModelShape
 from megatron.hydraulis.observability.trace import TraceWindow
 
 # Set by the launcher, so every rank of a job reads the same value. torchrun without --rdzv-id sets
@@ -127,9 +129,9 @@ class HydraulisConfig:
     """Measured times and limits of every scheme. Default: the analytic cost model."""
 
     report_drift: float | None = field(default=None, metadata=_flag("X"))
-    """Measure every micro-batch, and name in the log each scheme whose times differ from the
-    predicted ones by more than this share, and each rank that takes that much longer than ranks
-    with the same part, for example 0.1. Default: neither."""
+    """Measure every micro-batch, and name in the log schemes whose times differ from predicted ones
+    by more than this share, for example 0.1, and ranks that are slower than their like by as much.
+    Default: neither."""
 
     plan_ahead: int = field(default=2, metadata=_flag("K"))
     """Iterations planned ahead of training, in a separate process (iterations); 0 plans each
@@ -195,8 +197,7 @@ class HydraulisConfig:
 
     dry_run: bool = False
     """Print the resolved configuration, replicas with their ranks, parameters per rank, the most
-    tokens of a micro-batch and what the corpus contains, then exit; one process is enough. Datasets
-    that --sft makes stay in the run folder."""
+    tokens of a micro-batch and what the corpus contains, then exit. One process is enough."""
 
     device: str | None = field(default=None, metadata=_flag("NAME"))
     """Device of the job that --dry-run describes, for example h100; a --cost-profile has its own
@@ -209,6 +210,17 @@ class HydraulisConfig:
     hf: Path | None = field(default=None, metadata=_flag("DIR"))
     """Hugging Face folder of model, tokenizer and dtype; given flags win, but may not contradict
     the weights, with which a run without checkpoint begins. Default: flags describe the model."""
+
+    lora_rank: int | None = field(default=None, metadata=_flag("N"))
+    """Train adapters of this rank (rows of A), and nothing else: LoRA. Default: train the
+    model."""
+
+    lora_alpha: float | None = field(default=None, metadata=_flag("X"))
+    """An adapter's output is multiplied by X / N. Default: 32."""
+
+    lora_targets: list[str] | None = field(default=None, metadata=_flag("NAME"))
+    """Layers that have adapters, such as linear_qkv or q_proj. Default: all-linear, without the
+    output layer."""
 
     ignore_unknown_options: bool = False
     """Go on without options that neither Megatron nor this program knows, such as those of a fork.
@@ -236,6 +248,25 @@ class HydraulisConfig:
         if self.trace_iterations is None:
             return None
         return TraceWindow.parse(self.trace_iterations)
+
+    def lora(self, shape: ModelShape) -> Lora | None:
+        """The adapters that a model of this shape is trained with; None without --lora-rank.
+
+        Raises ConfigurationError for targets that it has not, and for flags without effect.
+        """
+        if self.lora_rank is None:
+            for option, value in (
+                ("--lora-alpha", self.lora_alpha),
+                ("--lora-targets", self.lora_targets),
+            ):
+                if value is not None:
+                    raise ConfigurationError(
+                        f"{option} describes adapters but there are none without --lora-rank; add "
+                        f"--lora-rank N, or remove {option}"
+                    )
+            return None
+        alpha = DEFAULT_ALPHA if self.lora_alpha is None else self.lora_alpha
+        return Lora.resolve(self.lora_rank, alpha, self.lora_targets or (), shape)
 
     @property
     def sequence_parallel(self) -> bool:

@@ -17,6 +17,7 @@ from megatron.training.models.gpt import GPTModelConfig, default_layer_spec
 from megatron.hydraulis.cost_model.model_arguments import gradient_bytes
 from megatron.hydraulis.cost_model.regrouping import BF16_BYTES
 from megatron.hydraulis.flags.arguments import Resolved, gpt_model_config
+from megatron.hydraulis.lora import Adapter, Lora, adapters
 from megatron.hydraulis.optimizer.sharded_adamw import AdamWSettings
 from megatron.hydraulis.runtime.core_attention import (
     CoreAttention,
@@ -28,6 +29,7 @@ from megatron.hydraulis.runtime.core_attention import (
 from megatron.hydraulis.runtime.engine import RuntimeEngine
 from megatron.hydraulis.runtime.model_building import (
     ModelDefinition,
+    adaptable_layer_spec,
     upstream_layer_spec,
 )
 from megatron.hydraulis.runtime.spans import NO_SPANS, SpanRecorder
@@ -45,6 +47,9 @@ class HydraulisModelConfig(GPTModelConfig):
     core_attention: CoreAttentionName = "sdpa"
     decays_qk_norms: bool = False
     loss_chunk_tokens: int | None = None
+    lora: Lora | None = None
+    adapters: tuple[Adapter, ...] = ()
+    """All that the model can have."""
 
 
 def choose_core_attention(resolved: Resolved, pool: Pool) -> CoreAttention:
@@ -74,6 +79,10 @@ def model_config[Config: HydraulisModelConfig](
     config.core_attention = core_attention
     config.decays_qk_norms = resolved.args.apply_wd_to_qk_layernorm
     config.loss_chunk_tokens = resolved.hydraulis.loss_chunk_tokens
+    if resolved.lora is not None:
+        config.lora, config.adapters = resolved.lora, tuple(adapters(resolved.shape))
+        # The biases of routers are the model's, not the adapters'.
+        config.transformer.moe_router_bias_update_rate = 0.0
     return config
 
 
@@ -118,13 +127,17 @@ def definition_of(resolved: Resolved, core_attention: CoreAttentionName) -> Mode
 def model_definition(config: HydraulisModelConfig) -> ModelDefinition:
     """The part of upstream's configuration that no strategy changes."""
     assert config.vocab_size is not None
-    built_of_te = config.transformer.transformer_impl == "transformer_engine"
+    layer_spec, built_layer_spec = _layer_spec(config), None
+    if config.transformer.transformer_impl == "transformer_engine":
+        built_layer_spec = upstream_layer_spec(config.transformer, use_te=True)
+        if config.lora is not None:
+            built_layer_spec = adaptable_layer_spec(layer_spec, built_layer_spec)
     return ModelDefinition(
         transformer=config.transformer,
-        layer_spec=_layer_spec(config),
-        built_layer_spec=upstream_layer_spec(config.transformer, use_te=True)
-        if built_of_te
-        else None,
+        layer_spec=layer_spec,
+        built_layer_spec=built_layer_spec,
+        lora=config.lora,
+        adapters=config.adapters,
         core_attention=config.core_attention,
         decays_qk_norms=config.decays_qk_norms,
         vocab_size=config.num_tokens_in_vocabulary or config.vocab_size,

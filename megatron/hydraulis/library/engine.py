@@ -37,6 +37,7 @@ from megatron.hydraulis.library.hugging_face import (
     hf_tensors,
 )
 from megatron.hydraulis.library.plans import PoolLike, ProfileLike
+from megatron.hydraulis.lora import Lora
 from megatron.hydraulis.optimizer.sharded_adamw import AdamWSettings
 from megatron.hydraulis.planner.plan import Planner, PlanText
 from megatron.hydraulis.planner.planners import CertifiedPlanner
@@ -99,6 +100,7 @@ class Engine:
         cost_profile: ProfileLike | None = None,
         dtype: torch.dtype | None = None,
         max_tokens_per_micro_batch: int | None = None,
+        lora: Lora | None = None,
         options: Sequence[str] = (),
     ) -> Engine:
         """The model of a Hugging Face folder, with its weights.
@@ -122,6 +124,7 @@ class Engine:
             dtype: of parameters, bf16 or fp32; None for that of the folder's tensors. The
                 optimizer works in fp32.
             max_tokens_per_micro_batch: as the flag; None for what fits in memory.
+            lora: adapters that are trained instead of the model, such as ``Lora(rank=16)``.
             options: further options of the training program, such as
                 ``["--recompute-granularity", "full"]``.
 
@@ -137,6 +140,7 @@ class Engine:
             optimizer=optimizer,
             dtype=dtype,
             max_tokens_per_micro_batch=max_tokens_per_micro_batch,
+            lora=lora,
             options=options,
         )
         planning = built.planning

@@ -33,6 +33,7 @@ from megatron.hydraulis.library.building import build_engine, choose_core_attent
 from megatron.hydraulis.library.devices import common_constants, constants_of_this_rank
 from megatron.hydraulis.library.planning import Planning, read_cost_profile
 from megatron.hydraulis.library.plans import PoolLike, ProfileLike, as_pool
+from megatron.hydraulis.lora import Lora
 from megatron.hydraulis.optimizer.sharded_adamw import AdamWSettings
 from megatron.hydraulis.optimizer.shards import OwnedRectangle
 from megatron.hydraulis.quiet_imports import silence_upstream
@@ -74,6 +75,7 @@ def build_from_folder(
     optimizer: AdamWSettings | None,
     dtype: torch.dtype | None,
     max_tokens_per_micro_batch: int | None,
+    lora: Lora | None,
     options: Sequence[str],
 ) -> BuiltEngine:
     """Builds an engine as the training program would; see `library.engine.Engine.from_hf`."""
@@ -97,6 +99,11 @@ def build_from_folder(
             raise ConfigurationError(
                 f"cost_profile is a ProfileCostModel or its path but this is {cost_profile!r:.60}; "
                 "correct it, or leave it out"
+            )
+        if not isinstance(lora, Lora | None):
+            raise ConfigurationError(
+                f"lora is a Lora, or None to train the model, but is {lora!r:.60}; give "
+                "Lora(rank=16)"
             )
         path = checked_path(folder)
         model, _, stored_dtype = open_folder(path)
@@ -127,6 +134,9 @@ def build_from_folder(
             words += ["--cost-profile", str(cost_profile)]
         if max_tokens_per_micro_batch is not None:
             words += ["--max-tokens-per-micro-batch", str(max_tokens_per_micro_batch)]
+        if lora is not None:
+            words += ["--lora-rank", str(lora.rank), "--lora-alpha", repr(lora.alpha)]
+            words += ["--lora-targets", *lora.targets]
         resolved = parse_arguments(
             [*words, *options],
             num_ranks=dist.get_world_size(),

@@ -196,7 +196,7 @@ class RunCheckpoints:
             log=partial(print, flush=True),
         )
         if args.finetune or loaded.path.name == RELEASE:
-            self._say(f"loaded the weights of {loaded.path}; training begins with iteration 1")
+            self._say_begin("loaded", loaded.path, has_new_adapters=loaded.has_new_adapters)
             return 0, 0.0
         upstream = loaded.upstream
         if loaded.with_optimizer:
@@ -226,7 +226,8 @@ class RunCheckpoints:
         from megatron.hydraulis.library.hugging_face import fill_from_folder
 
         fill_from_folder(engine, Path(hf))
-        self._say(f"took the weights of {hf}; training begins with iteration 1")
+        has_new = engine.definition.lora is not None
+        self._say_begin("took", hf, has_new_adapters=has_new)
 
     def check_save_folder(self) -> None:
         """Raise ConfigurationError if the ``--save`` folder has checkpoints from which the run
@@ -443,6 +444,7 @@ class RunCheckpoints:
             f"loaded {loaded.path}: {loaded.upstream.iteration} iterations, "
             f"{loaded.upstream.num_consumed_sequences} sequences"
             + ("" if loaded.with_optimizer else "; optimizer and learning-rate schedule are new")
+            + ("; adapters are new" if loaded.has_new_adapters else "")
         )
         if loaded.manifest is None:
             return
@@ -453,6 +455,10 @@ class RunCheckpoints:
         now = {strategy.name: str(strategy) for strategy in pool.strategies}
         if before != now:
             self._say(f"its pool was {_pool_text(before)}; now it is {_pool_text(now)}")
+
+    def _say_begin(self, verb: str, path: Path, *, has_new_adapters: bool) -> None:
+        new = "; adapters are new" if has_new_adapters else ""
+        self._say(f"{verb} the weights of {path}{new}; training begins with iteration 1")
 
     def _say(self, message: str) -> None:
         if dist.get_rank() == 0:

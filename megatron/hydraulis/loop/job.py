@@ -526,16 +526,28 @@ class Job:
                 f"{self._resolved.vocabulary.size})"
             ) from error
         checkpoints.begin_from_folder(self._engine)
-        specs = self._engine.layout.parameters
+        if dist.get_rank() == 0:
+            self._print_trained(self._engine)
+        return self._engine
+
+    def _print_trained(self, engine: RuntimeEngine) -> None:
+        """Say what is trained if that is not the whole model."""
+        specs, lora = engine.layout.parameters, engine.definition.lora
         frozen = [spec for spec in specs if spec.is_frozen]
-        if frozen and dist.get_rank() == 0:
-            num_elements = sum(spec.num_elements for spec in frozen)
+        num_frozen = sum(spec.num_elements for spec in frozen)
+        if lora is not None:
+            num_trained = sum(spec.num_elements for spec in specs) - num_frozen
             print(
-                f"frozen: {len(frozen)} of {len(specs)} parameters, {num_elements:,} elements: "
+                f"adapters: rank {lora.rank}, alpha {lora.alpha:g}, of {', '.join(lora.targets)}: "
+                f"{num_trained:,} elements are trained, {num_frozen:,} of the model are frozen",
+                flush=True,
+            )
+        elif frozen:
+            print(
+                f"frozen: {len(frozen)} of {len(specs)} parameters, {num_frozen:,} elements: "
                 f"{listed([spec.name for spec in frozen])}",
                 flush=True,
             )
-        return self._engine
 
     def _try_memory_out(
         self, memory: MemorySafety, forward_step: ForwardStep, corpora: Corpora

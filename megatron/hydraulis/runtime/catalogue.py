@@ -26,6 +26,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 from megatron.hydraulis.errors import ConfigurationError, listed
 from megatron.hydraulis.optimizer.shards import CanonicalShards
+from megatron.hydraulis.runtime.adapters import check_all_found
 from megatron.hydraulis.runtime.model_building import ModelDefinition, build_model
 from megatron.hydraulis.runtime.process_groups import local_collection, of_all_ranks
 from megatron.hydraulis.strategy import Pool
@@ -101,6 +102,8 @@ def catalogue(
         warnings.filterwarnings("ignore", message=".*sequence.parallel.*")
         model = build_model(definition, config, role, local_collection())
     _check_no_hooks(dict(model.named_parameters()))
+    if definition.lora is not None:
+        check_all_found([name for name, _ in model.named_parameters()], definition.lora)
     return [
         CataloguedParameter(
             _spec(name, parameter, definition, tensor_parallel, expert_parallel),

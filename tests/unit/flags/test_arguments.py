@@ -82,8 +82,8 @@ def test_help_of_every_number_of_ours_states_its_unit() -> None:
         if action.option_strings[0] not in flag_parser().upstream_options
     }
     numbers = [f.name for f in dataclasses.fields(HydraulisConfig) if f.type in (int, int | None)]
-    assert len(numbers) == 10
-    units = ("(tokens)", "(ranks)", "(layers)", "(checkpoints)", "(iterations)")
+    assert len(numbers) == 11
+    units = ("(tokens)", "(ranks)", "(layers)", "(checkpoints)", "(iterations)", "(rows of A)")
     for name in numbers:
         assert any(unit in texts[name] for unit in units), name
 

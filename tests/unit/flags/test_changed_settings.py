@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from megatron.hydraulis.checkpoint.manifest import (
+    ADAPTER_ARGUMENTS,
     EXPERT_ARGUMENTS,
     LATENT_ARGUMENTS,
     MODEL_ARGUMENTS,
@@ -71,7 +72,8 @@ NO_UPDATE_DEPENDS_ON = """
 def test_every_setting_is_classified_once() -> None:
     ours = [field.name for field in dataclasses.fields(HydraulisConfig)]
     settings = {*flag_parser().honoured_defaults, *ours}
-    compared = {*MODEL_ARGUMENTS, *EXPERT_ARGUMENTS, *LATENT_ARGUMENTS, *OFF_BY_DEFAULT} & settings
+    of_model = (*MODEL_ARGUMENTS, *EXPERT_ARGUMENTS, *LATENT_ARGUMENTS, *ADAPTER_ARGUMENTS)
+    compared = {*of_model, *OFF_BY_DEFAULT} & settings
     classes = (
         *(compared, changes._CHANGE_UPDATE, changes._OF_SCHEDULE, changes._OF_ONE_START),
         *(COMPARED_OTHERWISE.split(), NO_UPDATE_DEPENDS_ON.split()),
