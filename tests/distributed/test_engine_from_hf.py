@@ -74,9 +74,14 @@ def run_verbs(
     engine.save(saved)
     engine.offload()
     assert not engine.runtime.shards.parameters.untyped_storage().nbytes()
-    for use in (engine.offload, lambda: dict(engine.hf_tensors()), lambda: engine.save(saved)):
-        with pytest.raises(HydraulisError, match="4 tensors are on the host after offload"):
+    engine.onload(optimizer=False)
+    dict(engine.hf_tensors())
+    for use in (lambda: engine.save(saved), lambda: engine.load(saved), engine.optim_step):
+        with pytest.raises(HydraulisError, match="optimizer are on the host after offload"):
             use()
+    engine.offload()
+    with pytest.raises(HydraulisError, match="parameters are on the host after offload"):
+        dict(engine.hf_tensors())
     with pytest.raises(HydraulisError, match="call onload first"):
         engine.train_step(sequences(), nll)
     engine.onload()

@@ -201,6 +201,7 @@ def actor_config(folder: Path) -> Any:
         [
             *engine_overrides(f"{actor}.fsdp_config", "cp2+tp2"),
             *engine_overrides("actor_rollout_ref.ref.fsdp_config", "pp2+2*tp1"),
+            f"{actor}.fsdp_config.optimizer_offload=true",
             f"{actor}.strategy=hydraulis",
             f"actor_rollout_ref.model.path={folder}",
             *(f"{actor}.ppo_mini_batch_size=4", f"{actor}.use_dynamic_bsz=True"),
@@ -231,6 +232,8 @@ def run_actor(folder: Path, vocab_size: int) -> tuple[Any, ...]:
         found = compute(data)
         outputs.append({name: no_padding_2_padding(found[name], data) for name in OUTPUTS})
     policy.ref.engine.engine.close()
+    engine = actor.actor.engine
+    assert engine.engine.runtime.offloaded == {"optimizer"}
     data = left_right_2_no_padding(own.clone())
     tu.assign_non_tensor(
         data,
@@ -243,9 +246,9 @@ def run_actor(folder: Path, vocab_size: int) -> tuple[Any, ...]:
         dataloader_kwargs={"shuffle": False},
     )
     metrics = dict(tu.get(actor.update_actor(data), "metrics"))
-    engine = actor.actor.engine
     engine.to("another device")
     tensors = dict(engine.get_per_tensor_param()[0])
+    assert engine.engine.runtime.offloaded == {"optimizer"}
     engine.engine.close()
     return outputs, metrics, tensors
 
@@ -450,7 +453,6 @@ def test_workers_of_ray_train_as_one_process(folder: Path, workers: RayWorkerGro
             {"router_replay": EngineRouterReplayConfig(mode="R2")},
             "router_replay.mode=R2",
         ),
-        ({"param_offload": True}, "optimizer_offload False"),
         ({"options": ["--moe-aux-loss-coeff", "0.1"]}, "options has --moe-aux-loss-coeff;"),
         ({"options": ["--moe-z-loss-coeff=0.1"]}, "options has --moe-z-loss-coeff;"),
     ],

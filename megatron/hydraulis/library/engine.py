@@ -353,6 +353,7 @@ class Engine:
             OutOfMemoryError: on every rank, where memory ran out on one.
         """
         self.runtime.require_optimizer()
+        self.runtime.require_onloaded(optimizer=True)
         lr, divisor = _agreed(
             lambda: (_checked_lr(lr), _checked_divisor(divisor)), "lr and divisor"
         )
@@ -369,7 +370,7 @@ class Engine:
     ) -> StepOutcome:
         """`plan`, `forward_backward` and `optim_step`; raises what they raise."""
         self.runtime.require_optimizer()
-        self.runtime.require_onloaded()
+        self.runtime.require_onloaded(optimizer=True)
         lr, entropy = _agreed(lambda: (_checked_lr(lr), bool(entropy)), "lr and entropy")
         self._add_gradients(self.plan(sequences, scatter=scatter), loss, entropy=entropy)
         return self._step(lr, None)
@@ -404,7 +405,7 @@ class Engine:
         ``--load DIR --finetune`` starts from it. Raises CheckpointError, and ConfigurationError
         unless the engine comes from `from_hf`.
         """
-        self.runtime.require_onloaded()
+        self.runtime.require_onloaded(optimizer=True)
         args = self._source.resolved.args
         path = _agreed(lambda: checked_path(folder), "path")
         num_steps = int(self.runtime.optimizer.num_steps.item())
@@ -430,7 +431,7 @@ class Engine:
         there are gradients that no update has used.
         """
         self.runtime.require_no_gradients("a load")
-        self.runtime.require_onloaded()
+        self.runtime.require_onloaded(optimizer=True)
         path = _agreed(lambda: checked_path(folder), "path")
         paths = find_checkpoints(CheckpointFolder(path))
         if not paths:
@@ -439,13 +440,23 @@ class Engine:
             paths[0], self.runtime, self._model, with_optimizer=self.runtime.has_optimizer
         )
 
-    def offload(self) -> None:
-        """Move parameters, gradients and optimizer state to the host until `onload`."""
-        self.runtime.offload()
+    def offload(self, *, parameters: bool = True, optimizer: bool = True) -> None:
+        """Move to the host, until `onload`, what is not there.
 
-    def onload(self) -> None:
+        Forward and backward passes and `hf_tensors` need parameters; `optim_step`, `save` and
+        `load` need both.
+
+        Args:
+            parameters: with the memory of gradients.
+            optimizer: the optimizer's state.
+
+        Raises HydraulisError while there are gradients that no update has used, if parameters move.
+        """
+        self.runtime.offload(**_agreed_parts(parameters, optimizer))
+
+    def onload(self, *, parameters: bool = True, optimizer: bool = True) -> None:
         """Move back what `offload` moved."""
-        self.runtime.onload()
+        self.runtime.onload(**_agreed_parts(parameters, optimizer))
 
     def close(self) -> None:
         """Release memory and process groups; the second call does nothing.
@@ -524,6 +535,13 @@ def _agreed[Value](checked: Callable[[], Value], what: str) -> Value:
     value = on_all_ranks(checked, f"{what} cannot be read")
     check_same(of_all_ranks(value), what, "give the same to all")
     return value
+
+
+def _agreed_parts(parameters: bool, optimizer: bool) -> dict[str, bool]:
+    return _agreed(
+        lambda: {"parameters": bool(parameters), "optimizer": bool(optimizer)},
+        "parameters and optimizer",
+    )
 
 
 def _checked_list(sequences: Sequence[Any]) -> list[Any]:

@@ -15,6 +15,7 @@ import json
 import math
 import os
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -121,11 +122,6 @@ class HydraulisEngineConfig(FSDPEngineConfig):
                 f"divides its loss itself and options has {', '.join(balancing)}; leave that "
                 "out, and balance by --moe-router-enable-expert-bias"
             )
-        if self.param_offload != self.optimizer_offload:
-            raise ConfigurationError(
-                "parameters and optimizer state are offloaded together but param_offload is "
-                f"{self.param_offload} and optimizer_offload {self.optimizer_offload}; set both"
-            )
 
 
 @EngineRegistry.register(model_type="language_model", backend=BACKEND, device=["cuda", "cpu"])
@@ -152,7 +148,6 @@ class HydraulisEngine(BaseEngine):
         self._optimizer_config = optimizer_config
         self._checkpoints = BaseCheckpointManager(None, None, checkpoint_config=checkpoint_config)
         self._engine: Engine | None = None
-        self._is_offloaded = False
 
     @property
     def is_param_offload_enabled(self) -> bool:
@@ -177,11 +172,11 @@ class HydraulisEngine(BaseEngine):
             max_tokens_per_micro_batch=self._config.max_tokens_per_micro_batch,
             options=self._config.options,
         )
-        self._is_offloaded = False
         if not self._config.forward_only:
             self._schedule = _schedule(self._optimizer_config)
-        if self.is_param_offload_enabled:
-            self.to("cpu")
+        self.engine.offload(
+            parameters=self.is_param_offload_enabled, optimizer=self.is_optimizer_offload_enabled
+        )
 
     @property
     def engine(self) -> Engine:
@@ -305,22 +300,26 @@ class HydraulisEngine(BaseEngine):
 
     def get_per_tensor_param(self, **kwargs: Any) -> tuple[Iterator[tuple[str, Tensor]], None]:
         """See `Engine.hf_tensors`; there is no adapter."""
-        self.to(get_device_name())
+        self.engine.onload(optimizer=False)
         return self.engine.hf_tensors(), None
 
     def to(
         self, device: str, model: bool = True, optimizer: bool = True, grad: bool = True
     ) -> None:
-        """Offload or load everything with the model; nothing without it."""
+        """Load onto verl's device, or offload; memory for gradients comes and goes by itself."""
         super().to(device, model=model, optimizer=optimizer, grad=grad)
-        offloads = device != get_device_name()
-        if not model or offloads == self._is_offloaded:
-            return
-        if offloads:
-            self.engine.offload()
-        else:
-            self.engine.onload()
-        self._is_offloaded = offloads
+        move = self.engine.onload if device == get_device_name() else self.engine.offload
+        move(parameters=model, optimizer=optimizer)
+
+    @contextmanager
+    def _onloaded(self) -> Iterator[None]:
+        """Everything is on the device, and goes back unless there is an error."""
+        offloaded = self.engine.runtime.offloaded
+        self.engine.onload()
+        yield
+        self.engine.offload(
+            parameters="parameters" in offloaded, optimizer="optimizer" in offloaded
+        )
 
     def save_checkpoint(
         self,
@@ -335,9 +334,6 @@ class HydraulisEngine(BaseEngine):
         folder, manager = Path(local_path), self._checkpoints
         what = f"{folder} cannot be saved"
         on_rank_0(lambda: manager.ensure_checkpoint_capacity(max_ckpt_to_keep), what)
-        was_offloaded = self._is_offloaded
-        self.to(get_device_name())
-        self.engine.save(folder)
 
         def complete() -> None:
             state = {"num_steps": self._schedule.last_epoch}
@@ -352,9 +348,9 @@ class HydraulisEngine(BaseEngine):
                 )
             manager.register_checkpoint(local_path, max_ckpt_to_keep)
 
+        with self._onloaded():
+            self.engine.save(folder)
         on_rank_0(complete, what)
-        if was_offloaded:
-            self.to("cpu")
 
     def load_checkpoint(
         self,
@@ -366,15 +362,12 @@ class HydraulisEngine(BaseEngine):
         """Load what `save_checkpoint` has saved; the folder stays."""
         _check_local(hdfs_path)
         folder = Path(local_path)
-        was_offloaded = self._is_offloaded
-        self.to(get_device_name())
-        self.engine.load(folder)
+        with self._onloaded():
+            self.engine.load(folder)
         state = on_rank_0(
             lambda: json.loads((folder / SCHEDULE_FILE).read_text()), f"{folder} cannot be loaded"
         )
         self._schedule = _schedule(self._optimizer_config, num_steps=state["num_steps"])
-        if was_offloaded:
-            self.to("cpu")
 
 
 class _Mode(BaseEngineCtx):

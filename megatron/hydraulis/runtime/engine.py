@@ -50,6 +50,9 @@ from megatron.hydraulis.strategy import Pool
 from megatron.hydraulis.transfer.canonical import CanonicalLayout
 from megatron.hydraulis.transfer.ranges import best_owner_orders
 
+PARAMETERS, OPTIMIZER = "parameters", "optimizer"
+"""What `RuntimeEngine.offload` moves."""
+
 
 @dataclass(frozen=True)
 class LocalGradients:
@@ -206,8 +209,8 @@ class RuntimeEngine:
         )
         self._accumulated: list[LocalGradients] = []
         """The batches whose gradients the next update sums."""
-        self._offloaded: list[tuple[Tensor, Tensor]] = []
-        """Tensors without memory, and their contents on the host."""
+        self._offloaded: dict[str, list[tuple[Tensor, Tensor]]] = {}
+        """By what is on the host: tensors without memory, and their contents."""
 
     @property
     def has_optimizer(self) -> bool:
@@ -285,6 +288,8 @@ class RuntimeEngine:
             self._column_meter.forget()
             if self.routers is not None:
                 self.routers.forget()
+            if not self.shards.gradients.untyped_storage().nbytes():  # after an offload
+                _give_memory(self.shards.gradients)
         self.gather(strategy_name, phase=phase)
         runtime = self.runtime_of(strategy_name)
         out_of_memory: OutOfMemory | None = None
@@ -355,6 +360,7 @@ class RuntimeEngine:
         Raises:
             ConfigurationError: there was no call, or what divides is unclear.
         """
+        self.require_onloaded(optimizer=True)
         divides = self.check_divisor(divisor)
         calls, self._accumulated = self._accumulated, []
         vote, bad = self._vote(calls, next_strategy, updates=True)
@@ -461,42 +467,57 @@ class RuntimeEngine:
         if self._contents.current is not None:
             self._contents.current[1].finish()
 
-    def offload(self) -> None:
-        """Move shards and optimizer state to the host, and free the arenas, until `onload`.
+    @property
+    def offloaded(self) -> frozenset[str]:
+        """What is on the host: "parameters", "optimizer"."""
+        return frozenset(self._offloaded)
 
-        Raises HydraulisError while there are gradients that no update has used.
+    def offload(self, *, parameters: bool = True, optimizer: bool = True) -> None:
+        """Move to the host, until `onload`, what is not there.
+
+        Args:
+            parameters: the shards; arenas and gradients are freed.
+            optimizer: its moments.
+
+        Raises HydraulisError while there are gradients that no update has used, which an offload
+        of parameters would lose.
         """
-        self.require_onloaded()
-        self.require_no_gradients("an offload")
-        self.finish_regrouping()
-        self._contents.current = None
-        self._contents.free()
-        self.shards.gradients.untyped_storage().resize_(0)
-        if not self._accumulates:
-            self.shards.gradients = self.shards.gradients.new_empty(0)
-        flats = [self.shards.parameters, self.shards.frozen]
-        if self._optimizer is not None:
-            flats += [self._optimizer.exp_avg, self._optimizer.exp_avg_sq]
-        for flat in flats:
-            self._offloaded.append((flat, flat.to("cpu", copy=True)))
-            flat.untyped_storage().resize_(0)
+        if parameters and PARAMETERS not in self._offloaded:
+            self.require_no_gradients("an offload")
+            self.finish_regrouping()
+            self._contents.current = None
+            self._contents.free()
+            self.shards.gradients.untyped_storage().resize_(0)
+            if not self._accumulates:
+                self.shards.gradients = self.shards.gradients.new_empty(0)
+            self._move_to_host(PARAMETERS, self.shards.parameters, self.shards.frozen)
+        if optimizer and OPTIMIZER not in self._offloaded:
+            moments = self._optimizer
+            flats = () if moments is None else (moments.exp_avg, moments.exp_avg_sq)
+            self._move_to_host(OPTIMIZER, *flats)
         release_cached_memory()  # for other programs on the device
 
-    def onload(self) -> None:
-        """Move back what `offload` moved; all views are valid again."""
-        gradients = self.shards.gradients
-        gradients.untyped_storage().resize_(gradients.numel() * gradients.element_size())
-        for flat, kept in self._offloaded:
-            flat.untyped_storage().resize_(flat.numel() * flat.element_size())
-            flat.copy_(kept)
-        self._offloaded.clear()
+    def _move_to_host(self, what: str, *flats: Tensor) -> None:
+        kept = self._offloaded.setdefault(what, [])
+        for flat in flats:
+            kept.append((flat, flat.to("cpu", copy=True)))
+            flat.untyped_storage().resize_(0)
 
-    def require_onloaded(self) -> None:
-        """Raise HydraulisError between `offload` and `onload`."""
-        if self._offloaded:
+    def onload(self, *, parameters: bool = True, optimizer: bool = True) -> None:
+        """Move back what `offload` moved; all views are valid again."""
+        for what, is_wanted in ((PARAMETERS, parameters), (OPTIMIZER, optimizer)):
+            for flat, kept in self._offloaded.pop(what, []) if is_wanted else []:
+                _give_memory(flat)
+                flat.copy_(kept)
+
+    def require_onloaded(self, *, optimizer: bool = False) -> None:
+        """Raise HydraulisError if parameters are on the host, or with ``optimizer`` its state."""
+        needed = (PARAMETERS, OPTIMIZER) if optimizer else (PARAMETERS,)
+        missing = [what for what in needed if what in self._offloaded]
+        if missing:
             raise HydraulisError(
-                f"parameters and optimizer are used on the device but {len(self._offloaded)} "
-                "tensors are on the host after offload; call onload first"
+                f"{' and '.join(needed)} are used on the device but {' and '.join(missing)} are on "
+                f"the host after offload; call onload first"
             )
 
     def require_no_gradients(self, loses: str) -> None:
@@ -688,6 +709,10 @@ class RuntimeEngine:
         if losses is not None and not vote.loss.is_finite:
             bad = [i for i, loss in enumerate(losses[:, 0].tolist()) if not math.isfinite(loss)]
         return vote, tuple(bad)
+
+
+def _give_memory(flat: Tensor) -> None:
+    flat.untyped_storage().resize_(flat.numel() * flat.element_size())
 
 
 def _trained_tokens(batches: Sequence[PackedBatch]) -> int:

@@ -143,16 +143,71 @@ def test_offloaded_state_comes_back_bit_by_bit(engine: RuntimeEngine) -> None:
     engine.train_step("tp1", batches(1.0), STEP)
     tensors = (engine.shards.parameters, engine.optimizer.exp_avg, engine.optimizer.exp_avg_sq)
     before = [each.clone() for each in tensors]
-    engine.offload()
-    assert {each.untyped_storage().nbytes() for each in (*tensors, engine.shards.gradients)} == {0}
+    for _ in range(2):  # the second time there is nothing to move
+        engine.offload()
+    assert {num_bytes(each) for each in (*tensors, engine.shards.gradients)} == {0}
     assert engine.memory.num_bytes == 0
-    with pytest.raises(HydraulisError, match="4 tensors are on the host"):
+    with pytest.raises(
+        HydraulisError, match="parameters are on the host after offload; call onload"
+    ):
         engine.forward("tp1", batches(1.0), STEP)
     engine.onload()
     assert all(map(torch.equal, tensors, before))
     engine.forward_backward("tp1", batches(1.0), STEP)
     with pytest.raises(HydraulisError, match=r"gradients of 1 calls .* an offload would lose"):
         engine.offload()
+    assert engine.offloaded == set()
+
+
+def test_parameters_and_optimizer_state_move_separately(engine: RuntimeEngine) -> None:
+    """Gradients of several calls survive while the moments are away, and get their memory back."""
+    moments = (engine.optimizer.exp_avg, engine.optimizer.exp_avg_sq)
+    parameters = engine.shards.parameters
+    one = num_bytes(parameters)
+    expected = engine.train_step("tp1", batches(1.0), STEP)
+    engine.offload(parameters=False)
+    assert [num_bytes(each) for each in (parameters, *moments)] == [one, 0, 0]
+    assert engine.memory.num_bytes > 0
+    engine.forward_backward("tp1", batches(1.0), STEP)
+    with pytest.raises(HydraulisError, match="but optimizer are on the host"):
+        engine.optim_step()
+    engine.onload()
+    assert engine.optim_step().updated
+    engine.offload(optimizer=False)
+    assert [num_bytes(each) for each in (parameters, *moments)] == [0, one, one]
+    assert engine.memory.num_bytes == 0
+    engine.offload()
+    assert engine.offloaded == {"parameters", "optimizer"}
+    engine.onload(optimizer=False)
+    assert [num_bytes(each) for each in (parameters, *moments)] == [one, 0, 0]
+    loss = engine.evaluate("tp1", batches(1.0), STEP)
+    assert loss.mean < expected.loss.mean
+    assert not num_bytes(engine.shards.gradients)
+    engine.onload()
+    assert engine.train_step("tp1", batches(1.0), STEP).loss == loss
+
+
+@pytest.mark.parametrize("accumulates", [False, True])
+def test_gradients_get_memory_again_after_an_offload(world: None, accumulates: bool) -> None:
+    pool = Pool.of(Strategy.parse("tp1", 1))
+    engine = RuntimeEngine(
+        MODEL.definition(), pool, AdamWSettings(lr=0.1), seed=1, accumulates=accumulates
+    )
+    norms = []
+    for _ in range(2):
+        engine.forward_backward("tp1", batches(1.0), STEP)
+        engine.forward_backward("tp1", batches(2.0), STEP)
+        norms.append(engine.shards.gradients.norm().item())
+        engine.discard_gradients()
+        engine.offload()
+        assert not num_bytes(engine.shards.gradients)
+        engine.onload()
+    assert norms[0] == norms[1] > 0
+    engine.close()
+
+
+def num_bytes(tensor: Tensor) -> int:
+    return tensor.untyped_storage().nbytes()
 
 
 def test_parameters_alone_run_forward_only(world: None, engine: RuntimeEngine) -> None:
