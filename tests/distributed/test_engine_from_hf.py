@@ -175,7 +175,7 @@ def test_the_example_of_the_page_runs(tmp_path: Path) -> None:
     (example,) = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
     (names,) = pool_of(1).run(run_page, folder, example, tmp_path)
     assert set(names) == set(tensors_of(folder))
-    assert CheckpointFolder(tmp_path / "checkpoints").latest() == 1
+    assert CheckpointFolder(tmp_path / "checkpoints").latest() == 2
 
 
 def change_while_taking_tensors(folder: Path, saved: Path) -> list[str]:

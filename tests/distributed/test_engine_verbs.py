@@ -14,11 +14,12 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from megatron.hydraulis.cost_model.limits import Limits
 from megatron.hydraulis.errors import HydraulisError
-from megatron.hydraulis.library.batches import TokenSequence
+from megatron.hydraulis.library.batches import Batch, TokenSequence
 from megatron.hydraulis.library.engine import Engine
 from megatron.hydraulis.planner.planners import GreedyPlanner
 from megatron.hydraulis.runtime.outcome import LossTotal
@@ -70,9 +71,13 @@ def gspo(log_probs: Tensor, entropy: Tensor, inputs: Mapping[str, Tensor], of: S
     return -torch.minimum(ratio * advantages, clipped * advantages)
 
 
-def scaled(log_probs: Tensor, entropy: Tensor, inputs: Mapping[str, Tensor], _: Segments) -> Tensor:
-    """The second pass of DPO."""
-    return inputs["coefficient"] * log_probs
+def dpo(
+    log_probs: Sequence[Tensor], references: Sequence[Tensor], masks: Sequence[Tensor]
+) -> Tensor:
+    """Of pairs of a chosen and a rejected sequence, which follow each other."""
+    pairs = zip(log_probs, references, masks, strict=True)
+    gains = torch.stack([(mask * (own - old)).sum() for own, old, mask in pairs])
+    return -torch.nn.functional.logsigmoid(0.1 * (gains[0::2] - gains[1::2])).mean()
 
 
 def negative(log_probs: Tensor, *_: Any) -> Tensor:
@@ -136,30 +141,17 @@ def sequence_mean(found: list[TokenSequence]) -> list[TokenSequence]:
     ]
 
 
-def dpo_coefficients(sums: Tensor) -> Tensor:
-    """d loss / d log-prob of each of the sequences 2i (chosen) and 2i + 1 (rejected)."""
-    leaf = sums.detach().clone().requires_grad_()
-    margins = leaf[0::2] - leaf[1::2]
-    (-torch.nn.functional.logsigmoid(0.1 * margins)).sum().backward()
-    assert leaf.grad is not None
-    return leaf.grad
+def train_pairs(engine: Engine, batch: Batch, found: Sequence[TokenSequence]) -> float:
+    """The loss. Weights, of which some are 0, play no part."""
+    references, masks = ([each.inputs[name] for each in found] for name in ("old", "mask"))
+    return engine.batch_loss(batch, lambda outputs: dpo(outputs["log_probs"], references, masks))
 
 
 def gradients_of(engine: Engine, case: str) -> np.ndarray:
     """This rank's undivided gradients of a case."""
     found = rollout()
     if case == "dpo":
-        plain = [TokenSequence(each.tokens) for each in found]
-        batch = engine.plan(plain)
-        log_probs = engine.forward(batch)["log_probs"]
-        coefficients = dpo_coefficients(torch.stack([each.sum() for each in log_probs]))
-        batch = batch.with_inputs(
-            coefficient=[
-                torch.full((len(each.tokens),), float(value), dtype=torch.float64)
-                for each, value in zip(plain, coefficients, strict=True)
-            ]
-        )
-        engine.forward_backward(batch, scaled)
+        train_pairs(engine, engine.plan(found, mini_batches=2), found)
     else:
         if case == "grpo, sequence means":
             found = sequence_mean(found)
@@ -216,8 +208,9 @@ def run_reference() -> dict[str, dict[str, np.ndarray]]:
 def reference_loss(model: Any, case: str) -> Tensor:
     given = rollout()
     if case == "dpo":
-        sums = torch.stack([outputs_of(model, each.tokens)[0].sum() for each in given])
-        return -torch.nn.functional.logsigmoid(0.1 * (sums[0::2] - sums[1::2])).sum()
+        own = [outputs_of(model, each.tokens)[0] for each in given]
+        references, masks = ([each.inputs[k][1:] for each in given] for k in ("old", "mask"))
+        return dpo(own, references, masks)
     total = torch.zeros((), dtype=torch.float64)
     for each in sequence_mean(given) if case == "grpo, sequence means" else given:
         log_probs, entropy = outputs_of(model, each.tokens)
@@ -270,6 +263,10 @@ class VerbsProbe:
     """With a divisor on the step, on each of two calls, and where each rank has given its share."""
     losses: tuple[float, ...]
     """Of three steps on one batch."""
+    of_pairs: tuple[tuple[float, float | None], ...]
+    """Loss and norm of pairs that all ranks give, and of those of which each has given one."""
+    of_sums: tuple[tuple[float, float | None], ...]
+    """Loss and norm of a sum of outputs, by two passes and by one."""
 
 
 def probe_verbs() -> VerbsProbe:
@@ -314,6 +311,24 @@ def probe_verbs() -> VerbsProbe:
     # A step needs no sums but those of its update.
     engine.runtime.loss_of_last = lambda _: pytest.fail("other sums")  # type: ignore[assignment]
     steps = [engine.train_step(plain, negative_alone, lr=0.01, entropy=False) for _ in range(3)]
+    del engine.runtime.loss_of_last
+    of_pairs = [(train_pairs(engine, engine.plan(found), found), engine.optim_step(lr=0.0))]
+    loss = train_pairs(engine, engine.plan(share, scatter=True), share)
+    of_pairs.append((loss, engine.optim_step()))
+
+    def sums(outputs: Mapping[str, list[Tensor]]) -> Tensor:
+        return sum(
+            (k * row.sum() for k, rows in enumerate(outputs.values(), 2) for row in rows),
+            start=torch.zeros(()),
+        )
+
+    of_sums = []
+    for is_linear in (False, True):
+        batch = engine.plan(found)
+        loss = engine.batch_loss(
+            batch, sums, ("log_probs", "entropy"), temperature=TEMPERATURE, is_linear=is_linear
+        )
+        of_sums.append((loss, engine.optim_step()))
     return VerbsProbe(
         {name: [each.numpy() for each in values] for name, values in outputs.items()},
         [each.numpy() for each in of_share["log_probs"]],
@@ -322,6 +337,8 @@ def probe_verbs() -> VerbsProbe:
         num_others,
         tuple(norms),
         tuple(step.loss.mean for step in steps),
+        tuple(of_pairs),
+        tuple(of_sums),
     )
 
 
@@ -378,6 +395,20 @@ def test_a_divisor_of_each_call_is_that_of_the_step() -> None:
 def test_inputs_of_shares_are_those_of_all() -> None:
     of_all, _, of_shares = probes()[0].norms
     assert of_all == pytest.approx(of_shares, rel=1e-12)
+
+
+def test_pairs_of_shares_are_those_of_all() -> None:
+    """A rank's loss is the mean over its pairs, of which there are four in all."""
+    for probe in probes():
+        (loss, norm), of_shares = probe.of_pairs
+        assert norm is not None
+        assert of_shares == pytest.approx((4 * loss, 4 * norm), rel=1e-12)
+
+
+def test_a_linear_loss_needs_one_pass() -> None:
+    for probe in probes():
+        by_two, by_one = probe.of_sums
+        assert by_one == pytest.approx(by_two, rel=1e-12)
 
 
 def test_steps_train() -> None:
@@ -494,6 +525,10 @@ def errors() -> dict[str, str]:
         "lr": lambda: engine.optim_step(lr="x"),  # type: ignore[arg-type]
         "no call": lambda: engine.optim_step(lr=0.25),  # none of these has added a gradient
         "load": load_while_gradients_wait,
+        "no number of a batch": lambda: engine.batch_loss(batch, lambda of: of["log_probs"][0]),
+        "detached number": lambda: engine.batch_loss(batch, lambda of: torch.zeros(())),
+        "raises on one": lambda: engine.batch_loss(batch, raises_on_rank_1),
+        "gradients of a batch": lambda: engine.batch_loss([tokens], raises_on_rank_1),  # type: ignore[arg-type]
     }
     found = {}
     rate = engine.runtime.optimizer.param_groups[0]["lr"]
@@ -505,6 +540,12 @@ def errors() -> dict[str, str]:
         if name == "other vocabulary":  # the failing rank's own error shows where it failed
             assert (error.value.__cause__ is not None) == (rank == 2)
     return found
+
+
+def raises_on_rank_1(outputs: Mapping[str, list[Tensor]]) -> Tensor:
+    if dist.get_rank() == 1:
+        raise RuntimeError("a bug")
+    return outputs["log_probs"][0].sum()
 
 
 def scaled_by_1(log_probs: Tensor, *_: Any) -> Tensor:
@@ -560,6 +601,10 @@ def test_wrong_uses_raise_one_error_on_every_rank() -> None:
         "huge lr": "the lr must be at least 0 and finite but is 1000",
         "lr of a tensor": "the lr must be at least 0 and finite but is tensor(",
         "no call": "there were 0 since the last update",
+        "no number of a batch": "is one number that depends on its outputs but is tensor([",
+        "detached number": "is one number that depends on its outputs but is tensor(0.)",
+        "raises on one": "a bug (rank 1)",
+        "gradients of a batch": "what engine.plan(sequences) returns but got [array(",
         "load": "gradients of 1 calls of forward_backward wait for an update, which a load",
     }
     for found in of_ranks:

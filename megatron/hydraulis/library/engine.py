@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from itertools import pairwise
 from numbers import Integral, Real
 from pathlib import Path
@@ -42,6 +43,7 @@ from megatron.hydraulis.optimizer.sharded_adamw import AdamWSettings
 from megatron.hydraulis.planner.plan import Planner, PlanText
 from megatron.hydraulis.planner.planners import CertifiedPlanner
 from megatron.hydraulis.runtime.engine import RuntimeEngine
+from megatron.hydraulis.runtime.executor import at_least_fp32
 from megatron.hydraulis.runtime.memory import SharedOutOfMemoryError, release_cached_memory
 from megatron.hydraulis.runtime.outcome import LossTotal, StepOutcome
 from megatron.hydraulis.runtime.process_groups import of_all_ranks, on_all_ranks, on_rank_0
@@ -52,6 +54,10 @@ from megatron.hydraulis.runtime.token_loss import (
     loss_forward_step,
     output_forward_step,
 )
+
+BatchLoss = Callable[[Mapping[str, list[Tensor]]], Tensor]
+"""``loss(outputs)``: one number from the outputs of the sequences that this rank gave, as `forward`
+returns them; their lists are empty where it gave none."""
 
 
 class Engine:
@@ -289,6 +295,72 @@ class Engine:
         self._add_gradients(batch, loss, divisor, entropy=entropy, temperature=temperature)
         return self.runtime.loss_of_last(len(batch.plans))
 
+    def batch_loss(
+        self,
+        batch: Batch,
+        loss: BatchLoss,
+        outputs: str | Sequence[str] = ("log_probs",),
+        *,
+        temperature: float = 1.0,
+        is_linear: bool = False,
+    ) -> float:
+        """Add the gradient of a loss that couples sequences, such as DPO's of pairs.
+
+        `forward` gives the loss its outputs; a second pass of the same plans trains the sum of
+        output times derivative, whose gradient is that of the loss. Weights of tokens play no part.
+
+        Args:
+            batch: from `plan`; with mini-batches the loss is of all of them.
+            loss: called once on every rank, see `BatchLoss`. With ``scatter`` each rank has the
+                loss of its share, and their sum is trained.
+            outputs: that the loss gets, as for `forward`.
+            temperature: by which all logits are divided.
+            is_linear: whether the loss is a sum of outputs times constants. It is called with
+                zeros then, which saves the first pass.
+
+        Returns:
+            The loss, which `optim_step` does not divide.
+
+        Raises:
+            ConfigurationError: the loss returns anything but one number that depends on its
+                outputs; or the engine has no optimizer.
+            CheckpointError: the loss raises another error.
+        """
+        self.runtime.require_optimizer()
+        self.runtime.require_onloaded()
+        _, names, temperature, is_linear = _agreed(
+            lambda: (
+                _plans_of(batch),
+                _checked_outputs(outputs),
+                _checked_number(temperature, "temperature"),
+                bool(is_linear),
+            ),
+            "batch, outputs, temperature and is_linear",
+        )
+        if is_linear:
+            lengths = [len(batch.sequences[i].tokens) for i in batch.own]
+            found = {name: [self._zeros(length) for length in lengths] for name in names}
+        else:
+            found = self.forward(batch, names, temperature=temperature)
+        value, derivatives = on_all_ranks(
+            lambda: _derivatives(loss, found), "the loss of a batch cannot be computed"
+        )
+        plain = [TokenSequence(each.tokens) for each in batch.sequences]
+        second = replace(batch, sequences=tuple(plain)).with_inputs(**derivatives)
+        self._add_gradients(
+            second, _linear_loss, 1.0, entropy="entropy" in names, temperature=temperature
+        )
+        if is_linear:
+            return self.runtime.loss_of_last(len(batch.plans)).loss_sum
+        if batch.is_scattered:
+            value = sum(of_all_ranks(value))
+        return value
+
+    def _zeros(self, *shape: int) -> Tensor:
+        """As outputs are."""
+        dtype = at_least_fp32(self.runtime.dtype)
+        return torch.zeros(*shape, dtype=dtype, device=self.runtime.device)
+
     def _add_gradients(
         self,
         batch: Batch,
@@ -516,8 +588,7 @@ class Engine:
         step = output_forward_step(entropy="entropy" in outputs, temperature=temperature)
         reports = self.runtime.forward(share.strategy, share.micro_batches, step)
         ends = torch.tensor([len(each.tokens) for each in part.sequences]).cumsum(0)
-        dtype = torch.promote_types(self.runtime.dtype, torch.float32)
-        flat = torch.zeros(len(outputs), int(ends[-1]), dtype=dtype, device=self.runtime.device)
+        flat = self._zeros(len(outputs), int(ends[-1]))
         model = self.runtime.runtime_of(share.strategy).model
         if model is not None and model.reports_loss:
             for batch, places, report in zip(
@@ -525,9 +596,39 @@ class Engine:
             ):
                 index = _places_of_outputs(batch, places, part.sequences, ends)
                 for row, name in zip(flat, outputs, strict=True):
-                    row[index.to(row.device)] = report[name].to(dtype)
+                    row[index.to(row.device)] = report[name].to(row.dtype)
         dist.all_reduce(flat)
         return flat
+
+
+def _derivatives(
+    loss: BatchLoss, outputs: Mapping[str, list[Tensor]]
+) -> tuple[float, dict[str, list[Tensor]]]:
+    """A loss, and its derivatives by the outputs, as inputs of `_linear_loss`."""
+    rows = [each.requires_grad_() for tensors in outputs.values() for each in tensors]
+    with torch.enable_grad():
+        value = loss(outputs)
+    if not isinstance(value, Tensor) or value.numel() != 1 or (rows and not value.requires_grad):
+        raise ConfigurationError(
+            "the loss of a batch is one number that depends on its outputs but is "
+            f"{value!r:.60}; sum it up, without detach()"
+        )
+    if rows:
+        value.backward()  # type: ignore[no-untyped-call]
+    return value.item(), {
+        f"by_{name}": [torch.zeros_like(t) if t.grad is None else t.grad for t in tensors]
+        for name, tensors in outputs.items()
+    }
+
+
+def _linear_loss(
+    log_probs: Tensor, entropy: Tensor | None, inputs: Mapping[str, Tensor], segments: Any
+) -> Tensor:
+    values: dict[str, Any] = {"log_probs": log_probs, "entropy": entropy}
+    return sum(
+        (values[name] * inputs[f"by_{name}"] for name in OUTPUTS if f"by_{name}" in inputs),
+        start=torch.zeros_like(segments.index, dtype=log_probs.dtype),
+    )
 
 
 def _agreed[Value](checked: Callable[[], Value], what: str) -> Value:

@@ -4,9 +4,8 @@ verl imports this module if VERL_USE_EXTERNAL_MODULES names it; nothing else doe
 rank is a data-parallel rank: it brings its share of a batch and gets the outputs of that share,
 wherever the plan computes them.
 
-verl's loss is any function L of the log-probabilities and entropies of a rank's whole share. It is
-called after a forward pass, and a second pass of the same plan trains Σ (∂L/∂log p)·log p +
-(∂L/∂H)·H, whose gradient is that of L. The SFT loss is linear: its derivatives need no first pass.
+verl's loss is any function of the log-probabilities and entropies of a rank's whole share, see
+`Engine.batch_loss`. The SFT loss is linear.
 """
 
 from __future__ import annotations
@@ -215,7 +214,6 @@ class HydraulisEngine(BaseEngine):
         """
         temperature = on_all_ranks(lambda: _checked_temperature(data), "verl's batch cannot be run")
         tokens = [row.numpy() for row in data["input_ids"].cpu().unbind()]
-        lengths = [len(row) for row in tokens]
         batch = self.engine.plan(tokens, scatter=True)
         if loss_function is not None:
             self._count_tokens(data)  # now, as a copy of what Ray brings is locked
@@ -225,54 +223,39 @@ class HydraulisEngine(BaseEngine):
         if tu.get_non_tensor_data(data, "calculate_entropy", default=False):
             names.append("entropy")
         is_linear = not forward_only and _is_linear(loss_function)
-        if is_linear:
-            flat = {"log_probs": torch.zeros(sum(lengths), device=offsets.device)}
-        else:
-            found = self.engine.forward(batch, names, temperature=temperature)
-            # verl's entry t is about predicting token t + 1.
-            flat = {name: torch.cat([row.roll(-1) for row in found[name]]) for name in names}
-
-        def nested() -> dict[str, Tensor]:
-            return {
-                name: torch.nested.nested_tensor_from_jagged(values, offsets)
-                for name, values in flat.items()
-            }
-
-        def call_loss() -> tuple[float, dict[str, Any]]:
-            """Loss and metrics; unless ``forward_only``, ``flat`` gets its derivatives."""
-            assert loss_function is not None, "verl trains with a loss"
-            with torch.set_grad_enabled(not forward_only):
-                for values in flat.values():
-                    values.requires_grad_(not forward_only)
-                value, metrics = loss_function(
-                    model_output=nested(), data=data, dp_group=self.get_data_parallel_group()
-                )
-                if not forward_only:
-                    value.backward()
-            return value.item(), metrics
-
-        loss = 1.0
+        model_output: dict[str, Tensor] = {}
         metrics: dict[str, Any] = {}
-        if loss_function is not None or not forward_only:
-            loss, metrics = on_all_ranks(call_loss, "verl's loss cannot be computed")
-        if not forward_only:
-            derivatives = {
-                f"by_{name}": [row.roll(1) for row in _gradient(values).split(lengths)]
-                for name, values in flat.items()
-            }
-            total = self.engine.forward_backward(
-                batch.with_inputs(**derivatives),
-                _linear_loss,
-                entropy="entropy" in flat,
-                temperature=temperature,
+
+        def loss_of(outputs: Mapping[str, list[Tensor]]) -> Tensor:
+            for name, rows in outputs.items():
+                # verl's entry t is about predicting token t + 1.
+                values = torch.cat([row.roll(-1) for row in rows])
+                model_output[name] = torch.nested.nested_tensor_from_jagged(values, offsets)
+            if loss_function is None:
+                return torch.ones(())
+            value, found = loss_function(
+                model_output=dict(model_output), data=data, dp_group=self.get_data_parallel_group()
             )
-            if is_linear:  # zeros stood for its log-probabilities
-                loss = total.loss_sum / self.get_data_parallel_size()
-                flat = {}
-        flat = {name: values.detach() for name, values in flat.items()}
+            metrics.update(found)
+            return value
+
+        if forward_only:
+            outputs = self.engine.forward(batch, names, temperature=temperature)
+            loss = on_all_ranks(lambda: loss_of(outputs).item(), "verl's loss cannot be computed")
+        else:
+            loss = self.engine.batch_loss(
+                batch,
+                lambda outputs: loss_of(outputs) / self.get_data_parallel_size(),
+                names,
+                temperature=temperature,
+                is_linear=is_linear,
+            )
+        if is_linear:  # zeros stood for outputs
+            model_output.clear()
         lists: dict[str, Any] = {}  # verl aggregates lists of micro-batches' metrics
         append_to_dict(lists, metrics)
-        return {"model_output": nested(), "loss": [loss], "metrics": lists}
+        model_output = {name: values.detach() for name, values in model_output.items()}
+        return {"model_output": model_output, "loss": [loss], "metrics": lists}
 
     def _count_tokens(self, data: TensorDict) -> None:
         """Give the loss what it divides by."""
@@ -287,9 +270,7 @@ class HydraulisEngine(BaseEngine):
 
     def optimizer_step(self) -> float:
         """Norm of the gradient before clipping; NaN where nothing could be updated."""
-        norm = self.engine.optim_step(
-            lr=self._schedule.get_last_lr()[0], divisor=self.get_data_parallel_size()
-        )
+        norm = self.engine.optim_step(lr=self._schedule.get_last_lr()[0])
         self._schedule.optimizer.step()  # has no gradients; its schedule wants to be behind
         return math.nan if norm is None else norm
 
@@ -384,19 +365,6 @@ class _Mode(BaseEngineCtx):
         if self.mode == "train" and self.zero_grad_on_exit:
             self.engine.optimizer_zero_grad()
         super().__exit__(kind, error, traceback)
-
-
-def _linear_loss(
-    log_probs: Tensor, entropy: Tensor, inputs: Mapping[str, Tensor], segments: Any
-) -> Tensor:
-    losses = inputs["by_log_probs"] * log_probs
-    if "by_entropy" in inputs:
-        losses = losses + inputs["by_entropy"] * entropy
-    return losses
-
-
-def _gradient(values: Tensor) -> Tensor:
-    return torch.zeros_like(values) if values.grad is None else values.grad
 
 
 def _is_linear(loss_function: Any) -> bool:
