@@ -80,6 +80,7 @@ EXTRAS = {
         "hypothesis>=6.100",
         "import-linter>=2.3,<3",
         "mypy>=1.15",
+        "peft>=0.19,<0.22",
         "pytest>=8.3",
         "pytest-timeout>=2.3",
         "pytest-xdist>=3.6",

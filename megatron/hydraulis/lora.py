@@ -76,7 +76,7 @@ class Lora:
         """
         names = [targets] if isinstance(targets, str) else list(targets)
         there = list(adapters(shape))
-        chosen: dict[str, None] = {}
+        chosen: set[str] = set()
         for name in names or [ALL_LINEAR]:
             found = [
                 each.target
@@ -94,8 +94,10 @@ class Lora:
                     f"which it has not{why}; choose among {', '.join(known)} and "
                     f"{ALL_LINEAR}"
                 )
-            chosen.update(dict.fromkeys(found))
-        return cls(rank, float(alpha), tuple(chosen))
+            chosen.update(found)
+        # In the order of the model, so that the same layers are the same adapters.
+        resolved = dict.fromkeys(each.target for each in there if each.target in chosen)
+        return cls(rank, float(alpha), tuple(resolved))
 
     @property
     def arguments(self) -> dict[str, Any]:

@@ -59,7 +59,7 @@ def test_adapters_of_all_linear_layers_of_a_dense_model() -> None:
     [
         ("linear_qkv", ("q_proj", "k_proj", "v_proj")),
         ("self_attention.linear_proj", ("o_proj",)),
-        (["q_proj", "v_proj", "q_proj"], ("q_proj", "v_proj")),
+        (["v_proj", "q_proj", "v_proj"], ("q_proj", "v_proj")),
         (["output_layer"], ("lm_head",)),
         (["linear_fc2"], ("down_proj",)),
     ],

@@ -27,9 +27,11 @@ from megatron.hydraulis.errors import CheckpointError, ConfigurationError
 from megatron.hydraulis.json_object import JsonObject, read_json
 from megatron.hydraulis.terminal import size_text
 
-_SINGLE_FILE = "model.safetensors"
-_INDEX = "model.safetensors.index.json"
-_PICKLES = ("pytorch_model.bin", "pytorch_model.bin.index.json")
+MODEL_STEM = "model"
+"""Beginning of the names of files with a model's tensors."""
+_SUFFIX = ".safetensors"
+_INDEX_SUFFIX = ".index.json"
+_PICKLES = ("pytorch_model.bin", "pytorch_model.bin.index.json", "adapter_model.bin")
 _ALIGNMENT_BYTES = 8
 _DTYPES: Mapping[str, torch.dtype] = {
     "F64": torch.float64,
@@ -45,7 +47,6 @@ _COMPANIONS = (
 """Patterns of the names that transformers and mistral-common give to what lies next to weights:
 tokenizers, chat templates, settings of generation and of processors."""
 _COMPANION_SUFFIXES = (".json", ".jinja", ".model", ".tiktoken", ".txt")
-_INDEX_SUFFIX = ".index.json"
 _GENERATION_CONFIG = "generation_config.json"
 
 
@@ -67,12 +68,14 @@ class SafetensorsFolder:
 
     Args:
         folder: has ``model.safetensors``, or several files and their index.
+        stem: of the file's name.
 
     Raises CheckpointError for a folder that lacks a file, or whose files lack a tensor.
     """
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, stem: str = MODEL_STEM) -> None:
         self._folder = folder
+        self._single_file = f"{stem}{_SUFFIX}"
         self._files: dict[str, Any] = {}
         self._sources = {name: _Source(file, name) for name, file in self._find().items()}
 
@@ -135,15 +138,16 @@ class SafetensorsFolder:
         return tensor
 
     def _find(self) -> dict[str, str]:
-        index = self._folder / _INDEX
+        single = self._single_file
+        index = self._folder / f"{single}{_INDEX_SUFFIX}"
         if index.is_file():
             file_of = self._read_index(index)
-        elif (self._folder / _SINGLE_FILE).is_file():
-            file_of = dict.fromkeys(self._open(_SINGLE_FILE).keys(), _SINGLE_FILE)
+        elif (self._folder / single).is_file():
+            file_of = dict.fromkeys(self._open(single).keys(), single)
         else:
             found = [name for name in _PICKLES if (self._folder / name).exists()]
             raise CheckpointError(
-                f"{self._folder}: there must be {_SINGLE_FILE} or {_INDEX} but there is "
+                f"{self._folder}: there must be {single} or {index.name} but there is "
                 f"{found[0] if found else 'neither'}; save the model as safetensors, since pickled "
                 "files can run code and are not read"
             )
@@ -202,6 +206,7 @@ def write_safetensors(
     tensors: Iterable[torch.Tensor],
     *,
     max_file_bytes: int,
+    stem: str = MODEL_STEM,
 ) -> None:
     """Write tensors, one at a time, into as few files as the limit allows.
 
@@ -209,6 +214,7 @@ def write_safetensors(
         forms: shape and dtype of every tensor by name, in the order in which they are written.
         tensors: in the same order; may be made when they are asked for.
         max_file_bytes: limit for the tensors in a file; a larger tensor has its own file.
+        stem: beginning of the names of files.
 
     Raises OSError.
     """
@@ -221,10 +227,10 @@ def write_safetensors(
             num_bytes = 0
         files[-1].append(name)
         num_bytes += size
-    file_names = [_SINGLE_FILE]
+    file_names = [f"{stem}{_SUFFIX}"]
     if len(files) > 1:
         count = f"of-{len(files):05d}"
-        file_names = [f"model-{i:05d}-{count}.safetensors" for i in range(1, len(files) + 1)]
+        file_names = [f"{stem}-{i:05d}-{count}{_SUFFIX}" for i in range(1, len(files) + 1)]
     stream = iter(tensors)
     for file_name, names in zip(file_names, files, strict=True):
         with (folder / file_name).open("wb") as file:
@@ -245,7 +251,7 @@ def write_safetensors(
                 for name in names
             },
         }
-        (folder / _INDEX).write_text(json.dumps(index, indent=2) + "\n")
+        (folder / f"{stem}{_SUFFIX}{_INDEX_SUFFIX}").write_text(json.dumps(index, indent=2) + "\n")
 
 
 def _header(forms: Mapping[str, tuple[tuple[int, ...], torch.dtype]]) -> bytes:

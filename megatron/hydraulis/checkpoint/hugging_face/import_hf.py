@@ -9,7 +9,8 @@ import argparse
 import math
 import shlex
 from argparse import Namespace
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -25,9 +26,11 @@ from megatron.hydraulis.checkpoint.hugging_face.tensors import (
     ROUTER,
     ROUTER_BIAS,
     Converted,
+    Place,
     TensorRows,
     by_place,
     check_tensors,
+    is_of_adapter,
     layers_differ,
     leading_axes,
     tensor_rows,
@@ -35,6 +38,7 @@ from megatron.hydraulis.checkpoint.hugging_face.tensors import (
 from megatron.hydraulis.checkpoint.manifest import Manifest, model_of, records_of
 from megatron.hydraulis.errors import CheckpointError, ConfigurationError
 from megatron.hydraulis.json_object import read_json
+from megatron.hydraulis.lora import Lora
 from megatron.hydraulis.terminal import ByteProgress
 
 if TYPE_CHECKING:
@@ -64,6 +68,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="folder for --load, without checkpoints: gets one of parameters alone, 'release'",
     )
     parser.add_argument(
+        "--adapter",
+        type=Path,
+        metavar="DIR",
+        help="folder of peft with an adapter of the model, which is imported with it",
+    )
+    parser.add_argument(
         "--make-vocab-size-divisible-by",
         dest="vocab_divisor",
         type=int,
@@ -75,7 +85,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(namespace: argparse.Namespace) -> int:
     """Import as the flags say. Raises as `import_folder`."""
-    done = import_folder(namespace.folder, namespace.output, vocab_divisor=namespace.vocab_divisor)
+    done = import_folder(
+        namespace.folder,
+        namespace.output,
+        vocab_divisor=namespace.vocab_divisor,
+        adapter=namespace.adapter,
+    )
     print(f"imported {namespace.folder} to {done.checkpoint}: {done}")
     print(
         "PARAMETERS ONLY: a run that loads it begins with iteration 1, a new optimizer and the "
@@ -93,6 +108,9 @@ def run(namespace: argparse.Namespace) -> int:
         print(f"left out: layers of multi-token prediction ({num_left_out})")
     flags = model_flags(done.model)
     flags += {"bfloat16": ["--bf16"], "float16": ["--fp16"]}.get(done.dtype_name, [])
+    if (lora := done.lora) is not None:
+        flags += [f"--lora-rank {lora.rank}", f"--lora-alpha {lora.alpha:g}"]
+        flags.append(f"--lora-targets {' '.join(lora.targets)}")
     print("flags of such a run:")
     lines = [""]
     for flag in [shlex.join(("--load", str(namespace.output))), *flags]:
@@ -103,7 +121,9 @@ def run(namespace: argparse.Namespace) -> int:
     return 0
 
 
-def import_folder(source: Path, output: Path, *, vocab_divisor: int = 128) -> Converted:
+def import_folder(
+    source: Path, output: Path, *, vocab_divisor: int = 128, adapter: Path | None = None
+) -> Converted:
     """Write a Hugging Face folder's model as a checkpoint that ``--load`` starts from.
 
     Args:
@@ -111,16 +131,23 @@ def import_folder(source: Path, output: Path, *, vocab_divisor: int = 128) -> Co
         output: folder for checkpoints that has none yet; gets ``release`` and the file that names
             it the latest.
         vocab_divisor: the vocabulary is padded, with rows of zeros, to a multiple of it.
+        adapter: folder of peft with an adapter of the model.
 
     Raises:
-        CheckpointError: the folder is damaged or incomplete, or the checkpoint cannot be written.
-        ConfigurationError: the model has no counterpart in Megatron.
+        CheckpointError: a folder is damaged or incomplete, or the checkpoint cannot be written.
+        ConfigurationError: the model has no counterpart in Megatron, or the adapter none here.
     """
+    from megatron.hydraulis.checkpoint.hugging_face.adapter_folder import open_adapter
     from megatron.hydraulis.checkpoint.hugging_face.folder import new_folder
     from megatron.hydraulis.checkpoint.names import sharding_metadata
     from megatron.hydraulis.checkpoint.torch_dist import COMMON_STATE, write_file, write_metadata
 
     model, files, dtype = open_folder(source)
+    sources = [_Origin(files, dtype)]
+    lora = None
+    if adapter is not None:
+        lora, files, dtype_of_adapter = open_adapter(adapter, model)
+        sources.append(_Origin(files, dtype_of_adapter))
     folder = CheckpointFolder(output)
     if folder.latest() is not None or folder.paths:
         raise CheckpointError(
@@ -130,6 +157,7 @@ def import_folder(source: Path, output: Path, *, vocab_divisor: int = 128) -> Co
     padded_size = -(-model.vocab_size // vocab_divisor) * vocab_divisor
     arguments = Namespace(
         **model.to_arguments(),
+        **({} if lora is None else lora.arguments),
         padded_vocab_size=padded_size,
         bf16=str(dtype) == "torch.bfloat16",
         fp16=str(dtype) == "torch.float16",
@@ -145,14 +173,16 @@ def import_folder(source: Path, output: Path, *, vocab_divisor: int = 128) -> Co
         "content_metadata": sharding_metadata(),
     }
     objects = dict.fromkeys(_extra_states(model)) | {COMMON_STATE: common}
-    sizes = (math.prod(place.padded_shape(padded_size)) for place, _ in by_place(model))
-    num_bytes = sum(sizes) * dtype.itemsize
+    num_bytes = sum(
+        math.prod(place.padded_shape(padded_size)) * _origin_of(place, sources).dtype.itemsize
+        for place, _ in by_place(model, lora)
+    )
     path = folder.path_of(RELEASE)
     with (
         ByteProgress("import-hf", num_bytes) as progress,
         new_folder(path, folder.path_while_saving(RELEASE), num_bytes) as new,
     ):
-        pieces = _pieces(model, padded_size, files, dtype, progress)
+        pieces = _pieces(model, lora, padded_size, sources, progress)
         written = write_file(new, 0, pieces, objects)
         write_metadata(new, [written])
         Manifest(
@@ -170,7 +200,20 @@ def import_folder(source: Path, output: Path, *, vocab_divisor: int = 128) -> Co
             f"{output}: {LATEST_FILE_NAME} cannot be written: {error.strerror}; write "
             f"'{RELEASE}' into it"
         ) from error
-    return Converted(path, model, str(dtype).removeprefix("torch."), num_bytes)
+    return Converted(path, model, str(dtype).removeprefix("torch."), num_bytes, lora)
+
+
+@dataclass(frozen=True, slots=True)
+class _Origin:
+    """Where tensors come from."""
+
+    files: SafetensorsFolder
+    dtype: torch.dtype
+
+
+def _origin_of(place: Place, sources: Sequence[_Origin]) -> _Origin:
+    """The one of the model, or the one of its adapter."""
+    return sources[is_of_adapter(place.key)]
 
 
 def open_folder(source: Path) -> tuple[HuggingFaceModel, SafetensorsFolder, torch.dtype]:
@@ -208,14 +251,14 @@ def _check_tensors(source: Path, files: SafetensorsFolder, model: HuggingFaceMod
             )
         names.remove(_HEAD)
     found = {name: (files.shape(name), files.dtype(name)) for name in names}
-    return check_tensors(model, source, wanted, found, "get the folder again")
+    return check_tensors(str(model), source, wanted, found, "get the folder again")
 
 
 def _pieces(
     model: HuggingFaceModel,
+    lora: Lora | None,
     padded_size: int,
-    files: SafetensorsFolder,
-    dtype: torch.dtype,
+    sources: Sequence[_Origin],
     progress: ByteProgress,
 ) -> Iterator[FilePiece]:
     """Megatron's tensors, one at a time, in the order of Hugging Face's."""
@@ -224,14 +267,15 @@ def _pieces(
     from megatron.hydraulis.checkpoint.torch_dist import FilePiece, layer_key
 
     separate = layers_differ(model)
-    for place, rows in by_place(model):
+    for place, rows in by_place(model, lora):
+        source = _origin_of(place, sources)
         size = place.padded_shape(padded_size)
         axes, index = leading_axes(model, place, separate_layers=separate)
-        stored = torch.float32 if place.key == ROUTER_BIAS else dtype
-        data = assembled(size, stored, rows, files).view(*(1 for _ in axes), *size)
+        stored = torch.float32 if place.key == ROUTER_BIAS else source.dtype
+        data = assembled(size, stored, rows, source.files).view(*(1 for _ in axes), *size)
         key = layer_key(place.key, place.layer, separate_layers=separate)
         yield FilePiece(key, (*axes, *size), (*index, *(0 for _ in size)), data, stored)
-        progress.advance(math.prod(size) * dtype.itemsize)
+        progress.advance(math.prod(size) * source.dtype.itemsize)
         del data  # before the next one is made
 
 

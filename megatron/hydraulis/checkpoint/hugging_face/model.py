@@ -246,6 +246,9 @@ class HuggingFaceModel:
         """The family's row."""
         return FAMILIES[self.family]
 
+    def __str__(self) -> str:
+        return f"a {self.family} model of {self.num_layers} layers and {self.vocab_size} tokens"
+
     @property
     def _names_of_parts(self) -> set[str]:
         return {part if part == BIASES else part.split()[0] for part in self.parts}

@@ -7,6 +7,8 @@ All differences of layout between the two are about rows, so one table serves bo
 - Megatron's ``linear_fc1`` stacks gate and up, and a tensor of experts has an axis for them.
 - Megatron's vocabulary may be padded.
 
+Adapters have no differences: each is of one of Hugging Face's linear layers, with its rows.
+
 Rotary positions are the same: both rotate the first half of a head against the second half.
 """
 
@@ -16,10 +18,12 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import groupby
 from pathlib import Path
+from typing import Any
 
 from megatron.hydraulis.checkpoint.hugging_face.families import DENSE_PROJECTIONS
 from megatron.hydraulis.checkpoint.hugging_face.model import FAMILY_NAMES, HuggingFaceModel
 from megatron.hydraulis.errors import CheckpointError, ConfigurationError, listed
+from megatron.hydraulis.lora import ADAPTERS, Lora, adapters
 from megatron.hydraulis.terminal import size_text
 
 EMBEDDING = "embedding.word_embeddings.weight"
@@ -33,6 +37,10 @@ ROUTER_BIAS = "mlp.router.expert_bias"
 _BIAS_NAME = "e_score_correction_bias"
 _ROUTER_BIAS_NAMES = (ROUTER_BIAS, _BIAS_NAME)
 _SHARED = "mlp.shared_experts."
+ROWS_ARE_TOKENS = (EMBEDDING, OUTPUT, f"output_layer{ADAPTERS}lm_head.lora_B")
+"""Keys of tensors with a row for every token, which the vocabulary's padding lengthens."""
+PEFT_PREFIX = "base_model.model."
+"""What peft puts before the names of modules."""
 
 Runs = tuple[tuple[int, int], ...]
 
@@ -52,7 +60,7 @@ class Place:
 
     def padded_shape(self, num_tokens: int) -> tuple[int, ...]:
         """The shape with so many rows of the vocabulary, where the tensor has them."""
-        return (num_tokens, *self.shape[1:]) if self.key in (EMBEDDING, OUTPUT) else self.shape
+        return (num_tokens, *self.shape[1:]) if self.key in ROWS_ARE_TOKENS else self.shape
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,8 +81,8 @@ class TensorRows:
         return cls(name, place.shape, place, ((0, place.shape[0]),))
 
 
-def tensor_rows(model: HuggingFaceModel) -> Iterator[TensorRows]:
-    """Every tensor of the model in Hugging Face's form, layer by layer.
+def tensor_rows(model: HuggingFaceModel, lora: Lora | None = None) -> Iterator[TensorRows]:
+    """Every tensor of the model in Hugging Face's form, layer by layer, then those of adapters.
 
     Those that make one of Megatron's tensors follow one another; see `by_place`.
     """
@@ -87,11 +95,51 @@ def tensor_rows(model: HuggingFaceModel) -> Iterator[TensorRows]:
         yield TensorRows.whole(f"model.norm.{kind}", place)
     if model.untie_embeddings_and_output_weights:
         yield TensorRows.whole("lm_head.weight", Place(OUTPUT, ends))
+    if lora is not None:
+        for pair in adapter_rows(model, lora).values():
+            yield from pair
 
 
-def by_place(model: HuggingFaceModel) -> Iterator[tuple[Place, Iterable[TensorRows]]]:
-    """Every tensor of Megatron's, with what Hugging Face has of it, in the latter's order."""
-    return groupby(tensor_rows(model), key=lambda row: row.place)
+def adapter_rows(model: HuggingFaceModel, lora: Lora) -> dict[str, tuple[TensorRows, TensorRows]]:
+    """A and B of every adapter, with peft's names, by the name of the adapted weight."""
+    there = {(each.module, each.target) for each in lora.of(adapters(model.shape()))}
+    found = {}
+    for row in tensor_rows(model):
+        linear = row.name.removesuffix(".weight")
+        module, target = row.place.key.removesuffix(".weight"), linear.rpartition(".")[2]
+        if (module, target) in there:
+            num_outputs, num_inputs = row.shape
+            sizes = {"lora_A": (lora.rank, num_inputs), "lora_B": (num_outputs, lora.rank)}
+            a, b = (
+                TensorRows.whole(
+                    f"{PEFT_PREFIX}{linear}.{name}.weight",
+                    Place(f"{module}{ADAPTERS}{target}.{name}", size, row.place.layer),
+                )
+                for name, size in sizes.items()
+            )
+            found[row.name] = a, b
+    return found
+
+
+def lora_from_arguments(arguments: Mapping[str, Any], model: HuggingFaceModel) -> Lora | None:
+    """The adapters of a run; None without them."""
+    if not arguments.get("lora_rank"):
+        return None
+    rank, alpha = arguments["lora_rank"], arguments["lora_alpha"]
+    return Lora.resolve(rank, alpha, arguments.get("lora_targets") or (), model.shape())
+
+
+def is_of_adapter(key: str) -> bool:
+    """True if a tensor of Megatron's is A or B of an adapter."""
+    return ADAPTERS in key
+
+
+def by_place(
+    model: HuggingFaceModel, lora: Lora | None = None
+) -> Iterator[tuple[Place, Iterable[TensorRows]]]:
+    """Every tensor of Megatron's, with what Hugging Face has of it, in the order of
+    `tensor_rows`."""
+    return groupby(tensor_rows(model, lora), key=lambda row: row.place)
 
 
 def leading_axes(
@@ -251,29 +299,35 @@ class Converted:
     """Torch's name of the dtype, such as ``bfloat16``."""
     num_bytes: int
     """Size of all tensors."""
+    lora: Lora | None = None
+    """The adapters that the result has."""
 
     def __str__(self) -> str:
-        model = self.model
+        model, lora = self.model, self.lora
+        has = "" if lora is None else f"adapters of {', '.join(lora.targets)} (rank {lora.rank}), "
         return (
-            f"{model.family}, {model.num_layers} layers, {model.vocab_size} tokens, "
+            f"{model.family}, {model.num_layers} layers, {model.vocab_size} tokens, {has}"
             f"{size_text(self.num_bytes)} of {self.dtype_name}"
         )
 
 
 def check_tensors[Dtype](
-    model: HuggingFaceModel,
+    what: str,
     source: Path,
     wanted: Mapping[str, tuple[int, ...]],
     found: Mapping[str, tuple[tuple[int, ...], Dtype]],
     fix: str,
+    only: str = f"only models of {FAMILY_NAMES} can be converted",
 ) -> Dtype:
     """Check that a source of tensors has exactly those of a model; returns their common dtype.
 
     Args:
+        what: the model, for messages.
         source: for messages.
         wanted: shapes by name.
         found: shapes and dtypes by name.
         fix: end of the message about damage.
+        only: end of the message about further tensors.
 
     Raises:
         CheckpointError: a tensor is missing or has another shape.
@@ -282,14 +336,14 @@ def check_tensors[Dtype](
     missing = sorted(wanted.keys() - found.keys())
     if missing:
         raise CheckpointError(
-            f"{source}: a {model.family} model of this configuration has {len(wanted)} tensors, "
-            f"of which these are missing: {listed(missing)}; {fix}"
+            f"{source}: {what} has {len(wanted)} tensors, of which these are missing: "
+            f"{listed(missing)}; {fix}"
         )
     unknown = sorted(found.keys() - wanted.keys())
     if unknown:
         raise ConfigurationError(
-            f"{source}: {listed(unknown)} have no counterpart, since a {model.family} model has "
-            f"{len(wanted)} tensors; only models of {FAMILY_NAMES} can be converted"
+            f"{source}: {listed(unknown)} have no counterpart, since {what} has {len(wanted)} "
+            f"tensors; {only}"
         )
     differences = [
         f"{name} is {found[name][0]} instead of {shape}"
@@ -298,8 +352,7 @@ def check_tensors[Dtype](
     ]
     if differences:
         raise CheckpointError(
-            f"{source}: tensors must have the shapes that the configuration and a vocabulary of "
-            f"{model.vocab_size} tokens give but {listed(differences)}; {fix}"
+            f"{source}: tensors must have the shapes of {what} but {listed(differences)}; {fix}"
         )
     dtypes = {
         dtype: name for name, (_, dtype) in found.items() if not name.endswith(_ROUTER_BIAS_NAMES)
