@@ -80,6 +80,14 @@ def dpo(
     return -torch.nn.functional.logsigmoid(0.1 * (gains[0::2] - gains[1::2])).mean()
 
 
+def distillation(
+    log_probs: Tensor, entropy: Tensor, inputs: Mapping[str, Tensor], _: Segments
+) -> Tensor:
+    """Divergence from a teacher over the tokens that it finds most likely."""
+    teacher = inputs["teacher"]
+    return (teacher.exp() * (teacher - inputs["token_log_probs"])).sum(dim=1) - 0.1 * log_probs
+
+
 def negative(log_probs: Tensor, *_: Any) -> Tensor:
     return -log_probs
 
@@ -141,6 +149,21 @@ def sequence_mean(found: list[TokenSequence]) -> list[TokenSequence]:
     ]
 
 
+def taught(sequence: TokenSequence) -> TokenSequence:
+    """With a teacher's three tokens, of which one is the label, and their log-probabilities."""
+    ids = torch.from_numpy(sequence.tokens)[:, None] + torch.tensor([0, 7, 31])
+    generator = torch.Generator().manual_seed(len(ids))
+    teacher = torch.randn(ids.shape, generator=generator, dtype=torch.float64) - 3.0
+    inputs = {"token_ids": ids % SHORT_MODEL.vocab_size, "teacher": teacher}
+    return replace(sequence, inputs=inputs)
+
+
+def squared(outputs: Mapping[str, Sequence[Tensor]]) -> Tensor:
+    """Couples everything with everything."""
+    sums = [torch.cat([each.flatten() for each in rows]).sum() for rows in outputs.values()]
+    return 1e-3 * (sums[0] * sums[1])
+
+
 def train_pairs(engine: Engine, batch: Batch, found: Sequence[TokenSequence]) -> float:
     """The loss. Weights, of which some are 0, play no part."""
     references, masks = ([each.inputs[name] for each in found] for name in ("old", "mask"))
@@ -152,6 +175,11 @@ def gradients_of(engine: Engine, case: str) -> np.ndarray:
     found = rollout()
     if case == "dpo":
         train_pairs(engine, engine.plan(found, mini_batches=2), found)
+    elif case == "distillation of pairs":
+        batch = engine.plan([taught(each) for each in found])
+        engine.batch_loss(batch, squared, ("log_probs", "token_log_probs"))
+    elif case == "distillation":
+        engine.forward_backward(engine.plan([taught(each) for each in found]), distillation)
     else:
         if case == "grpo, sequence means":
             found = sequence_mean(found)
@@ -161,7 +189,7 @@ def gradients_of(engine: Engine, case: str) -> np.ndarray:
     return gradients
 
 
-CASES = ("ppo", "grpo, sequence means", "gspo", "dpo")
+CASES = ("ppo", "grpo, sequence means", "gspo", "dpo", "distillation", "distillation of pairs")
 
 
 def run_cases() -> dict[str, RankRun]:
@@ -182,14 +210,17 @@ def run_cases() -> dict[str, RankRun]:
 # --- one process ---
 
 
-def outputs_of(model: Any, tokens: np.ndarray, temperature: float = 1.0) -> tuple[Tensor, Tensor]:
-    """(n - 1,) log-probabilities and entropies."""
+def outputs_of(
+    model: Any, tokens: np.ndarray, temperature: float = 1.0, token_ids: Tensor | None = None
+) -> tuple[Tensor, ...]:
+    """(n - 1,) log-probabilities and entropies, and (n - 1, k) log-probabilities of ids."""
     ids = torch.from_numpy(tokens)
     length = len(ids) - 1
     mask = torch.ones(1, 1, length, length).triu(1).bool()
     logits = model(ids[None, :-1], torch.arange(length)[None], mask)[0]
     logs = (logits / temperature).log_softmax(-1)
-    return logs.gather(1, ids[1:, None])[:, 0], -(logs.exp() * logs).sum(-1)
+    found = logs.gather(1, ids[1:, None])[:, 0], -(logs.exp() * logs).sum(-1)
+    return found if token_ids is None else (*found, logs.gather(1, token_ids[1:]))
 
 
 def run_reference() -> dict[str, dict[str, np.ndarray]]:
@@ -211,6 +242,28 @@ def reference_loss(model: Any, case: str) -> Tensor:
         own = [outputs_of(model, each.tokens)[0] for each in given]
         references, masks = ([each.inputs[k][1:] for each in given] for k in ("old", "mask"))
         return dpo(own, references, masks)
+    if case.startswith("distillation"):
+        given = [taught(each) for each in given]
+        outputs = [
+            outputs_of(model, each.tokens, token_ids=each.inputs["token_ids"]) for each in given
+        ]
+        if case == "distillation of pairs":
+            return squared(
+                {"log_probs": [o[0] for o in outputs], "of ids": [o[2] for o in outputs]}
+            )
+        return sum(
+            (
+                torch.from_numpy(each.weights[1:]).double()
+                @ distillation(
+                    log_probs,
+                    entropy,
+                    {"teacher": each.inputs["teacher"][1:], "token_log_probs": of_ids},
+                    None,  # type: ignore[arg-type]
+                )
+                for each, (log_probs, entropy, of_ids) in zip(given, outputs, strict=True)
+            ),
+            start=torch.zeros((), dtype=torch.float64),
+        )
     total = torch.zeros((), dtype=torch.float64)
     for each in sequence_mean(given) if case == "grpo, sequence means" else given:
         log_probs, entropy = outputs_of(model, each.tokens)
@@ -267,6 +320,8 @@ class VerbsProbe:
     """Loss and norm of pairs that all ranks give, and of those of which each has given one."""
     of_sums: tuple[tuple[float, float | None], ...]
     """Loss and norm of a sum of outputs, by two passes and by one."""
+    of_ids: list[np.ndarray]
+    """Log-probabilities of three ids in the place of each token at `TEMPERATURE`."""
 
 
 def probe_verbs() -> VerbsProbe:
@@ -277,6 +332,9 @@ def probe_verbs() -> VerbsProbe:
     rank = engine.runtime.rank
     of_share = engine.forward(engine.plan(found[2 * rank : 2 * rank + 2], scatter=True))
     of_temperature = engine.forward(batch, temperature=TEMPERATURE)["log_probs"]
+    of_ids = engine.forward(
+        engine.plan([taught(each) for each in found]), "token_log_probs", temperature=TEMPERATURE
+    )["token_log_probs"]
     total = engine.forward_backward(batch, negative, temperature=TEMPERATURE)
     engine.discard_gradients()
     num_others = {}
@@ -339,6 +397,7 @@ def probe_verbs() -> VerbsProbe:
         tuple(step.loss.mean for step in steps),
         tuple(of_pairs),
         tuple(of_sums),
+        [each.numpy() for each in of_ids],
     )
 
 
@@ -380,6 +439,25 @@ def test_a_temperature_divides_the_logits_of_both_passes() -> None:
             np.testing.assert_allclose(found, expected[0], rtol=0, atol=1e-10)
         assert probe.total.loss_sum == pytest.approx(loss, rel=1e-10)
         assert probe.total.weight_sum == sum(float(each[1:].sum()) for each in weights)
+
+
+def run_reference_ids() -> list[np.ndarray]:
+    use_fp64_loss()
+    provide_memory_buffer()
+    model = build_upstream_model(SHORT_MODEL, Job(SHORT_MODEL, (), (), (), ()).seed)
+    with torch.no_grad():
+        return [
+            outputs_of(model, each.tokens, TEMPERATURE, taught(each).inputs["token_ids"])[2].numpy()
+            for each in rollout()
+        ]
+
+
+def test_log_probabilities_of_given_ids() -> None:
+    reference = pool_of(1).run(run_reference_ids)[0]
+    for probe in probes():
+        for found, expected in zip(probe.of_ids, reference, strict=True):
+            np.testing.assert_allclose(found[1:], expected, rtol=0, atol=1e-10)
+            assert not found[0].any()
 
 
 def test_the_ratio_of_an_unchanged_model_is_exactly_1() -> None:
@@ -484,6 +562,10 @@ def errors() -> dict[str, str]:
         "mini-batches": lambda: engine.plan([tokens], mini_batches=2),
         "outputs": lambda: engine.forward(batch, ("logits",)),
         "no outputs": lambda: engine.forward(batch, ()),
+        "no ids": lambda: engine.forward(batch, "token_log_probs"),
+        "ids of others": lambda: engine.forward_backward(
+            batch.with_inputs(token_ids=[np.full((len(tokens), 2), 61)]), negative
+        ),
         "outputs twice": lambda: engine.forward(batch, ("entropy", "entropy")),
         "other outputs": lambda: engine.forward(batch, "entropy" if rank == 1 else "log_probs"),
         "dtypes": lambda: engine.plan([tokens] * 2).with_inputs(a=[ones, ones.astype(int)]),
@@ -570,6 +652,8 @@ def test_wrong_uses_raise_one_error_on_every_rank() -> None:
         "mini-batches": "1 sequences for 2 mini-batches",
         "outputs": "logits was asked for",
         "no outputs": "none was asked for",
+        "no ids": "those of the input 'token_ids' but sequence 0 has []",
+        "ids of others": "in [0, 61) but those of sequence 0 are torch.int64 of shape (2,) from 61",
         "outputs twice": "each once, but entropy, entropy was asked for",
         "other outputs": "the same batch, outputs and temperature but ranks [1] have others",
         "dtypes": "'a' are torch.float32 of shape () in sequence 0 and torch.int64",

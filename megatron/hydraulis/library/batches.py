@@ -143,7 +143,7 @@ def _with_same_inputs(sequences: Sequence[TokenSequence]) -> tuple[TokenSequence
                 f"sequence {number} has {sorted(each.inputs)}; give each input to all of them"
             )
         for name, value in each.inputs.items():
-            if (here := _entry_of(value)) != (expected := _entry_of(first[name])):
+            if (here := entry_of(value)) != (expected := entry_of(first[name])):
                 raise ConfigurationError(
                     "an input has entries of one dtype and shape in all sequences but those of "
                     f"'{name}' are {expected} in sequence 0 and {here} in sequence {number}; "
@@ -152,7 +152,7 @@ def _with_same_inputs(sequences: Sequence[TokenSequence]) -> tuple[TokenSequence
     return tuple(sequences)
 
 
-def _entry_of(value: torch.Tensor) -> str:
+def entry_of(value: torch.Tensor) -> str:
     return f"{value.dtype} of shape {tuple(value.shape[1:])}"
 
 

@@ -30,6 +30,7 @@ from megatron.hydraulis.library.batches import (
     check_same,
     checked_plan,
     digest_of,
+    entry_of,
 )
 from megatron.hydraulis.library.hugging_face import (
     BuiltEngine,
@@ -49,6 +50,7 @@ from megatron.hydraulis.runtime.outcome import LossTotal, StepOutcome
 from megatron.hydraulis.runtime.process_groups import of_all_ranks, on_all_ranks, on_rank_0
 from megatron.hydraulis.runtime.token_loss import (
     OUTPUTS,
+    TOKEN_IDS,
     TokenLoss,
     check_token_loss,
     loss_forward_step,
@@ -230,16 +232,18 @@ class Engine:
 
         Returns:
             By output a tensor (n,) for each sequence, on the job's device: at t what belongs to
-            predicting token t, and 0 at the first token.
+            predicting token t, and 0 at the first token. "token_log_probs" are (n, k), of the
+            sequences' input `TOKEN_IDS`.
 
         Raises:
-            ConfigurationError: there is no such output, or one is given twice, or none.
+            ConfigurationError: there is no such output, or one is given twice, or none, or
+                `TOKEN_IDS` are wrong or missing.
         """
         self.runtime.require_onloaded()
         _, names, temperature = _agreed(
             lambda: (
                 _plans_of(batch),
-                _checked_outputs(outputs),
+                self._checked_outputs(outputs, batch),
                 _checked_number(temperature, "temperature"),
             ),
             "batch, outputs and temperature",
@@ -331,7 +335,7 @@ class Engine:
         _, names, temperature, is_linear = _agreed(
             lambda: (
                 _plans_of(batch),
-                _checked_outputs(outputs),
+                self._checked_outputs(outputs, batch),
                 _checked_number(temperature, "temperature"),
                 bool(is_linear),
             ),
@@ -339,13 +343,21 @@ class Engine:
         )
         if is_linear:
             lengths = [len(batch.sequences[i].tokens) for i in batch.own]
-            found = {name: [self._zeros(length) for length in lengths] for name in names}
+            found = {
+                name: [self._zeros(length, *_entry_shape(name, batch)) for length in lengths]
+                for name in names
+            }
         else:
             found = self.forward(batch, names, temperature=temperature)
         value, derivatives = on_all_ranks(
             lambda: _derivatives(loss, found), "the loss of a batch cannot be computed"
         )
-        plain = [TokenSequence(each.tokens) for each in batch.sequences]
+        plain = [
+            TokenSequence(
+                each.tokens, inputs={k: v for k, v in each.inputs.items() if k == TOKEN_IDS}
+            )
+            for each in batch.sequences
+        ]
         second = replace(batch, sequences=tuple(plain)).with_inputs(**derivatives)
         self._add_gradients(
             second, _linear_loss, 1.0, entropy="entropy" in names, temperature=temperature
@@ -355,6 +367,31 @@ class Engine:
         if batch.is_scattered:
             value = sum(of_all_ranks(value))
         return value
+
+    def _checked_outputs(self, outputs: str | Sequence[str], batch: Batch) -> tuple[str, ...]:
+        names = _checked_outputs(outputs)
+        self._check_ids(batch, are_needed="token_log_probs" in names)
+        return names
+
+    def _check_ids(self, batch: Batch, *, are_needed: bool = False) -> None:
+        """Raise ConfigurationError for `TOKEN_IDS` that are not ids, (n, k), of the vocabulary."""
+        vocab_size = self.runtime.definition.vocab_size
+        for number, each in enumerate(batch.sequences):
+            if TOKEN_IDS not in each.inputs:
+                if are_needed:
+                    raise ConfigurationError(
+                        f"token_log_probs are those of the input '{TOKEN_IDS}' but sequence "
+                        f"{number} has {sorted(each.inputs)}; give it (n, k) token ids"
+                    )
+                continue
+            ids = each.inputs[TOKEN_IDS]
+            are_ids = ids.dim() == 2 and not ids.is_floating_point()
+            if not are_ids or not ((ids[1:] >= 0) & (ids[1:] < vocab_size)).all():
+                raise ConfigurationError(
+                    f"'{TOKEN_IDS}' are (n, k) whole numbers in [0, {vocab_size}) but those of "
+                    f"sequence {number} are {entry_of(ids)} from {ids.min()} to {ids.max()}; "
+                    "correct them"
+                )
 
     def _zeros(self, *shape: int) -> Tensor:
         """As outputs are."""
@@ -378,6 +415,7 @@ class Engine:
             temperature=temperature,
         )
         first = batch.sequences[0]
+        on_all_ranks(lambda: self._check_ids(batch), "token_ids cannot be read")
         on_all_ranks(
             lambda: check_token_loss(
                 loss,
@@ -582,13 +620,15 @@ class Engine:
             plan, self.runtime.rank, self.runtime.device, sequences.__getitem__, none
         )
 
-    def _flat_outputs(self, part: Batch, outputs: Sequence[str], temperature: float) -> Tensor:
-        """(outputs, tokens of all sequences), on every rank; each value is made by one rank."""
+    def _flat_outputs(
+        self, part: Batch, outputs: Sequence[str], temperature: float
+    ) -> list[Tensor]:
+        """By output (tokens of all sequences, …), on every rank; each value is made by one rank."""
         share = self._share(part)
         step = output_forward_step(entropy="entropy" in outputs, temperature=temperature)
         reports = self.runtime.forward(share.strategy, share.micro_batches, step)
         ends = torch.tensor([len(each.tokens) for each in part.sequences]).cumsum(0)
-        flat = self._zeros(len(outputs), int(ends[-1]))
+        flat = [self._zeros(int(ends[-1]), *_entry_shape(name, part)) for name in outputs]
         model = self.runtime.runtime_of(share.strategy).model
         if model is not None and model.reports_loss:
             for batch, places, report in zip(
@@ -597,7 +637,8 @@ class Engine:
                 index = _places_of_outputs(batch, places, part.sequences, ends)
                 for row, name in zip(flat, outputs, strict=True):
                     row[index.to(row.device)] = report[name].to(row.dtype)
-        dist.all_reduce(flat)
+        for values in flat:
+            dist.all_reduce(values)
         return flat
 
 
@@ -621,14 +662,21 @@ def _derivatives(
     }
 
 
+def _entry_shape(output: str, batch: Batch) -> tuple[int, ...]:
+    """Shape of an output of one token."""
+    return batch.sequences[0].inputs[TOKEN_IDS].shape[1:] if output == "token_log_probs" else ()
+
+
 def _linear_loss(
     log_probs: Tensor, entropy: Tensor | None, inputs: Mapping[str, Tensor], segments: Any
 ) -> Tensor:
-    values: dict[str, Any] = {"log_probs": log_probs, "entropy": entropy}
-    return sum(
-        (values[name] * inputs[f"by_{name}"] for name in OUTPUTS if f"by_{name}" in inputs),
-        start=torch.zeros_like(segments.index, dtype=log_probs.dtype),
-    )
+    values: dict[str, Any] = {"log_probs": log_probs, "entropy": entropy, **inputs}
+    losses = torch.zeros_like(log_probs)
+    for name in OUTPUTS:
+        if f"by_{name}" in inputs:
+            product = values[name] * inputs[f"by_{name}"]
+            losses = losses + (product if product.dim() == 1 else product.sum(dim=1))
+    return losses
 
 
 def _agreed[Value](checked: Callable[[], Value], what: str) -> Value:

@@ -206,18 +206,23 @@ def packed_seq_params(batch: PackedBatch) -> PackedRow:
     )
 
 
-def forward_step_of(finish: Callable[[PackedBatch, Any], Any], **named: Any) -> ForwardStep:
+def forward_step_of(
+    finish: Callable[[PackedBatch, Any], Any], output_processor: Callable[..., Any] | None = None
+) -> ForwardStep:
     """A ``forward_step(data_iterator, model)``: the model on the next row, then ``finish``.
 
     Args:
         finish: from a row and what the model returns for it to (loss, number of tokens, report).
-        named: further arguments of the model.
+        output_processor: of the model; its context is the row.
     """
 
     def forward_step(
         data_iterator: Iterator[PackedBatch], model: torch.nn.Module
     ) -> tuple[Tensor, Any]:
         batch = next(data_iterator)
+        named = {}
+        if output_processor is not None:
+            named = {"output_processor": output_processor, "output_processor_context": batch}
         output = model(
             batch.tokens,
             batch.position_ids,

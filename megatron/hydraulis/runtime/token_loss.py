@@ -47,11 +47,16 @@ from megatron.hydraulis.runtime.executor import (
 TokenLoss = Callable[[Tensor, Any, Mapping[str, Tensor], "Segments"], Tensor]
 """``loss(log_probs, entropy, inputs, segments)``: (tokens,) losses of (tokens,) log-probabilities
 and entropies; these are None unless requested. ``inputs`` are the sequences' tensors, (tokens,
-...). All are about predicting the same tokens: those of this rank's part of a row, without padding
-and without the first of each sequence, which nothing predicts. Possibly 0 tokens."""
+...), and with `TOKEN_IDS` among them "token_log_probs". All are about predicting the same tokens:
+those of this rank's part of a row, without padding and without the first of each sequence, which
+nothing predicts. Possibly 0 tokens."""
 
-OUTPUTS = ("log_probs", "entropy")
-"""Names of what a forward pass can give for each token."""
+OUTPUTS = ("log_probs", "entropy", "token_log_probs")
+"""Names of what a forward pass can give for each token. The last are (k,) for each, of `TOKEN_IDS`,
+which the sequences must have."""
+TOKEN_IDS = "token_ids"
+"""Name of an input, (tokens, k) whole numbers: tokens whose log-probabilities are wanted in the
+place of each token, such as those that a teacher finds most likely."""
 
 
 class Segments:
@@ -119,8 +124,7 @@ def loss_forward_step(
     Without ``entropy`` the loss gets None for it. Logits are divided by the temperature.
     """
     finish = partial(_weighted_sum, loss, divisor)
-    outputs = token_outputs(entropy=entropy, temperature=temperature)
-    return forward_step_of(finish, output_processor=outputs)
+    return forward_step_of(finish, token_outputs(entropy=entropy, temperature=temperature))
 
 
 def output_forward_step(*, entropy: bool, temperature: float = 1.0) -> ForwardStep:
@@ -129,7 +133,7 @@ def output_forward_step(*, entropy: bool, temperature: float = 1.0) -> ForwardSt
     Entropies are computed and reported only if asked for. Logits are divided by the temperature.
     """
     outputs = token_outputs(entropy=entropy, temperature=temperature)
-    return forward_step_of(_report_outputs, output_processor=outputs)
+    return forward_step_of(_report_outputs, outputs)
 
 
 def check_token_loss(
@@ -170,6 +174,9 @@ def _call_with_zeros(
 ) -> Tensor:
     log_probs, zeros = torch.zeros(2, num_tokens, device=device, requires_grad=True).unbind()
     index = torch.zeros(num_tokens, dtype=torch.int64, device=device)
+    if TOKEN_IDS in inputs:
+        of_ids = torch.zeros(inputs[TOKEN_IDS].shape, device=device, requires_grad=True)
+        inputs = {**inputs, "token_log_probs": of_ids}
     try:
         return _losses(loss, log_probs, zeros if entropy else None, inputs, Segments(index, 1))
     except ConfigurationError:
@@ -227,11 +234,16 @@ def _weighted_sum(
     places, numbers = _places(batch, outputs.log_probs.device)
     log_probs, weights = (each.view(-1)[places] for each in (outputs.log_probs, batch.weights))
     entropy = None if outputs.entropy is None else outputs.entropy.view(-1)[places]
-    for each in (log_probs, entropy):
+    inputs = batch.inputs
+    of_ids = outputs.token_log_probs
+    if of_ids is not None:
+        of_ids = of_ids.squeeze(0)[places]
+        inputs = {**inputs, "token_log_probs": of_ids}
+    for each in (log_probs, entropy, of_ids):
         if each is not None and each.requires_grad:
             each.register_hook(partial(_without_nan, weights == 0))
     segments = Segments(numbers, len(batch.sequence_lengths), batch.context_group)
-    losses = _losses(loss, log_probs, entropy, batch.inputs, segments)
+    losses = _losses(loss, log_probs, entropy, inputs, segments)
     weights = weights.to(at_least_fp32(losses.dtype))
     total = weighted_losses(losses, weights).sum()
     report = torch.stack([total.detach(), weights.sum()])
@@ -240,6 +252,7 @@ def _weighted_sum(
 
 def _without_nan(untrained: Tensor, gradient: Tensor) -> Tensor:
     """0 in place of 0 · ∞, such as that of a ratio that overflows at an untrained token."""
+    untrained = untrained.view(-1, *(1,) * (gradient.dim() - 1))
     return gradient.masked_fill(untrained & gradient.isnan(), 0.0)
 
 
@@ -247,8 +260,8 @@ def _report_outputs(
     batch: PackedBatch, outputs: TokenOutputs
 ) -> tuple[Tensor, int, dict[str, Tensor]]:
     places, _ = _places(batch, outputs.log_probs.device)
-    rows = dict(zip(OUTPUTS, (outputs.log_probs, outputs.entropy), strict=True))
-    found = {name: row.view(-1)[places] for name, row in rows.items() if row is not None}
+    rows = {name: getattr(outputs, name) for name in OUTPUTS}
+    found = {name: row.squeeze(0)[places] for name, row in rows.items() if row is not None}
     return outputs.log_probs.new_zeros(()), 0, found
 
 
@@ -320,10 +333,13 @@ class TokenOutputs:
     """(1, tokens), of the labels; fp32, or fp64 for an fp64 model."""
     entropy: Tensor | None
     """(1, tokens), of the predicted distribution, in nats; None unless requested."""
+    token_log_probs: Tensor | None = None
+    """(1, tokens, k), of `TOKEN_IDS`; None without them."""
 
 
 def token_outputs(*, entropy: bool, temperature: float = 1.0) -> Callable[..., TokenOutputs]:
-    """An ``output_processor`` for the call of a `PackedGPTModel` with labels.
+    """An ``output_processor`` for the call of a `PackedGPTModel` with labels, whose context is the
+    row, if that may have `TOKEN_IDS`.
 
     Args:
         temperature: by which all logits are divided.
@@ -335,10 +351,17 @@ def token_outputs(*, entropy: bool, temperature: float = 1.0) -> Callable[..., T
         output_layer: ChunkedOutputLayer,
         output_weight: Tensor | None,
         labels: Tensor,
+        context: PackedBatch | None = None,
         **_: Any,
     ) -> TokenOutputs:
+        ids = labels.view(-1, 1)
+        if context is not None and TOKEN_IDS in context.inputs:
+            others = context.inputs[TOKEN_IDS]
+            of_row = ids.new_zeros(len(ids), others.size(1))
+            of_row[_places(context, ids.device)[0]] = others.to(ids.dtype)
+            ids = torch.cat([ids, of_row], dim=1)
         found: TokenOutputs = output_layer(
-            hidden_states, output_weight, labels=labels, entropy=entropy, temperature=temperature
+            hidden_states, output_weight, ids=ids, entropy=entropy, temperature=temperature
         )
         return found
 
@@ -363,7 +386,7 @@ class OutputSettings:
 
 
 class ChunkedOutputLayer(ColumnParallelLinear):
-    """Upstream's output layer, which returns `TokenOutputs` instead of logits if it gets labels."""
+    """Upstream's output layer, which returns `TokenOutputs` instead of logits if it gets ids."""
 
     settings: OutputSettings
 
@@ -379,19 +402,19 @@ class ChunkedOutputLayer(ColumnParallelLinear):
         weight: Tensor | None = None,
         runtime_gather_output: bool | None = None,
         *,
-        labels: Tensor | None = None,
+        ids: Tensor | None = None,
         entropy: bool = False,
         temperature: float = 1.0,
     ) -> Any:
-        """Upstream's forward, unless there are labels.
+        """Upstream's forward, unless there are ids.
 
         Args:
             input_: (tokens, 1, hidden size); with sequence parallelism this rank's part of it.
             weight: the embedding's if it is shared within the stage.
-            labels: (1, tokens), of all tokens.
+            ids: (tokens, 1 + k), of all tokens: the label, and `TOKEN_IDS`.
             temperature: by which all logits are divided.
         """
-        if labels is None:
+        if ids is None:
             return super().forward(input_, weight, runtime_gather_output)
         if self.sequence_parallel:
             input_ = gather_from_sequence_parallel_region(input_, group=self.tp_group)
@@ -408,9 +431,13 @@ class ChunkedOutputLayer(ColumnParallelLinear):
             completes_gradient=not is_shared,
         )
         log_probs, entropies = _TokenOutputs.apply(
-            input_.squeeze(1), matrix, labels.view(-1) - first, columns, entropy
+            input_.squeeze(1), matrix, ids - first, columns, entropy
         )
-        return TokenOutputs(log_probs[None], None if entropies is None else entropies[None])
+        return TokenOutputs(
+            log_probs[None, :, 0],
+            None if entropies is None else entropies[None],
+            log_probs[None, :, 1:] if ids.size(1) > 1 else None,
+        )
 
 
 @dataclass(frozen=True)
@@ -448,7 +475,7 @@ class _Columns:
 
 
 class _TokenOutputs(torch.autograd.Function):
-    """(log-probabilities, entropies) of tokens, each (tokens,); the latter None unless requested.
+    """Log-probabilities, (tokens, ids), and entropies, (tokens,), which are None unless requested.
 
     ``weight.main_grad`` receives the weight's gradient, chunk by chunk, unless it is frozen.
     """
@@ -458,7 +485,7 @@ class _TokenOutputs(torch.autograd.Function):
         ctx: Any,
         hidden: Tensor,
         weight: Tensor,
-        labels: Tensor,
+        ids: Tensor,
         columns: _Columns,
         with_entropy: bool,
     ) -> tuple[Tensor, Tensor | None]:
@@ -467,24 +494,25 @@ class _TokenOutputs(torch.autograd.Function):
             ctx: autograd's.
             hidden: (tokens, hidden size).
             weight: (columns, hidden size).
-            labels: (tokens,), counted from this rank's first column; those of others are outside.
+            ids: (tokens, ids), counted from this rank's first column; those of others are outside.
             columns: of the weight.
             with_entropy: whether entropies are wanted.
         """
-        is_here = (labels >= 0) & (labels < columns.num_real)
-        labels = labels.clamp(0, max(columns.num_real - 1, 0))
+        is_here = (ids >= 0) & (ids < columns.num_real)
+        ids = ids.clamp(0, max(columns.num_real - 1, 0))
         largest = hidden.new_empty(hidden.size(0), dtype=at_least_fp32(hidden.dtype))
-        # Of exponentials, of the label's logit, of exponentials times logits less the largest.
-        sums = largest.new_zeros(3 if with_entropy else 2, hidden.size(0))
+        # Of exponentials, of exponentials times logits less the largest, and logits of the ids.
+        num_sums = 2 if with_entropy else 1
+        sums = largest.new_zeros(num_sums + ids.size(1), hidden.size(0))
 
         def exponentials(chunk: slice) -> Tensor:
             logits = columns.logits(hidden[chunk], weight)
             real = columns.real(logits)
             largest[chunk] = real.amax(dim=1)
-            sums[1, chunk] = real.gather(1, labels[chunk, None]).squeeze(1) * is_here[chunk]
+            sums[num_sums:, chunk] = (real.gather(1, ids[chunk]) * is_here[chunk]).t()
             real.sub_(largest[chunk, None])
             if with_entropy:
-                for part, of_part in zip(_blocks(real), _blocks(sums[2, chunk]), strict=True):
+                for part, of_part in zip(_blocks(real), _blocks(sums[1, chunk]), strict=True):
                     of_part.copy_(part.exp().mul_(part).sum(dim=1))
             sums[0, chunk] = real.exp_().sum(dim=1)
             return logits
@@ -497,14 +525,14 @@ class _TokenOutputs(torch.autograd.Function):
         if columns.group is not None:
             most = largest.clone()
             dist.all_reduce(most, op=dist.ReduceOp.MAX, group=columns.group)
-            sums[2:] += (largest - most) * sums[0]
-            sums[0::2] *= (largest - most).exp()
+            sums[1:num_sums] += (largest - most) * sums[0]
+            sums[:num_sums] *= (largest - most).exp()
             dist.all_reduce(sums, group=columns.group)
         log_sum = sums[0].log()
-        log_probs = sums[1] - most - log_sum
-        entropy = log_sum - sums[2] / sums[0] if with_entropy else None
+        log_probs = (sums[num_sums:] - most - log_sum).t()
+        entropy = log_sum - sums[1] / sums[0] if with_entropy else None
         ctx.columns, ctx.kept = columns, kept
-        ctx.save_for_backward(hidden, weight, labels, is_here, largest, most, sums[0], entropy)
+        ctx.save_for_backward(hidden, weight, ids, is_here, largest, most, sums[0], entropy)
         ctx.set_materialize_grads(False)
         return log_probs, entropy
 
@@ -512,10 +540,13 @@ class _TokenOutputs(torch.autograd.Function):
     def backward(
         ctx: Any, of_log_probs: Tensor | None, of_entropy: Tensor | None
     ) -> tuple[Tensor, Tensor | None, None, None, None]:
-        hidden, weight, labels, is_here, largest, most, total, entropy = ctx.saved_tensors
+        hidden, weight, ids, is_here, largest, most, total, entropy = ctx.saved_tensors
         columns: _Columns = ctx.columns
         is_trained = ctx.needs_input_grad[1]
-        gradient = torch.zeros_like(total) if of_log_probs is None else of_log_probs
+        if of_log_probs is None:
+            of_log_probs = total.new_zeros(ids.shape)
+        gradient = of_log_probs.sum(dim=1)
+        of_log_probs = of_log_probs * is_here
         share = (largest - most).exp() / total  # softmax over this rank's exponentials
         hidden_gradient = torch.empty_like(hidden)
 
@@ -535,9 +566,9 @@ class _TokenOutputs(torch.autograd.Function):
                 for part, *terms in zip(*map(_blocks, (real, shift, slope, factor)), strict=True):
                     of_part = (part + terms[0]).mul_(terms[1]).add_(terms[2])
                     part.exp_().mul_(of_part)
-            real[torch.arange(real.size(0), device=real.device), labels[chunk]] += (
-                gradient * is_here
-            )[chunk]
+            # The label may be one of the other ids, which differ.
+            for part in (slice(0, 1), slice(1, None)):
+                real.scatter_add_(1, ids[chunk, part], of_log_probs[chunk, part])
             logits[:, columns.num_real :] = 0.0
             if columns.scale != 1.0:
                 logits.mul_(columns.scale)
