@@ -288,8 +288,8 @@ class RuntimeEngine:
             self._column_meter.forget()
             if self.routers is not None:
                 self.routers.forget()
-            if not self.shards.gradients.untyped_storage().nbytes():  # after an offload
-                _give_memory(self.shards.gradients)
+            if self._accumulates and not self.shards.gradients.numel():  # after an offload
+                self.shards.gradients = torch.empty_like(self.shards.parameters)
         self.gather(strategy_name, phase=phase)
         runtime = self.runtime_of(strategy_name)
         out_of_memory: OutOfMemory | None = None
@@ -487,9 +487,7 @@ class RuntimeEngine:
             self.finish_regrouping()
             self._contents.current = None
             self._contents.free()
-            self.shards.gradients.untyped_storage().resize_(0)
-            if not self._accumulates:
-                self.shards.gradients = self.shards.gradients.new_empty(0)
+            self.shards.gradients = self.shards.gradients.new_empty(0)
             self._move_to_host(PARAMETERS, self.shards.parameters, self.shards.frozen)
         if optimizer and OPTIMIZER not in self._offloaded:
             moments = self._optimizer
@@ -507,7 +505,7 @@ class RuntimeEngine:
         """Move back what `offload` moved; all views are valid again."""
         for what, is_wanted in ((PARAMETERS, parameters), (OPTIMIZER, optimizer)):
             for flat, kept in self._offloaded.pop(what, []) if is_wanted else []:
-                _give_memory(flat)
+                flat.untyped_storage().resize_(flat.numel() * flat.element_size())
                 flat.copy_(kept)
 
     def require_onloaded(self, *, optimizer: bool = False) -> None:
@@ -709,10 +707,6 @@ class RuntimeEngine:
         if losses is not None and not vote.loss.is_finite:
             bad = [i for i, loss in enumerate(losses[:, 0].tolist()) if not math.isfinite(loss)]
         return vote, tuple(bad)
-
-
-def _give_memory(flat: Tensor) -> None:
-    flat.untyped_storage().resize_(flat.numel() * flat.element_size())
 
 
 def _trained_tokens(batches: Sequence[PackedBatch]) -> int:

@@ -189,12 +189,12 @@ def test_parameters_and_optimizer_state_move_separately(engine: RuntimeEngine) -
 
 @pytest.mark.parametrize("accumulates", [False, True])
 def test_gradients_get_memory_again_after_an_offload(world: None, accumulates: bool) -> None:
-    pool = Pool.of(Strategy.parse("tp1", 1))
+    pool = Pool.of(*(Strategy.parse(text, 1, name=text) for text in ("tp1", "tp1r")))
     engine = RuntimeEngine(
         MODEL.definition(), pool, AdamWSettings(lr=0.1), seed=1, accumulates=accumulates
     )
     norms = []
-    for _ in range(2):
+    for other in ("tp1r", "tp1"):
         engine.forward_backward("tp1", batches(1.0), STEP)
         engine.forward_backward("tp1", batches(2.0), STEP)
         norms.append(engine.shards.gradients.norm().item())
@@ -202,6 +202,8 @@ def test_gradients_get_memory_again_after_an_offload(world: None, accumulates: b
         engine.offload()
         assert not num_bytes(engine.shards.gradients)
         engine.onload()
+        engine.evaluate(other, batches(1.0), STEP)  # the first one is built now
+        assert not num_bytes(engine.shards.gradients)
     assert norms[0] == norms[1] > 0
     engine.close()
 
