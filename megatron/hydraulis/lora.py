@@ -5,6 +5,7 @@ Megatron has one matrix for several of Hugging Face's, such as ``linear_qkv``, e
 Face's has its own adapter, as in peft; so adapters can be exchanged.
 """
 
+import itertools
 import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -99,6 +100,9 @@ class Lora:
         resolved = dict.fromkeys(each.target for each in there if each.target in chosen)
         return cls(rank, float(alpha), tuple(resolved))
 
+    def __str__(self) -> str:
+        return f"rank {self.rank} of {' '.join(self.targets)}"
+
     @property
     def arguments(self) -> dict[str, Any]:
         """What Megatron's arguments, and so a checkpoint, have of it, as JSON returns them."""
@@ -114,17 +118,46 @@ class Lora:
         """Those adapters that this has."""
         return [each for each in there if each.target in self.targets]
 
+    def of_layer(self, shape: ModelShape, *, has_experts: bool) -> list[Adapter]:
+        """The adapters of a layer, which has an MLP or experts."""
+        return self.of(layer_adapters(shape, has_experts=has_experts))
+
+    def of_output(self, shape: ModelShape) -> list[Adapter]:
+        """That of the output layer, if it has one."""
+        return self.of(each for each in adapters(shape) if each.module == _OUTPUT_LAYER)
+
+    def num_in(self, found: Iterable[Adapter]) -> int:
+        """Entries of these adapters."""
+        return sum(self.rank * (each.num_inputs + each.num_outputs) for each in found)
+
+    def num_parameters(self, shape: ModelShape) -> int:
+        """Entries of all adapters of a model: what is trained."""
+        num_dense = shape.num_layers - shape.num_expert_layers
+        return (
+            num_dense * self.num_in(self.of_layer(shape, has_experts=False))
+            + shape.num_expert_layers * self.num_in(self.of_layer(shape, has_experts=True))
+            + self.num_in(self.of_output(shape))
+        )
+
 
 def adapters(shape: ModelShape) -> Iterator[Adapter]:
     """Every adapter that some layer of the model can have, and that of its output layer."""
-    yield from attention_adapters(shape)
-    if shape.num_expert_layers < shape.num_layers:
-        yield from mlp_adapters(shape, "mlp", shape.ffn_hidden_size)
-    if shape.shared_expert_ffn_hidden_size:
-        yield from mlp_adapters(
-            shape, f"mlp.{_SHARED_EXPERTS}", shape.shared_expert_ffn_hidden_size
-        )
+    kinds = [False] * (shape.num_expert_layers < shape.num_layers) + [True] * bool(
+        shape.num_experts
+    )
+    of_layers = (layer_adapters(shape, has_experts=has_experts) for has_experts in kinds)
+    yield from dict.fromkeys(itertools.chain.from_iterable(of_layers))
     yield Adapter(_OUTPUT_LAYER, "lm_head", shape.hidden_size, shape.vocab_size)
+
+
+def layer_adapters(shape: ModelShape, *, has_experts: bool) -> Iterator[Adapter]:
+    """Those of a layer with an MLP, or with experts, of which only shared ones can have some."""
+    yield from attention_adapters(shape)
+    if not has_experts:
+        yield from mlp_adapters(shape, "mlp", shape.ffn_hidden_size)
+    elif shape.shared_expert_ffn_hidden_size:
+        width = shape.shared_expert_ffn_hidden_size
+        yield from mlp_adapters(shape, f"mlp.{_SHARED_EXPERTS}", width)
 
 
 def attention_adapters(shape: ModelShape) -> Iterator[Adapter]:

@@ -48,6 +48,15 @@ class AttentionWindow:
         return lengths * lengths - self.share * (beyond * beyond)
 
 
+def entry_flops(num_entries: int, num_adapted: int | None = None) -> float:
+    """Operations of a token in products with matrices of so many entries, forward and backward: 6
+    for each, or 4 if it is frozen, as it has no gradient.
+
+    num_adapted: entries of adapters, if these are trained and the matrices frozen.
+    """
+    return 6.0 * num_entries if num_adapted is None else 4.0 * num_entries + 6.0 * num_adapted
+
+
 def layers_with_experts(num_layers: int, frequency: int | Sequence[int]) -> list[bool]:
     """Returns for each layer of a model with experts whether it has them.
 
@@ -266,17 +275,18 @@ class ModelShape:
         """Entries of the matrices that a token passes in a layer, mean over the layers."""
         return self.num_attention_entries + self.num_mlp_parameters_per_layer
 
-    def causal_flops(self, lengths: Iterable[int]) -> float:
+    def causal_flops(self, lengths: Iterable[int], num_adapted: int | None = None) -> float:
         """Floating-point operations that a batch needs, forward and backward.
 
-        6 per entry of a matrix, the output layer included, and token; for causal attention
+        `entry_flops` of all matrices, the output layer included; for causal attention
         6·layers·q·s² per sequence of s tokens, half of arXiv 2204.02311's; less under a window.
         """
         entries = self.num_layers * self.num_matrix_parameters_per_layer
         entries += self.num_embedding_parameters
+        of_token = entry_flops(entries, num_adapted)
         attention, window = 6.0 * self.num_layers * self.score_size, self.window
         return math.fsum(
-            6.0 * entries * s + attention * (s * s if window is None else window.squared(s))
+            of_token * s + attention * (s * s if window is None else window.squared(s))
             for s in lengths
         )
 

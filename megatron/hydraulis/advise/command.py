@@ -241,6 +241,8 @@ def advise(
     overheads_s = [profile.overhead_ms(strategy) / _MS_PER_S for strategy in used]
     shares = [(strategy, used.count(strategy) / len(used)) for strategy in proposal.pool.strategies]
     (ceiling,) = replace(ways, costs=setting.costs).candidates(CEILING)
+    lora = None if costs.model is None else costs.model.lora
+    num_adapted = None if lora is None else lora.num_parameters(shape)
     all_ranks = ceiling.cost_model.coefficients(baseline.strategy.schemes[0])
     return Advice(
         proposal=proposal,
@@ -266,7 +268,7 @@ def advise(
         bound_s=fmean(least_makespan_ms(profile, batch, num_ranks) for batch in batches)
         / _MS_PER_S,
         num_tokens=fmean(map(sum, batches)),
-        model_flops=fmean(map(shape.causal_flops, batches)),
+        model_flops=fmean(shape.causal_flops(batch, num_adapted) for batch in batches),
         kinds=tuple(profile.readings()),
     )
 

@@ -25,8 +25,8 @@ query heads, f width of the MLP, P entries of a layer's matrices; lower-case con
     launch       num_launches · kernel_s: no kernel is shorter (host.py)
 
 The backward takes twice the forward, as matrix products have two gradients (arXiv 2104.04473,
-appendix); attention 2.5 times, since it recomputes scores (arXiv 2307.08691), or as kernels.py has
-it;
+appendix), of frozen matrices one; attention 2.5 times, since it recomputes scores (arXiv
+2307.08691), or as kernels.py has it;
 copies and messages of tp once more and those of cp as context.py has it; twice the launches. It
 gathers the weights of fs again and reduce-scatters their gradients. It
 moves the weights weight_passes times to accumulate their gradients. Recomputation runs a forward
@@ -44,6 +44,7 @@ What runs at the same time does not add up: `overlap` says what is hidden in eac
 `Coefficients`.
 """
 
+import itertools
 import math
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, fields, replace
@@ -256,6 +257,7 @@ class AnalyticCostModel(TrainedModel):
             parameter_bytes=self.parameter_bytes,
             gradient_bytes=self.gradient_bytes,
             overlaps=overlaps,
+            lora=self.lora,
         )
 
     def coefficients(self, scheme: Scheme) -> Coefficients:
@@ -329,9 +331,12 @@ class AnalyticCostModel(TrainedModel):
         embedding's lookup is free.
         """
         forward = self.forward_terms(scheme)
-        weights_s = self.kernels.weight_passes * self._matrix_bytes(scheme)
+        weights_s = self.kernels.weight_passes * self._trained_bytes(scheme)
+        frozen = CostTerm()
+        if self.lora is not None:
+            frozen = self._products(scheme, *self._layer_matrices(scheme))
         backward = {
-            "matmul": _BACKWARD_FORWARDS * forward["matmul"],
+            "matmul": _BACKWARD_FORWARDS * forward["matmul"] + -1.0 * frozen,
             "attention": self.backward_attentions * forward["attention"],
             "elementwise": _BACKWARD_FORWARDS * forward["elementwise"]
             + CostTerm(constant_s=weights_s / self.device.memory_bytes_per_s),
@@ -376,12 +381,14 @@ class AnalyticCostModel(TrainedModel):
             kernels.hidden_passes * shape.hidden_size / num_shares
             + kernels.query_passes * shape.qkv_size / scheme.tp
         ) / scheme.cp
+        adapters = list(self._adapter_matrices(scheme))
+        # Half of the products add to the outputs of their layers.
+        added = sum(each.number * each.rows_per_token * each.outputs for each in adapters[1::2])
         return {
-            "matmul": self._products(
-                scheme, *self._attention_matrices(scheme), *self._mlp_matrices(scheme)
-            ),
+            "matmul": self._products(scheme, *self._layer_matrices(scheme), *adapters),
             "attention": self.attention(scheme),
-            "elementwise": self._moved(row) + self._activation(scheme, shape.mlp_width / scheme.tp),
+            "elementwise": self._moved(row + added / scheme.cp)
+            + self._activation(scheme, shape.mlp_width / scheme.tp),
             "launch": CostTerm(constant_s=self._launches_s(scheme) / (1.0 + _BACKWARD_FORWARDS)),
             "tensor_parallel": self._tp_messages(scheme),
             "expert_copies": self._expert_copies(scheme),
@@ -424,11 +431,38 @@ class AnalyticCostModel(TrainedModel):
             expert = (TE_LAYERS if self.groups_experts else LOCAL_LAYERS).expert
             yield self._share_with_experts * self.shape.num_experts / scheme.ep, expert
 
-    def _matrix_bytes(self, scheme: Scheme) -> float:
-        """Bytes of a layer's matrices on a rank, mean over the layers, with all experts."""
+    def _trained_bytes(self, scheme: Scheme) -> float:
+        """Bytes of a layer's trained matrices on a rank, mean over the layers, with all experts."""
         num_layers, norms = self.shape.num_layers, 2 * self.shape.hidden_size
+        if self.lora is not None:
+            return self.num_adapter_parameters(num_layers) / num_layers * self.parameter_bytes
         num_entries = self.num_layer_parameters(scheme, num_layers) / num_layers - norms
         return num_entries * self.parameter_bytes
+
+    def _layer_matrices(self, scheme: Scheme) -> Iterator[_Matrices]:
+        """Those of a layer without adapters on a rank, mean over the layers."""
+        yield from self._attention_matrices(scheme)
+        yield from self._mlp_matrices(scheme)
+
+    def _adapter_matrices(self, scheme: Scheme) -> Iterator[_Matrices]:
+        """Those of a layer's adapters on a rank, mean over the layers. Where several are of one of
+        Megatron's layers they are two products together (runtime/adapters.py)."""
+        shape, tp, rank = self.shape, scheme.tp, 0 if self.lora is None else self.lora.rank
+        for has_experts, number in self.kinds_of_layers.items():
+            adapters = self.adapters_of_layer(has_experts=has_experts)
+            share = number / shape.num_layers
+            for module, group in itertools.groupby(adapters, key=lambda each: each.module):
+                parts = list(group)
+                inputs, rows, width = float(parts[0].num_inputs), 1.0, rank * len(parts)
+                outputs = float(sum(each.num_outputs for each in parts))
+                if module.endswith("down_proj"):
+                    rows /= tp
+                elif module.endswith(("linear_proj", "linear_fc2")):
+                    inputs /= tp
+                else:
+                    outputs /= tp
+                yield _Matrices(share, rows, width, inputs)
+                yield _Matrices(share, rows, outputs, width)
 
     def _attention_matrices(self, scheme: Scheme) -> Iterator[_Matrices]:
         """Those of a layer's attention on a rank."""
@@ -584,7 +618,9 @@ class AnalyticCostModel(TrainedModel):
         output = _Matrices(1.0, 1.0, shape.vocab_size / scheme.tp, shape.hidden_size)
         product = self._products(scheme, output)
         num_moved = self.kernels.logit_passes * self.shape.vocab_size / (scheme.tp * scheme.cp)
-        return self.kernels.logit_products * product + self._moved(num_moved)
+        # Frozen, its weight needs no gradient; an adapter's products are neglected.
+        num_products = self.kernels.logit_products - (self.lora is not None)
+        return num_products * product + self._moved(num_moved)
 
     def tp_collectives(self, scheme: Scheme, number: float) -> CostTerm:
         """All-gathers or reduce-scatters of a hidden state over the tp ranks."""

@@ -47,7 +47,12 @@ from megatron.hydraulis.cost_model.model_arguments import (
     job_precision,
 )
 from megatron.hydraulis.cost_model.pipeline import StageCosts
-from megatron.hydraulis.cost_model.profile import ProfileCostModel, ProfiledModel, ProfiledScheme
+from megatron.hydraulis.cost_model.profile import (
+    ProfileCostModel,
+    ProfiledModel,
+    ProfiledScheme,
+    lora_setting,
+)
 from megatron.hydraulis.cost_model.regrouping import Hiding, wire_bytes
 from megatron.hydraulis.cost_model.trained_model import EXPERT_LOAD
 from megatron.hydraulis.errors import ConfigurationError, StrategyError
@@ -95,10 +100,13 @@ class JobOptions:
             shape = profile.model.shape
         where = profile.source if path is None else path
         profile.check_num_ranks(num_ranks, ranks_per_node, where)
-        precision = Precision.BF16
+        precision, layers = Precision.BF16, dict[str, Any]()
         if shape is not None:
             precision = self.precision(None if profile.model is None else profile.model.dtype)
-            used = ProfiledModel(shape=shape, dtype=precision)
+            layers = dict(self.layers(shape))
+            used = ProfiledModel(
+                shape=shape, dtype=precision, lora=lora_setting(layers.get("lora"))
+            )
             profile.check_model(used, where, speaks=True)
         if device is None and self.link_bytes_per_s:
             raise ConfigurationError(
@@ -124,7 +132,7 @@ class JobOptions:
             precision=precision,
             expert_load=profile.expert_load or EXPERT_LOAD,
             gradient_bytes=wire_bytes(precision, reduces_in_bf16=self.grad_reduce_in_bf16),
-            **{"cp_comm_type": "auto"} | dict(self.layers(shape)),
+            **{"cp_comm_type": "auto"} | layers,
         )
         return JobCosts.of(
             profile, model, strategies, tp_degrees=tp_degrees, overlaps=self.overlaps

@@ -7,7 +7,8 @@ Between iterations a tensor-parallel rank holds its *state* (`state_bytes`):
   layer and each that is gathered ahead, of the embedding and of the output layer; gradients of two
   layers, and of embedding or output layer; and what it receives of a gradient;
 - its canonical shard: fp32 master weights, two moments and the gradient over all ranks of the job;
-  with one stage the gradient takes the place of gradients that have been sent;
+  with one stage the gradient takes the place of gradients that have been sent. Of frozen parameters
+  there is one copy in the training precision, here and above;
 - staging of transfers (`PoolFootprint`);
 - workspaces of cuBLAS.
 
@@ -201,13 +202,18 @@ class MemoryModel(TrainedModel):
         final_norm = is_last * shape.hidden_size
         num_parameters += num_embeddings * embedding + final_norm
         gradient_bytes = self.has_optimizer * FP32_BYTES
+        adapters = self.num_adapter_parameters(num_layers, are_first=is_first, has_output=is_last)
+        # Few, so they count whole, with their slots, where ranks share them.
+        of_adapters = adapters * (self.parameter_bytes + gradient_bytes)
+        if self.lora is not None:
+            gradient_bytes = 0
         if not scheme.shares_weights:
-            return num_parameters * (self.parameter_bytes + gradient_bytes)
+            return num_parameters * (self.parameter_bytes + gradient_bytes) + of_adapters
         kept = num_parameters / scheme.fs
         if scheme.ep > 1:
             routed = shape.num_expert_layers * shape.num_routed_entries / scheme.ep
             kept += routed / scheme.num_holders - routed / scheme.fs
-        num_bytes = kept * (self.parameter_bytes + gradient_bytes)
+        num_bytes = kept * (self.parameter_bytes + gradient_bytes) + of_adapters
         of_kinds = [
             self.shared_parameters(scheme, has_experts=has_experts)
             for has_experts in self.kinds_of_layers
@@ -236,11 +242,12 @@ class MemoryModel(TrainedModel):
         if self.has_optimizer:
             per_parameter = _CANONICAL_BYTES_PER_PARAMETER
         canonical = per_parameter * self._owned
+        canonical += self.parameter_bytes * self.num_frozen / self.num_ranks
         if self.has_optimizer and not self.accumulates and scheme.pp == 1 and scheme.fs == 1:
             canonical -= FP32_BYTES * self._gradients_in_place(scheme, role)
         footprint = self.footprint(scheme)
         products: float = _WORKSPACE_BYTES
-        if self.has_te_layers:
+        if self.has_te_layers or self.groups_experts:
             num_entries: float = shape.num_attention_entries
             if shape.num_expert_layers < shape.num_layers:
                 num_entries += shape.num_mlp_entries
@@ -248,19 +255,23 @@ class MemoryModel(TrainedModel):
             num_entries *= footprint.weight_shapes
             # One expert, which ep leaves whole.
             num_entries += shape.num_routed_entries / max(shape.num_experts, 1)
+            num_entries *= self.lora is None
             workspaces = _TE_WORKSPACE_BYTES * (1 + _TE_STREAMS * self.groups_experts)
             products += workspaces + num_entries * self.parameter_bytes
         staging = footprint.staging_bytes(shape.num_parameters_per_layer, self.parameter_bytes)
         return role + canonical + staging + products
 
     def _gradients_in_place(self, scheme: Scheme, role_bytes: float) -> float:
-        """Elements of the shard's gradient that lie where the arena's gradients were sent from.
+        """Elements of the shard's gradient that lie where the arena's gradients were sent from;
+        those of adapters, which are few, are neglected.
 
         That of a bucket begins where the bucket ends in the arena, or later
         (`Arena.place_of_shards`): beyond the arena's end are those of the last bucket, or what the
         last layer moves all of them by.
         """
         shape = self.shape
+        if self.lora is not None:
+            return 0.0
         held, owned = role_bytes / (self.parameter_bytes + FP32_BYTES), self._owned
         last = min(shape.num_embedding_parameters, DEFAULT_BUCKET_CAP_ELEMENTS) / self.num_ranks
         behind = shape.num_parameters_per_layer
@@ -271,14 +282,14 @@ class MemoryModel(TrainedModel):
 
     @property
     def _owned(self) -> float:
-        """Elements of a canonical shard."""
-        return self.shape.num_parameters / self.num_ranks
+        """Elements of a canonical shard that are trained."""
+        return self.num_trained / self.num_ranks
 
     def footprint(self, scheme: Scheme) -> PoolFootprint:
         """The footprint of the job's pool, or of a job that the scheme fills."""
         ranks_per_node = self.ranks_per_node or self.num_ranks
         return self.pool or footprint_of_scheme(
-            scheme, self.shape, self.num_ranks, ranks_per_node, self.gradient_bytes
+            scheme, self.shape, self.num_ranks, ranks_per_node, self.gradient_bytes, self.lora
         )
 
     def moments(
@@ -327,13 +338,13 @@ class MemoryModel(TrainedModel):
             expert = shape.expert_ffn_hidden_size * share * self.parameter_bytes
             is_one = scheme.ep == 1 and not self.groups_experts
             chosen = expert * (1 if is_one else self.num_copies(scheme))
-            weight = 0.0 if self.has_te_layers else shape.hidden_size * expert
+            weight = shape.hidden_size * expert if self._has_weight_gradients else 0.0
             # Grouped products scale gradients after those of the outputs are freed.
             scaled = max(layer.copies, chosen) if self.groups_experts else layer.copies
             alive = sum((*in_layer, scaled, num_tensors * chosen))
             yield Moment("an expert", state + weight, alive)
         if shape.num_expert_layers < shape.num_layers:
-            weight = 0.0 if self.has_te_layers else shape.hidden_size * layer.mlp
+            weight = shape.hidden_size * layer.mlp if self._has_weight_gradients else 0.0
             second = sum((*in_layer, whole, layer.mlp))
             yield Moment("second matrix of the MLP", state + weight, second)
             activation = sum((*in_layer, num_tensors * layer.mlp))
@@ -356,6 +367,11 @@ class MemoryModel(TrainedModel):
             above = _INDEXED_BYTES / layer.gradients_by_head
             sums = layer.keys_at_once * layer.key * FP32_BYTES / self.parameter_bytes
             yield Moment("attention to many keys", state, attention + sums, above_tokens=above)
+
+    @property
+    def _has_weight_gradients(self) -> bool:
+        """Whether the gradient of a matrix exists outside the arena."""
+        return not self.has_te_layers and self.lora is None
 
     def _layer(self, scheme: Scheme) -> LayerMemory:
         return LayerMemory(model=self, scheme=scheme)

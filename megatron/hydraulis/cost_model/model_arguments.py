@@ -21,6 +21,7 @@ from megatron.hydraulis.cost_model.trained_model import (
     kept_modules,
 )
 from megatron.hydraulis.errors import ConfigurationError
+from megatron.hydraulis.lora import DEFAULT_ALPHA, Lora
 from megatron.hydraulis.model_shape import (
     ModelShape,
     count_windowed_layers,
@@ -242,6 +243,18 @@ _LAYERS = (
         "--offer-recompute", "estimate tp8r too, where it holds a quarter more tokens than tp8"
     ),
     ModelFlag("--fs-prefetch", "layers gathered ahead where cp ranks share weights", default=1),
+    ModelFlag("--lora-rank", "train adapters of this rank, and freeze all else"),
+    _number(
+        "--lora-alpha",
+        f"times which an adapter's output counts, over its rank (default: {DEFAULT_ALPHA:g})",
+        needs=("--lora-rank",),
+    ),
+    ModelFlag(
+        "--lora-targets",
+        "linear layers with adapters (default: all-linear)",
+        form={"nargs": "+", "metavar": "NAME"},
+        needs=("--lora-rank",),
+    ),
     _switch(
         "--moe-grouped-gemm",
         "products of all experts in one call, by layers of Transformer Engine",
@@ -540,15 +553,17 @@ def core_attention_of(attention_backend: str) -> str:
 
 
 def layer_settings(
-    args: argparse.Namespace, shape: ModelShape, core_attention: str
+    args: argparse.Namespace, shape: ModelShape, core_attention: str, lora: Lora | None
 ) -> dict[str, Any]:
     """Fields of `AnalyticCostModel` about layers, for training.
 
     args: completed arguments, in which a model without experts has none of their options.
     """
-    has_te_layers = args.transformer_impl == TE_LAYERS
-    takes_te = has_te_layers and args.softmax_type == "vanilla"
+    has_te = args.transformer_impl == TE_LAYERS
+    has_te_layers = has_te and lora is None  # adapters are of local layers
+    takes_te = has_te and args.softmax_type == "vanilla"
     return {
+        "lora": lora,
         "qk_norms": args.qk_layernorm,
         "num_gate_tensors": num_gate_tensors(args),
         "softmax_type": args.softmax_type,
@@ -557,7 +572,7 @@ def layer_settings(
         "num_score_tensors": _num_score_tensors(args),
         "has_te_layers": has_te_layers,
         "groups_experts": groups_experts(args),
-        "fuses_rope": has_te_layers and args.apply_rope_fusion and not shape.v_head_dim,
+        "fuses_rope": has_te and args.apply_rope_fusion and not shape.v_head_dim,
         "has_te_attention": core_attention == "te" or (core_attention == "auto" and takes_te),
     }
 
@@ -576,7 +591,11 @@ def given_layers(namespace: argparse.Namespace, shape: ModelShape) -> dict[str, 
             setattr(args, dest, False)
     args.transformer_impl = asked_layers(args, args.transformer_impl)
     attention = args.core_attention or core_attention_of(args.attention_backend or "auto")
-    settings = layer_settings(args, shape, attention)
+    lora = None
+    if namespace.lora_rank is not None:
+        alpha = DEFAULT_ALPHA if namespace.lora_alpha is None else namespace.lora_alpha
+        lora = Lora.resolve(namespace.lora_rank, alpha, namespace.lora_targets or (), shape)
+    settings = layer_settings(args, shape, attention, lora)
     others = ("loss_chunk_tokens", "fs_prefetch", "offer_recompute")
     given = {name: getattr(namespace, name) for name in others}
     return settings | {name: value for name, value in given.items() if value is not None}

@@ -45,6 +45,7 @@ from megatron.hydraulis.cost_model.pipeline import StageCosts
 from megatron.hydraulis.cost_model.regrouping import BF16_BYTES, FP32_BYTES, Hiding, RegroupCosts
 from megatron.hydraulis.errors import ConfigurationError, StrategyError
 from megatron.hydraulis.json_object import JsonObject, read_json
+from megatron.hydraulis.lora import Lora
 from megatron.hydraulis.model_shape import AttentionWindow, ModelShape
 from megatron.hydraulis.strategy import Pool, Scheme, Strategy
 
@@ -56,6 +57,7 @@ _MIN_R_SQUARED = 0.9
 _MAX_RESIDUAL = 0.2
 """Residual of a point up to which a fit is good whatever its R²: times that hardly differ have a
 low R² although they are predicted well."""
+_NO_ADAPTERS = "none"
 NOTHING_HIDDEN, BY_RULE, AS_MEASURED = "nothing hidden", "by the rule", "as measured"
 """How regrouping and optimizer count: all of their time; what the runtime does not hide by its own
 rule; the times of the profile, and the rule scaled by them where it has none."""
@@ -148,10 +150,17 @@ class ProfiledModel:
     """``te``, ``torch`` or ``sdpa``."""
     experts: str | None = None
     """``grouped`` if a model's experts are one product, else ``single``."""
+    lora: str = _NO_ADAPTERS
+    """The text of a `Lora` if only adapters are trained. Without, a frozen matrix has two products
+    more, so times of one are not those of the other."""
 
     def to_json(self) -> dict[str, Any]:
         """The sizes and the known settings; from_json is its inverse."""
-        return {name: value for name, value in self.values.items() if value or name not in _LATER}
+        return {
+            name: value
+            for name, value in self.values.items()
+            if (value or name not in _LATER) and (name != "lora" or value != _NO_ADAPTERS)
+        }
 
     @property
     def values(self) -> dict[str, Any]:
@@ -181,6 +190,11 @@ def experts_setting(shape: ModelShape, *, groups_experts: bool) -> str | None:
     if not shape.num_experts:
         return None
     return "grouped" if groups_experts else "single"
+
+
+def lora_setting(lora: Lora | None) -> str:
+    """The value of `ProfiledModel.lora`."""
+    return _NO_ADAPTERS if lora is None else str(lora)
 
 
 _LATER = tuple(each.name for each in fields(ModelShape) if each.default is not MISSING)

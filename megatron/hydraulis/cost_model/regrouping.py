@@ -22,6 +22,7 @@ from megatron.hydraulis.cluster import Cluster, Link
 from megatron.hydraulis.cost_model.device import DeviceConstants, Precision
 from megatron.hydraulis.cost_model.pipeline import stage_parts
 from megatron.hydraulis.errors import ConfigurationError
+from megatron.hydraulis.lora import Lora
 from megatron.hydraulis.model_shape import ModelShape
 from megatron.hydraulis.strategy import Replica, Scheme, Strategy
 from megatron.hydraulis.transfer.amounts import (
@@ -33,7 +34,7 @@ from megatron.hydraulis.transfer.amounts import (
 from megatron.hydraulis.transfer.calls import call_amounts, calls_of
 from megatron.hydraulis.transfer.canonical import Bucket, Unit
 from megatron.hydraulis.transfer.collective import Collective, collective_of
-from megatron.hydraulis.transfer.role import roles_of
+from megatron.hydraulis.transfer.role import Role, held_buckets, roles_of
 
 _MS_PER_S = 1e3
 FP32_BYTES = Precision.FP32.num_bytes
@@ -81,7 +82,7 @@ class CallTimes:
     buckets: tuple[int, ...]
     """Their indices."""
     units: tuple[Unit, ...]
-    """The unit of each."""
+    """The part of the model of each, by the name of its trained parameters."""
     gather_ms: float
     scatter_ms: float
     update_ms: float
@@ -96,6 +97,8 @@ class RegroupTimes:
     """Calls in the order of gathers; scatters have the reverse order."""
     received_bytes: float
     """What a rank receives in gather and scatter together, mean over ranks."""
+    skipped_bytes: float = 0.0
+    """What it does not receive, as it holds these frozen parameters already."""
 
     @property
     def total_ms(self) -> float:
@@ -158,7 +161,9 @@ class RegroupCosts:
     hiding: Hiding = Hiding.ONE_QUEUE
     factor: float = 1.0
     """Measured over computed times, see `calibrated`; all times are multiplied by it."""
-    _known: dict[tuple[Replica, ...], RegroupTimes] = field(
+    lora: Lora | None = None
+    """The adapters, if all other parameters are frozen."""
+    _known: dict[tuple[tuple[Replica, ...], ...], RegroupTimes] = field(
         default_factory=dict, init=False, repr=False, compare=False
     )
 
@@ -173,6 +178,7 @@ class RegroupCosts:
         parameter_bytes: int,
         gradient_bytes: int = FP32_BYTES,
         overlaps: bool = True,
+        lora: Lora | None = None,
     ) -> RegroupCosts:
         """Costs on devices of one kind; overlaps is false for --no-regroup-overlap."""
         hiding = Hiding.THREADS if device.name == "cpu" else Hiding.MANY_QUEUES
@@ -185,6 +191,7 @@ class RegroupCosts:
             parameter_bytes=parameter_bytes,
             gradient_bytes=gradient_bytes,
             hiding=hiding if overlaps else Hiding.NOTHING,
+            lora=lora,
         )
 
     def __post_init__(self) -> None:
@@ -220,10 +227,14 @@ class RegroupCosts:
             self.num_atoms,
             cluster.num_ranks,
             cluster.ranks_per_node,
+            self.lora,
         )
 
-    def times(self, strategy: Strategy) -> RegroupTimes:
+    def times(self, strategy: Strategy, after: Strategy | None = None) -> RegroupTimes:
         """Times of every call for a strategy of the job.
+
+        after: the strategy of the iteration before, by default the same. What it had of frozen
+        parameters is not gathered again by ranks whose role did not change (`held_buckets`).
 
         Raises ConfigurationError for a strategy of another number of ranks, StrategyError for one
         that cannot cut the model.
@@ -233,17 +244,22 @@ class RegroupCosts:
                 f"regrouping: strategy {strategy.name!r} is for {strategy.num_ranks} ranks but the "
                 f"cluster has {self.cluster.num_ranks}; describe the cluster of the strategies"
             )
-        if strategy.replicas not in self._known:
-            self._known[strategy.replicas] = self._of(strategy)
-        return self._known[strategy.replicas]
+        if after is None or self.lora is None:
+            after = strategy
+        key = strategy.replicas, after.replicas
+        if key not in self._known:
+            self._known[key] = self._of(strategy, after)
+        return self._known[key]
 
-    def exposed_ms(self, strategy: Strategy, times_ms: MicroBatchTimes) -> float:
-        """Regrouping and update that add to the makespan, by `hiding`; raises as `times`.
+    def exposed_ms(
+        self, strategy: Strategy, times_ms: MicroBatchTimes, after: Strategy | None = None
+    ) -> float:
+        """Regrouping and update that add to the makespan, by `hiding`; arguments as of `times`.
 
         times_ms: of a scheme's usual micro-batch. The first and the last one hide regrouping; of
         several schemes the one counts that hides the least.
         """
-        times = self.times(strategy)
+        times = self.times(strategy, after)
         if self.hiding is Hiding.NOTHING:
             return times.total_ms
         costs = self.for_pool([strategy])
@@ -322,42 +338,48 @@ class RegroupCosts:
             f"{iteration_ms:,.1f} ms"
         )
 
-    def _of(self, strategy: Strategy) -> RegroupTimes:
+    def _roles(self, strategy: Strategy) -> list[Role | None]:
         strategy.check_model(self.shape)
         shape = self.shape
-        roles = roles_of(strategy, shape.num_layers, shape.tied_embeddings, shape.num_experts)
+        return roles_of(strategy, shape.num_layers, shape.tied_embeddings, shape.num_experts)
+
+    def _of(self, strategy: Strategy, after: Strategy) -> RegroupTimes:
+        roles = self._roles(strategy)
         counted = self._amounts(math.lcm(*(scheme.ep for scheme in strategy.schemes)))
         amounts = StrategyAmounts(counted, roles)
         kind = collective_of(amounts)
         scatter_kind = collective_of(amounts, may_reduce=self.gradient_bytes == FP32_BYTES)
         same = {b.index: buckets[0].index for buckets in amounts.equal_buckets for b in buckets}
-        known: dict[tuple[int, ...], tuple[float, float, float]] = {}
+        held = held_buckets(counted.layout, self._roles(after), roles)
+        known: dict[tuple[int, ...], tuple[float, float, float, float]] = {(): (0.0,) * 4}
 
-        def exchange(call: tuple[int, ...]) -> tuple[float, float, float]:
-            """Gather and scatter in ms, and what a rank receives in bytes."""
+        def exchange(buckets: Iterable[int]) -> tuple[float, float, float, float]:
+            """Gather and scatter in ms, and what all ranks receive in each, in bytes."""
+            call = tuple(same[bucket] for bucket in buckets)
             if call not in known:
                 gather, scatter = call_amounts(kind, amounts, call)
                 if scatter_kind is not kind:
                     _, scatter = call_amounts(scatter_kind, amounts, call)
-                num_received = self.parameter_bytes * float(gather.received.sum())
-                num_received += self.gradient_bytes * float(scatter.received.sum())
                 known[call] = (
                     self._collective_ms(gather, self.parameter_bytes, kind),
                     self._collective_ms(scatter, self.gradient_bytes, scatter_kind),
-                    num_received / self.cluster.num_ranks,
+                    self.parameter_bytes * float(gather.received.sum()),
+                    self.gradient_bytes * float(scatter.received.sum()),
                 )
             return known[call]
 
         times: list[CallTimes] = []
-        received_bytes = 0.0
+        received_bytes = skipped_bytes = 0.0
         for call in calls_of(kind, amounts, strategy):
-            gather_ms, scatter_ms, received = exchange(tuple(same[bucket] for bucket in call))
-            received_bytes += received
+            _, scatter_ms, of_all, scattered = exchange(call)
+            gather_ms, _, gathered, _ = exchange(each for each in call if each not in held)
+            received_bytes += (gathered + scattered) / self.cluster.num_ranks
+            skipped_bytes += (of_all - gathered) / self.cluster.num_ranks
             buckets = [counted.layout.buckets[bucket] for bucket in call]
             times.append(
                 CallTimes(
                     buckets=call,
-                    units=tuple(bucket.unit for bucket in buckets),
+                    units=tuple(bucket.unit.trained for bucket in buckets),
                     gather_ms=gather_ms,
                     scatter_ms=scatter_ms,
                     update_ms=math.fsum(map(self._update_ms, buckets)),
@@ -367,7 +389,7 @@ class RegroupCosts:
         # as nothing hides the last scatter.
         of_columns_ms = max(map(self._of_columns_ms, strategy.schemes))
         times[0] = replace(times[0], scatter_ms=times[0].scatter_ms + of_columns_ms)
-        return RegroupTimes(tuple(times), received_bytes)
+        return RegroupTimes(tuple(times), received_bytes, skipped_bytes)
 
     def _of_columns_ms(self, scheme: Scheme) -> float:
         """The gather and scatter of an embedding and a layer, the mean of all, among ranks that
@@ -381,7 +403,8 @@ class RegroupCosts:
         routed /= scheme.tp if scheme.ep == 1 else scheme.ep
         num_received = int((1 - 1 / scheme.fs) * others + (1 - 1 / scheme.num_holders) * routed)
         seconds = self._time_s(self.parameter_bytes * num_received, link)
-        seconds += self._time_s(self.gradient_bytes * num_received, link)
+        if self.lora is None:  # gradients of adapters are small
+            seconds += self._time_s(self.gradient_bytes * num_received, link)
         return self.factor * _MS_PER_S * seconds
 
     def _collective_ms(self, by_rank: RankAmounts, itemsize: int, kind: Collective) -> float:
@@ -403,6 +426,8 @@ class RegroupCosts:
         return link.time_s(num_bytes / self.link_fraction) if num_bytes else 0.0
 
     def _update_ms(self, bucket: Bucket) -> float:
+        if bucket.unit.is_frozen:
+            return 0.0
         borders = bucket.shard_borders
         most = max(stop - start for start, stop in itertools.pairwise(borders))
         num_bytes = most * (_UPDATE_FP32_PASSES * FP32_BYTES + self.parameter_bytes)

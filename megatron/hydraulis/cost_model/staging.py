@@ -19,6 +19,7 @@ import numpy as np
 import numpy.typing as npt
 
 from megatron.hydraulis.cost_model.regrouping import FP32_BYTES
+from megatron.hydraulis.lora import Lora
 from megatron.hydraulis.model_shape import ModelShape
 from megatron.hydraulis.strategy import Pool, Scheme, Strategy
 from megatron.hydraulis.transfer.amounts import StrategyAmounts, amounts_of_model
@@ -57,15 +58,23 @@ class PoolFootprint:
     other cp ranks in attention, if all strategies gather and reduce by collectives."""
     gradient_bytes: int = FP32_BYTES
     """Size of a gradient on the wire."""
+    num_adapted: int = 0
+    """Parameters of the adapters in a call at most; 0 if everything is trained."""
 
     @classmethod
     def of(
-        cls, pool: Pool, shape: ModelShape, *, gradient_bytes: int = FP32_BYTES
+        cls,
+        pool: Pool,
+        shape: ModelShape,
+        *,
+        gradient_bytes: int = FP32_BYTES,
+        lora: Lora | None = None,
     ) -> "PoolFootprint":
-        """The largest needs of all strategies of a pool for a model."""
+        """The largest needs of all strategies of a pool for a model, or with adapters."""
         in_fp32 = gradient_bytes == FP32_BYTES
         shares = [
-            _shares(strategy, pool.tp_lcm, shape, in_fp32=in_fp32) for strategy in pool.strategies
+            _shares(strategy, pool.tp_lcm, shape, lora, in_fp32=in_fp32)
+            for strategy in pool.strategies
         ]
         as_owner, as_role, sent, relayed, num_peers = (
             max(column) for column in zip(*shares, strict=True)
@@ -79,6 +88,7 @@ class PoolFootprint:
             num_communicators=num_communicators(pool),
             num_peers=int(num_peers),
             gradient_bytes=gradient_bytes,
+            num_adapted=0 if lora is None else _most_adapted(shape, lora),
         )
 
     def staging_bytes(self, num_parameters_of_layer: int, parameter_bytes: int) -> float:
@@ -90,38 +100,59 @@ class PoolFootprint:
         gathered = (as_owner + self.share_as_role + relayed) * parameter_bytes
         scattered = (as_owner + self.share_sent_by_role) * self.gradient_bytes
         scattered += relayed * FP32_BYTES
+        if self.num_adapted:
+            # Every rank has all of an adapter: it sends and relays that, and receives the same
+            # share of each.
+            most_bytes = self.num_adapted * (2 * self.gradient_bytes + (relayed > 0) * FP32_BYTES)
+            return max(gathered * num_parameters_of_layer, most_bytes)
         return max(gathered, scattered) * num_parameters_of_layer
 
 
 def footprint_of_scheme(
-    scheme: Scheme, shape: ModelShape, num_ranks: int, ranks_per_node: int, gradient_bytes: int
+    scheme: Scheme,
+    shape: ModelShape,
+    num_ranks: int,
+    ranks_per_node: int,
+    gradient_bytes: int,
+    lora: Lora | None,
 ) -> PoolFootprint:
     """The needs of a job that replicas of one scheme fill, in whole nodes.
 
     Stages have equal shares of the layers, so that a choice of layers can ask for each stage alone.
     """
     whole = replace(scheme.as_replica, layers=None, splits_cp=False, recomputes=False)
-    return _footprint_of_job(whole, shape, num_ranks, ranks_per_node, gradient_bytes)
+    return _footprint_of_job(whole, shape, num_ranks, ranks_per_node, gradient_bytes, lora)
 
 
 @lru_cache(_MAX_CACHED)
 def _footprint_of_job(
-    scheme: Scheme, shape: ModelShape, num_ranks: int, ranks_per_node: int, gradient_bytes: int
+    scheme: Scheme,
+    shape: ModelShape,
+    num_ranks: int,
+    ranks_per_node: int,
+    gradient_bytes: int,
+    lora: Lora | None,
 ) -> PoolFootprint:
     num_replicas, num_idle = divmod(num_ranks, scheme.num_ranks)
     text = f"{num_replicas}*{scheme}" + (f"+{num_idle}*idle" if num_idle else "")
     strategy = Strategy.parse(text, num_ranks, ranks_per_node=ranks_per_node)
-    return PoolFootprint.of(Pool.of(strategy), shape, gradient_bytes=gradient_bytes)
+    return PoolFootprint.of(Pool.of(strategy), shape, gradient_bytes=gradient_bytes, lora=lora)
 
 
 def _shares(
-    strategy: Strategy, num_atoms: int, shape: ModelShape, *, in_fp32: bool
+    strategy: Strategy,
+    num_atoms: int,
+    shape: ModelShape,
+    lora: Lora | None,
+    *,
+    in_fp32: bool,
 ) -> tuple[float, ...]:
     """(as owner, as role, sent by a role, relayed) of the largest layer, by the kind of transfer
     (`transfer.collective`), and `num_peers`; in_fp32: whether gradients travel in fp32."""
     schemes = strategy.schemes
     num_ranks, num_groups = strategy.num_ranks, math.lcm(*(scheme.ep for scheme in schemes))
-    counted = amounts_of_model(shape, num_groups, num_atoms, num_ranks, strategy.ranks_per_node)
+    per_node = strategy.ranks_per_node
+    counted = amounts_of_model(shape, num_groups, num_atoms, num_ranks, per_node, lora)
     roles = roles_of(strategy, shape.num_layers, shape.tied_embeddings, shape.num_experts)
     amounts = StrategyAmounts(counted, roles)
     buckets = counted.layout.buckets
@@ -146,6 +177,11 @@ def _shares(
     as_role = 0.0 if is_in_order else part
     sent = as_role if in_fp32 else part
     return as_owner, as_role, sent, relayed, strategy.ranks_per_node - 1
+
+
+def _most_adapted(shape: ModelShape, lora: Lora) -> int:
+    kinds = (lora.of_layer(shape, has_experts=each) for each in (False, True))
+    return max(map(lora.num_in, (*kinds, lora.of_output(shape))))
 
 
 def _weight_shapes(strategies: Sequence[Strategy]) -> float:

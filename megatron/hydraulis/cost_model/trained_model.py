@@ -8,6 +8,7 @@ from megatron.hydraulis.cost_model.device import DeviceConstants, Precision
 from megatron.hydraulis.cost_model.regrouping import FP32_BYTES
 from megatron.hydraulis.cost_model.staging import PoolFootprint
 from megatron.hydraulis.errors import ConfigurationError
+from megatron.hydraulis.lora import Adapter, Lora
 from megatron.hydraulis.model_shape import ModelShape
 from megatron.hydraulis.strategy import Scheme
 
@@ -186,6 +187,9 @@ class TrainedModel:
     """True to offer schemes with ``r`` where they hold more tokens; it has no other effect."""
     fs_prefetch: int = 1
     """Layers whose shared weights are gathered before they are used; time and memory."""
+    lora: Lora | None = None
+    """The adapters that are trained, while all other parameters are frozen; None if all are
+    trained. Time and memory."""
 
     @property
     def parameter_bytes(self) -> int:
@@ -253,10 +257,48 @@ class TrainedModel:
             return self.shape.experts_per_token
         return self.rank_load(scheme) * self.shape.experts_per_token / scheme.tp
 
+    @property
+    def num_trained(self) -> int:
+        """Parameters of the whole model that are trained."""
+        shape, lora = self.shape, self.lora
+        return shape.num_parameters if lora is None else lora.num_parameters(shape)
+
+    @property
+    def num_frozen(self) -> int:
+        """Parameters of the whole model that are not."""
+        return 0 if self.lora is None else self.shape.num_parameters
+
+    def adapters_of_layer(self, *, has_experts: bool) -> list[Adapter]:
+        """The adapters of a layer."""
+        return [] if self.lora is None else self.lora.of_layer(self.shape, has_experts=has_experts)
+
+    def num_adapter_parameters(
+        self, num_layers: int, *, are_first: bool = False, has_output: bool = False
+    ) -> int:
+        """Parameters of the adapters of so many layers, all of which each tp rank has whole.
+
+        are_first: as below; has_output: whether that of the output layer counts, too.
+        """
+        if self.lora is None:
+            return 0
+        of_mlp, of_experts, of_output = map(
+            self.lora.num_in,
+            (
+                self.adapters_of_layer(has_experts=False),
+                self.adapters_of_layer(has_experts=True),
+                self.lora.of_output(self.shape),
+            ),
+        )
+        number = self.shape.num_with_experts(
+            num_layers, are_first=are_first, most=of_experts > of_mlp
+        )
+        return number * of_experts + (num_layers - number) * of_mlp + has_output * of_output
+
     def num_layer_parameters(
         self, scheme: Scheme, num_layers: int, *, are_first: bool = False
     ) -> float:
-        """Parameters of so many layers on a rank when they are used; are_first: of the model."""
+        """Parameters of so many layers on a rank when they are used, without adapters; are_first:
+        of the model."""
         shape = self.shape
         num_with_experts = shape.num_with_experts(num_layers, are_first=are_first)
         routed = num_with_experts * shape.num_routed_entries

@@ -24,6 +24,7 @@ from megatron.hydraulis.cost_model.profile import (
     ProfileCostModel,
     ProfiledModel,
     experts_setting,
+    lora_setting,
     proposed_profile_path,
 )
 from megatron.hydraulis.cost_model.staging import PoolFootprint
@@ -53,6 +54,7 @@ def profiled_model(resolved: Resolved, core_attention: str | None = None) -> Pro
         recompute=str(recompute_of(args)),
         core_attention=core_attention,
         experts=experts_setting(resolved.shape, groups_experts=groups_experts(args)),
+        lora=lora_setting(resolved.lora),
     )
 
 
@@ -308,8 +310,12 @@ def analytic_cost_model(
         loss_chunk_tokens=hydraulis.loss_chunk_tokens,
         fs_prefetch=hydraulis.fs_prefetch,
         gradient_bytes=gradient_bytes(args),
-        pool=PoolFootprint.of(pool, resolved.shape, gradient_bytes=gradient_bytes(args)),
-        **layer_settings(args, resolved.shape, core_attention or hydraulis.core_attention),
+        pool=PoolFootprint.of(
+            pool, resolved.shape, gradient_bytes=gradient_bytes(args), lora=resolved.lora
+        ),
+        **layer_settings(
+            args, resolved.shape, core_attention or hydraulis.core_attention, resolved.lora
+        ),
     )
 
 

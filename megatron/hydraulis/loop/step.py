@@ -107,7 +107,8 @@ class TrainingLoop:
         self._make_iterators = make_iterators
         self._metrics = parts.metrics
         self._eta = EtaEstimator()
-        self._shape = resolved.shape
+        self._shape, lora = resolved.shape, resolved.lora
+        self._num_adapted = None if lora is None else lora.num_parameters(resolved.shape)
         self._is_compact = hydraulis.console == "compact"
         self._interval = LogInterval(resolved.shape.window)
         self._num_sequences = 0
@@ -427,7 +428,7 @@ class TrainingLoop:
             scatter_wait_s=outcome.scatter_wait_s,
             column_bytes=outcome.column_bytes,
             column_wait_s=outcome.column_wait_s,
-            model_flops=self._shape.causal_flops(planned.batch.lengths),
+            model_flops=self._shape.causal_flops(planned.batch.lengths, self._num_adapted),
             strategy_times_s={
                 one.name: {"bound_s": one.bound_s, "found_s": one.found_s}
                 for one in plan.strategy_times_s

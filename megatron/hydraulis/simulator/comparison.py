@@ -320,6 +320,8 @@ def strategy_use_table(results: Sequence[WayResult]) -> Table:
         if len(uses) > _MAX_STRATEGIES:
             shown.append(f"{len(uses) - _MAX_STRATEGIES} more")
         received = f"{result.received_bytes / 1e9:.2f}" if result.received_bytes else "–"
+        if result.skipped_bytes:
+            received += f", and has\n{result.skipped_bytes / 1e9:.2f} of frozen ones"
         table.add_row(result.name, StrategyText(", ".join(shown)), received)
     return table
 

@@ -12,7 +12,7 @@ from statistics import fmean, stdev
 from typing import Any
 
 from megatron.hydraulis.cost_model.pipeline import StageCosts
-from megatron.hydraulis.cost_model.regrouping import RegroupCosts
+from megatron.hydraulis.cost_model.regrouping import RegroupCosts, RegroupTimes
 from megatron.hydraulis.model_shape import ModelShape
 from megatron.hydraulis.simulator.simulation import IterationTasks, Simulator
 from megatron.hydraulis.simulator.ways import Variant
@@ -74,6 +74,11 @@ class WayResult:
         return fmean(each.received_bytes for each in self.accounts)
 
     @property
+    def skipped_bytes(self) -> float:
+        """The same of frozen parameters that need not be gathered again."""
+        return fmean(each.skipped_bytes for each in self.accounts)
+
+    @property
     def shares(self) -> dict[str, float]:
         """Share of each part in the time of all ranks; the sum is 1."""
         totals_ms = {
@@ -103,6 +108,7 @@ class WayResult:
             "padding_fraction": self.padding_fraction,
             "num_row_shapes": self.num_row_shapes,
             "received_bytes_per_iteration": self.received_bytes,
+            "skipped_bytes_per_iteration": self.skipped_bytes,
             "strategies": [
                 {"name": name, "replicas": self.strategies[name], "num_iterations": num}
                 for name, num in self.num_uses.most_common()
@@ -162,11 +168,11 @@ def _simulated(
     ended_ms = 0.0
     with _no_garbage_collection():
         iterations = simulator.run(works)
+        before = None
         for iteration in iterations:
-            times = simulator.regroup_times(iteration.work.strategy)
-            received_bytes = 0.0 if times is None else times.received_bytes
-            accounts.append(account(iteration, started_ms=ended_ms, received_bytes=received_bytes))
-            ended_ms = iteration.end_ms
+            times = simulator.regroup_times(iteration.work.strategy, before)
+            accounts.append(account(iteration, started_ms=ended_ms, regrouping=times))
+            ended_ms, before = iteration.end_ms, iteration.work.strategy
     return WayResult(
         name=name,
         accounts=tuple(accounts),
@@ -226,17 +232,19 @@ class IterationAccount:
     planning_ms: float
     received_bytes: float
     """Mean over ranks of gather and scatter; 0.0 if regrouping is not simulated."""
+    skipped_bytes: float
+    """The same of what ranks still hold."""
 
 
 def account(
-    iteration: IterationTasks, *, started_ms: float, received_bytes: float = 0.0
+    iteration: IterationTasks, *, started_ms: float, regrouping: RegroupTimes | None = None
 ) -> IterationAccount:
     """Splits the time of an iteration by use; the sum of the parts is time x ranks.
 
     Args:
         iteration: after the simulation.
         started_ms: end of the previous iteration; 0.0 for the first.
-        received_bytes: see `IterationAccount`.
+        regrouping: None if it is not simulated.
     """
     strategy = iteration.work.strategy
     begin_ms, end_ms = iteration.begin_ms, iteration.end_ms
@@ -277,5 +285,6 @@ def account(
         imbalance_ms=waiting_ms + num_idle * makespan_ms,
         regroup_ms=strategy.num_ranks * (end_ms - slowest_ms),
         planning_ms=strategy.num_ranks * (begin_ms - started_ms),
-        received_bytes=received_bytes,
+        received_bytes=0.0 if regrouping is None else regrouping.received_bytes,
+        skipped_bytes=0.0 if regrouping is None else regrouping.skipped_bytes,
     )

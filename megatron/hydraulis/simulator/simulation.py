@@ -120,17 +120,20 @@ class Simulator:
         self._regroup = regroup
         self._plan_ahead = plan_ahead
         self._hiding = Hiding.NOTHING if regroup is None else regroup.hiding
-        self._times: dict[Strategy, RegroupTimes | None] = {}
+        self._times: dict[tuple[Strategy, Strategy | None], RegroupTimes | None] = {}
 
-    def regroup_times(self, strategy: Strategy) -> RegroupTimes | None:
+    def regroup_times(
+        self, strategy: Strategy, after: Strategy | None = None
+    ) -> RegroupTimes | None:
         """Times of a strategy's calls; None if the cost model has its own time or none is
-        known."""
-        if strategy not in self._times:
+        known. after: see `RegroupCosts.times`."""
+        key = strategy, after
+        if key not in self._times:
             times = None
             if self._regroup is not None and not self._costs.cost_model.overhead_ms(strategy):
-                times = self._regroup.times(strategy)
-            self._times[strategy] = times
-        return self._times[strategy]
+                times = self._regroup.times(strategy, after)
+            self._times[key] = times
+        return self._times[key]
 
     def run(self, works: Sequence[IterationWork]) -> list[IterationTasks]:
         """Simulates iterations in their order; the result is deterministic.
@@ -161,7 +164,7 @@ class Simulator:
             requested = before[-1].end
         plan = loop.add(_PLANNER, _MS_PER_S * work.plan_time_s if index else 0.0, [requested])
         begin = loop.add(_ITERATION, 0.0, [plan])
-        times = self.regroup_times(work.strategy)
+        times = self.regroup_times(work.strategy, before[-1].work.strategy if before else None)
         gathers: list[Task] = []
         gathered: dict[Unit, Task] = {}
         if times is not None:
@@ -196,10 +199,12 @@ class Simulator:
         overhead = None
         if times is not None:
             calls = self._add_calls(loop, times.calls, gathers, replicas, ends)
-            upcoming = None if following is None else self.regroup_times(following.strategy)
+            upcoming = times
+            if following is not None:
+                upcoming = self.regroup_times(following.strategy, work.strategy) or times
             updates = tuple(
                 loop.add(_UPDATE, call.update_ms, [calls[0].scatter, *ends])
-                for call in (upcoming or times).calls
+                for call in upcoming.calls
             )
             ends += updates
         else:

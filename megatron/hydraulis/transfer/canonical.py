@@ -23,6 +23,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from megatron.hydraulis.errors import ConfigurationError, PlanError
+from megatron.hydraulis.lora import Lora
 from megatron.hydraulis.model_shape import ModelShape
 
 DEFAULT_BUCKET_CAP_ELEMENTS = 40_000_000
@@ -64,6 +65,11 @@ class Unit:
     def frozen(self) -> Unit:
         """The frozen parameters of the same part of the model."""
         return dataclasses.replace(self, is_frozen=True)
+
+    @property
+    def trained(self) -> Unit:
+        """The trained ones."""
+        return dataclasses.replace(self, is_frozen=False)
 
     @staticmethod
     def embedding() -> Unit:
@@ -484,7 +490,9 @@ def _running_sums(sizes: Iterable[int]) -> tuple[int, ...]:
     return tuple(sums)
 
 
-def model_parameters(shape: ModelShape, num_expert_groups: int = 1) -> list[ParameterSpec]:
+def model_parameters(
+    shape: ModelShape, num_expert_groups: int = 1, lora: Lora | None = None
+) -> list[ParameterSpec]:
     """Every parameter of a Llama-like model with sequence parallelism and without biases.
 
     Only for planning without a model: a run takes them from its model (runtime/catalogue.py).
@@ -492,6 +500,7 @@ def model_parameters(shape: ModelShape, num_expert_groups: int = 1) -> list[Para
     Args:
         num_expert_groups: a multiple of the ep degrees in use; experts of a layer that the same
             ranks hold are one parameter, as bytes and their places are the same.
+        lora: adapters, with which all others are frozen.
     """
     hidden, sharded, partial = shape.hidden_size, Contribution.SHARDED, Contribution.PARTIAL
     num_halves = 2 if shape.gated_mlp else 1
@@ -530,7 +539,23 @@ def model_parameters(shape: ModelShape, num_expert_groups: int = 1) -> list[Para
     parameters.append(ParameterSpec("norm", (hidden,), Unit.output(), partial, decays=False))
     if not shape.tied_embeddings:
         parameters.append(ParameterSpec("output", ends, Unit.output(), sharded, tp_dim=0))
-    return parameters
+    if lora is None:
+        return parameters
+    num_dense = shape.num_layers - shape.num_expert_layers
+    trained = [
+        (Unit.layer(layer), each)
+        for layer in range(shape.num_layers)
+        for each in lora.of_layer(shape, has_experts=layer >= num_dense)
+    ]
+    trained += [(Unit.output(), each) for each in lora.of_output(shape)]
+    return [dataclasses.replace(each, unit=each.unit.frozen) for each in parameters] + [
+        ParameterSpec(f"{unit.name}.{each.module}.{each.target}.{name}", size, unit, partial)
+        for unit, each in trained
+        for name, size in (
+            ("A", (lora.rank, each.num_inputs)),
+            ("B", (each.num_outputs, lora.rank)),
+        )
+    ]
 
 
 def _projections(shape: ModelShape, unit: Unit, prefix: str) -> list[ParameterSpec]:
