@@ -11,6 +11,7 @@
 #
 #   preprocess --chat, train --hf, export-hf, load with transformers
 #
+# With --lora-rank 16 it trains adapters only, and exports them for peft.
 # Everything is in runs/finetune; RUN_DIR names another folder.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
@@ -37,6 +38,9 @@ RUN_DIR="$run_dir/train" bash scripts/run_local.sh 4 --hf "$data/model" \
     --global-batch-size 24 --train-iters 150 --lr 5e-3 --lr-decay-style cosine --lr-warmup-fraction 0.1 \
     --clip-grad 1 --seed 1234 --eval-interval 75 --eval-iters 1 --log-interval 10 "$@"
 
-echo '=== export-hf: a folder for transformers'
-"${hydraulis[@]}" export-hf "$run_dir/checkpoints" "$run_dir/model" --like "$data/model"
-"$python" scripts/stdlib_chat.py --ask "$run_dir/model" 'What is json.dumps?'
+exported=(model)
+[[ " $* " == *" --lora-rank"* ]] && exported=(adapter --adapter)
+echo "=== export-hf: a folder for transformers, ${exported[*]}"
+"${hydraulis[@]}" export-hf "$run_dir/checkpoints" "$run_dir/${exported[0]}" \
+    "${exported[@]:1}" --like "$data/model"
+"$python" scripts/stdlib_chat.py --ask "$run_dir/${exported[0]}" 'What is json.dumps?'

@@ -8,6 +8,7 @@ from __future__ import annotations
 import shlex
 import tempfile
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -15,8 +16,8 @@ import torch
 
 from megatron.hydraulis.__main__ import main
 from megatron.hydraulis.checkpoint.folder import CheckpointFolder
-from megatron.hydraulis.checkpoint.hugging_face.export_hf import export_checkpoint
-from megatron.hydraulis.checkpoint.hugging_face.import_hf import import_folder
+from megatron.hydraulis.checkpoint.hugging_face.export_hf import Content, export_checkpoint
+from megatron.hydraulis.checkpoint.hugging_face.import_hf import import_folder, lora_flags
 from megatron.hydraulis.checkpoint.hugging_face.model import model_flags
 from megatron.hydraulis.checkpoint.loading import load_checkpoint
 from megatron.hydraulis.checkpoint.manifest import model_of
@@ -26,6 +27,7 @@ from megatron.hydraulis.checkpoint.torch_dist import LAYERS, StoredCheckpoint
 from megatron.hydraulis.data.packed_batch import pack
 from megatron.hydraulis.library.building import definition_of
 from megatron.hydraulis.runtime.executor import make_forward_step
+from tests.support.adapter_folders import make_adapter
 from tests.support.checkpoints import make_engine, whole_tensors
 from tests.support.gloo_pool import pool_of
 from tests.support.huggingface_folders import make_folder, tensors_of, transformers_loss
@@ -75,6 +77,35 @@ def test_the_same_loss_before_and_after_training(
     assert exported.checkpoint.name == f"iter_{ITERATION:07d}"
     assert tensors_of(back).keys() == tensors_of(source).keys()
     assert losses[1] == pytest.approx(transformers_loss(back, batch), rel=SAME_LOSS)
+
+
+@pytest.mark.parametrize(
+    ("variant", "targets", "strategy"),
+    [
+        ("qwen3", "all-linear", "tp2"),
+        ("llama", ("q_proj", "v_proj", "down_proj"), "pp2"),
+        ("mixtral", ("q_proj", "k_proj", "o_proj"), "tp2"),
+        ("deepseek_v3", ("q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj"), "tp2"),
+        ("qwen2_moe", ("o_proj", "gate_proj", "down_proj"), "pp2"),
+    ],
+)
+def test_an_adapter_of_peft_before_and_after_training(
+    variant: str, targets: Any, strategy: str, tmp_path: Path
+) -> None:
+    base = make_folder(tmp_path / "base", variant)
+    adapter = make_adapter(tmp_path / "adapter", base, targets)
+    mega, back, merged = (tmp_path / name for name in ("mega", "back", "merged"))
+    done = import_folder(base, mega, adapter=adapter)
+    assert done.lora is not None
+    flags = [*model_flags(done.model), *lora_flags(done.lora)]
+    batch = batch_of(61)
+    losses = pool_of(2).run(load_train_save, flags, strategy, str(mega), batch)[-1]
+    assert losses[0] == pytest.approx(transformers_loss(adapter, batch), rel=SAME_LOSS)
+    assert abs(losses[1] - losses[0]) > 100 * SAME_LOSS
+    export_checkpoint(mega, back, max_file_bytes=1 << 30, content=Content.ADAPTER, like=base)
+    assert losses[1] == pytest.approx(transformers_loss(back, batch), rel=SAME_LOSS)
+    export_checkpoint(mega, merged, max_file_bytes=1 << 30, content=Content.MERGED)
+    assert losses[1] == pytest.approx(transformers_loss(merged, batch), rel=SAME_LOSS)
 
 
 def batch_of(vocab_size: int) -> list[np.ndarray]:

@@ -108,9 +108,8 @@ def run(namespace: argparse.Namespace) -> int:
         print(f"left out: layers of multi-token prediction ({num_left_out})")
     flags = model_flags(done.model)
     flags += {"bfloat16": ["--bf16"], "float16": ["--fp16"]}.get(done.dtype_name, [])
-    if (lora := done.lora) is not None:
-        flags += [f"--lora-rank {lora.rank}", f"--lora-alpha {lora.alpha:g}"]
-        flags.append(f"--lora-targets {' '.join(lora.targets)}")
+    if done.lora is not None:
+        flags += lora_flags(done.lora)
     print("flags of such a run:")
     lines = [""]
     for flag in [shlex.join(("--load", str(namespace.output))), *flags]:
@@ -119,6 +118,15 @@ def run(namespace: argparse.Namespace) -> int:
         lines[-1] += f" {flag}"
     print(" \\\n".join(f" {line}" for line in lines))
     return 0
+
+
+def lora_flags(lora: Lora) -> list[str]:
+    """Flags of the training program for these adapters, each with its value."""
+    return [
+        f"--lora-rank {lora.rank}",
+        f"--lora-alpha {str(lora.alpha).removesuffix('.0')}",
+        f"--lora-targets {' '.join(lora.targets)}",
+    ]
 
 
 def import_folder(
