@@ -127,7 +127,7 @@ def _run_to_its_end(argv: Sequence[str] | None, hooks: UserHooks) -> None:
 
 def _run(argv: Sequence[str] | None, hooks: UserHooks) -> None:
     check_launcher_numbers()
-    words, met, pool = sys.argv[1:] if argv is None else argv, None, None
+    words = sys.argv[1:] if argv is None else argv
     set_hardware_queues(words)
     has_cuda = torch.cuda.is_available()
     if has_cuda:
@@ -141,8 +141,24 @@ def _run(argv: Sequence[str] | None, hooks: UserHooks) -> None:
         # Before the flags, which would be wrong for a job of this process alone.
         check_launched("train FLAGS", otherwise=", or add --dry-run")
     folder = FolderOfRun.named_in(words)
-    if folder is not None:
-        words = [*folder.flags, *words]
+    if folder is None:
+        _start(words, hooks, rank, num_ranks, has_cuda=has_cuda)
+        return
+    with folder.blamed_for_its_flags(words):
+        _start([*folder.flags, *words], hooks, rank, num_ranks, folder, has_cuda=has_cuda)
+
+
+def _start(
+    words: Sequence[str],
+    hooks: UserHooks,
+    rank: int,
+    num_ranks: int,
+    folder: FolderOfRun | None = None,
+    *,
+    has_cuda: bool,
+) -> None:
+    """Run a complete command line."""
+    met, pool = None, None
     if wants_proposal(words):
         from megatron.hydraulis.loop.auto_pool import pool_of_job  # slow to import
 

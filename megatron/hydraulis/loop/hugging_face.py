@@ -7,9 +7,11 @@ not allow is refused.
 from __future__ import annotations
 
 import argparse
+import re
 import shlex
 from argparse import Namespace
-from collections.abc import Sequence, Set
+from collections.abc import Iterator, Sequence, Set
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -71,6 +73,26 @@ class FolderOfRun:
                 )
             flags += ["--tokenizer-type", _READS_FOLDERS[0], "--tokenizer-model", str(path)]
         return cls(path, model, tuple(flags))
+
+    @contextmanager
+    def blamed_for_its_flags(self, words: Sequence[str]) -> Iterator[None]:
+        """Let an error about flags say which of them come from the folder.
+
+        words: those of the command line.
+        """
+        try:
+            yield
+        except ConfigurationError as error:
+            text = str(error)
+            given = {word.partition("=")[0] for word in words}
+            blamed = [
+                flag
+                for flag in model_flags(self.model)
+                if (option := flag.split()[0]) not in given and re.search(rf"{option}\b(?!-)", text)
+            ]
+            if blamed:
+                error.args = (f"{text}\n(from --hf {self.path}: {', '.join(blamed)})",)
+            raise
 
     def check(self, resolved: Resolved) -> None:
         """Raise ConfigurationError if the whole command line describes another model."""

@@ -108,6 +108,29 @@ def test_flags_that_the_weights_do_not_allow(
         resolve(folder, flag_parser, *NULL, *words.split())
 
 
+@pytest.mark.parametrize(
+    ("words", "named"),
+    [
+        ("--max-position-embeddings 32", None),
+        ("--seq-length 512", "--max-position-embeddings 256"),
+        ("--num-query-groups 3", "--num-attention-heads 4"),
+        ("--squared-relu", "--swiglu"),
+    ],
+)
+def test_an_error_says_which_flags_come_from_the_folder(
+    words: str, named: str | None, tmp_path: Path, flag_parser: FlagParser
+) -> None:
+    path, command = make_folder(tmp_path, "mistral"), words.split()
+    folder = FolderOfRun.named_in(["--hf", str(path), *NULL])
+    assert folder is not None
+    with pytest.raises(ConfigurationError) as caught, folder.blamed_for_its_flags(command):
+        resolve(path, flag_parser, *NULL, *command)
+    hint = "" if named is None else f"\n(from --hf {path}: {named})"
+    message = str(caught.value)
+    assert message.endswith(hint), message
+    assert ("(from" in message) == (named is not None)
+
+
 def test_other_flags_win(tmp_path: Path, flag_parser: FlagParser) -> None:
     words = ["--max-position-embeddings", "64", "--num-layers", "3", "--bf16"]
     args = resolve(make_folder(tmp_path, "mistral"), flag_parser, *NULL, *words).args
