@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from megatron.hydraulis.errors import HydraulisError as HydraulisError
     from megatron.hydraulis.library.batches import Batch as Batch
     from megatron.hydraulis.library.batches import TokenSequence as TokenSequence
+    from megatron.hydraulis.library.engine import BatchLoss as BatchLoss
     from megatron.hydraulis.library.engine import Engine as Engine
     from megatron.hydraulis.library.plans import ModelLike as ModelLike
     from megatron.hydraulis.library.plans import PoolLike as PoolLike
@@ -46,6 +47,7 @@ import_upstream_without_compiler()
 _MODULES = {
     "AdamWSettings": "optimizer.sharded_adamw",
     "Batch": "library.batches",
+    "BatchLoss": "library.engine",
     "Comparison": "simulator.comparison",
     "Engine": "library.engine",
     "HydraulisError": "errors",

@@ -83,6 +83,7 @@ def compute(
     out = token_outputs(entropy=entropy)(
         hidden_states=mine, output_layer=layer, output_weight=None, labels=labels[None]
     )
+    assert out.log_probs is not None
     loss = (weights[0] * out.log_probs).sum()
     if entropy:
         assert out.entropy is not None
@@ -251,7 +252,7 @@ def losses_of_settings() -> tuple[float, ...]:
     }
     with torch.no_grad():
         first = token_losses(**given)
-        others = [token_outputs(entropy=entropy)(**given).log_probs for entropy in (True, False)]
+        others: list[Any] = [token_outputs(entropy=e)(**given).log_probs for e in (True, False)]
     return tuple(float((first + other).abs().max()) for other in others)
 
 

@@ -21,7 +21,13 @@ import verl
 from hydra import compose, initialize_config_dir
 from tensordict import TensorDict
 from torch import Tensor
-from transformers import AutoModelForCausalLM, AutoTokenizer, Qwen3Config, Qwen3ForCausalLM
+from transformers import (
+    AutoModelForCausalLM,
+    AutoModelForTokenClassification,
+    AutoTokenizer,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+)
 from verl.single_controller.ray import RayClassWithInitArgs, RayResourcePool, RayWorkerGroup
 from verl.trainer.config import CheckpointConfig
 from verl.trainer.sft_trainer import SFTTrainer
@@ -31,7 +37,7 @@ from verl.workers.config import FSDPOptimizerConfig, HFModelConfig, TrainingWork
 from verl.workers.config.engine import EngineRouterReplayConfig
 from verl.workers.engine import EngineRegistry
 from verl.workers.engine_workers import ActorRolloutRefWorker, TrainingWorker
-from verl.workers.utils.losses import ppo_loss, sft_loss
+from verl.workers.utils.losses import ppo_loss, sft_loss, value_loss
 from verl.workers.utils.padding import left_right_2_no_padding, no_padding_2_padding
 
 from megatron.hydraulis.errors import CheckpointError, ConfigurationError
@@ -46,6 +52,7 @@ LR = 1e-3
 WEIGHT_DECAY = 10.0
 """So large that LR · WEIGHT_DECAY · parameter is above the tolerance."""
 TEMPERATURE = 0.7
+CLIP_RANGE = 0.5
 NUM_VALIDATION_BATCHES = 2
 TIMEOUT_S = 240.0
 OUTPUTS = ("log_probs", "entropy")
@@ -177,7 +184,7 @@ def rollout(vocab_size: int) -> TensorDict:
     ).long()
     tokens = torch.randint(3, vocab_size, (num, prompt + response), generator=generator) * mask
     response_mask = mask[:, prompt:]
-    values = torch.randn(3, num, response, generator=generator)
+    values = torch.randn(5, num, response, generator=generator)
     return tu.get_tensordict(
         {
             "input_ids": tokens,
@@ -189,6 +196,8 @@ def rollout(vocab_size: int) -> TensorDict:
             "advantages": values[0] * response_mask,
             "old_log_probs": (values[1] * 0.1 - 5.5) * response_mask,
             "ref_log_prob": (values[2] * 0.1 - 5.5) * response_mask,
+            "values": values[3] * response_mask,
+            "returns": values[4] * response_mask,
         },
         {"temperature": TEMPERATURE},
     )
@@ -253,14 +262,62 @@ def run_actor(folder: Path, vocab_size: int) -> tuple[Any, ...]:
     return outputs, metrics, tensors
 
 
+def critic_config(folder: Path) -> Any:
+    return omega_conf_to_dataclass(
+        composed(
+            "ppo_trainer",
+            [
+                *engine_overrides("critic.fsdp", "cp2+pp2"),
+                *("critic.strategy=hydraulis", f"critic.model.path={folder}"),
+                *("critic.ppo_mini_batch_size=4", "critic.use_dynamic_bsz=True"),
+                *(f"critic.optim.lr={LR}", f"critic.optim.weight_decay={WEIGHT_DECAY}"),
+                *(f"critic.cliprange_value={CLIP_RANGE}", "critic.fsdp.param_offload=true"),
+            ],
+        ).critic
+    )
+
+
+def run_critic(folder: Path, vocab_size: int) -> tuple[Tensor, Any, Tensors]:
+    """Values of this rank's responses, metrics of each mini-batch, and the model at the end."""
+    use_as_verl_rank()
+    config = critic_config(folder)
+    worker = TrainingWorker(
+        TrainingWorkerConfig(
+            model_type="value_model",
+            model_config=config.model,
+            engine_config=config.engine,
+            optimizer_config=config.optim,
+            checkpoint_config=config.checkpoint,
+        )
+    )
+    worker.reset()
+    worker.set_loss_fn(partial(value_loss, config=config))
+    data = left_right_2_no_padding(rollout(vocab_size)[2 * dist.get_rank() :][:2])
+    tu.assign_non_tensor(data, compute_loss=False)
+    values = no_padding_2_padding(worker.infer_batch(data)["values"], data)
+    data = left_right_2_no_padding(rollout(vocab_size)[2 * dist.get_rank() :][:2])
+    tu.assign_non_tensor(
+        data,
+        global_batch_size=4,
+        mini_batch_size=4,
+        epochs=1,
+        seed=1,
+        dataloader_kwargs={"shuffle": False},
+    )
+    metrics = dict(tu.get(worker.train_mini_batch(data), "metrics"))
+    tensors = dict(worker.engine.get_per_tensor_param()[0])
+    worker.engine.engine.close()
+    return values, metrics, tensors
+
+
 # --- the reference: one process ---
 
 
 class Reference:
     """transformers' model and torch's AdamW, by which norms and biases do not decay."""
 
-    def __init__(self, folder: Path) -> None:
-        self.model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    def __init__(self, folder: Path, kind: Any = AutoModelForCausalLM) -> None:
+        self.model = kind.from_pretrained(folder, dtype=torch.float32)
         parameters = list(self.model.parameters())
         matrices = [each for each in parameters if each.dim() > 1]
         others = [each for each in parameters if each.dim() == 1]
@@ -282,6 +339,11 @@ class Reference:
             name: torch.nested.as_nested_tensor(rows, layout=torch.jagged)
             for name, rows in found.items()
         }
+
+    def values(self, tokens: list[Tensor]) -> Tensor:
+        """As verl's engines give them."""
+        rows = [self.model(row[None]).logits[0, :, 0] for row in tokens]
+        return torch.nested.as_nested_tensor(rows, layout=torch.jagged)
 
     def update(self, loss: Tensor, lr: float = LR) -> float:
         """Norm of the gradient before clipping."""
@@ -366,6 +428,42 @@ def test_an_actor_updates_as_one_process(folder: Path) -> None:
             )
     for _, _, tensors in ranks:
         reference.assert_is(tensors)
+
+
+def test_a_critic_updates_as_one_process(folder: Path, tmp_path: Path) -> None:
+    model: Any = AutoModelForTokenClassification.from_pretrained(folder, num_labels=1)
+    model.save_pretrained(tmp_path)
+    AutoTokenizer.from_pretrained(folder).save_pretrained(tmp_path)
+    vocab_size = model.config.vocab_size
+    ranks = pool_of(NUM_RANKS).run(run_critic, tmp_path, vocab_size, timeout_s=TIMEOUT_S)
+    reference = Reference(tmp_path, AutoModelForTokenClassification)
+    whole = rollout(vocab_size)
+    data = left_right_2_no_padding(whole.clone())
+    wanted = no_padding_2_padding(reference.values(list(data["input_ids"].unbind())), data)
+    found = torch.cat([values for values, _, _ in ranks])
+    torch.testing.assert_close(found, wanted.detach(), rtol=TOLERANCE, atol=TOLERANCE)
+    for step in range(2):
+        data = left_right_2_no_padding(whole[step::2].clone())
+        num_tokens = int(data["loss_mask"].sum())
+        tu.assign_non_tensor(data, dp_size=1, batch_num_tokens=num_tokens, global_batch_size=4)
+        outputs = {"values": reference.values(list(data["input_ids"].unbind()))}
+        loss, metrics = value_loss(critic_config(tmp_path), outputs, data)
+        expected = {
+            "loss": loss.item(),
+            "grad_norm": reference.update(loss),
+            "critic/vf_loss": metrics["critic/vf_loss"].aggregate(),
+        }
+        for _, seen, _ in ranks:
+            assert {name: seen[name][step] for name in expected} == pytest.approx(
+                expected, rel=TOLERANCE
+            )
+    for _, _, tensors in ranks:
+        reference.assert_is(tensors)
+
+
+def test_all_model_types_of_verl_have_an_engine() -> None:
+    for engines in EngineRegistry._engines.values():
+        assert engines["hydraulis"]["cuda"] is engines["hydraulis"]["cpu"]
 
 
 # --- with Ray ---

@@ -51,6 +51,7 @@ from megatron.hydraulis.runtime.process_groups import of_all_ranks, on_all_ranks
 from megatron.hydraulis.runtime.token_loss import (
     OUTPUTS,
     TOKEN_IDS,
+    VALUES,
     TokenLoss,
     check_token_loss,
     loss_forward_step,
@@ -109,6 +110,7 @@ class Engine:
         dtype: torch.dtype | None = None,
         max_tokens_per_micro_batch: int | None = None,
         lora: Lora | None = None,
+        value_head: bool = False,
         options: Sequence[str] = (),
     ) -> Engine:
         """The model of a Hugging Face folder, with its weights.
@@ -133,6 +135,8 @@ class Engine:
                 optimizer works in fp32.
             max_tokens_per_micro_batch: as the flag; None for what fits in memory.
             lora: adapters that are trained instead of the model, such as ``Lora(rank=16)``.
+            value_head: whether a value of each token replaces logits, as in a critic: "score" in
+                the folder, or a new one. Plans count the output layer that is not there.
             options: further options of the training program, such as
                 ``["--recompute-granularity", "full"]``.
 
@@ -149,6 +153,7 @@ class Engine:
             dtype=dtype,
             max_tokens_per_micro_batch=max_tokens_per_micro_batch,
             lora=lora,
+            value_head=value_head,
             options=options,
         )
         planning = built.planning
@@ -233,7 +238,7 @@ class Engine:
         Returns:
             By output a tensor (n,) for each sequence, on the job's device: at t what belongs to
             predicting token t, and 0 at the first token. "token_log_probs" are (n, k), of the
-            sequences' input `TOKEN_IDS`.
+            sequences' input `TOKEN_IDS`. A model with a value head has "values" alone.
 
         Raises:
             ConfigurationError: there is no such output, or one is given twice, or none, or
@@ -369,7 +374,8 @@ class Engine:
         return value
 
     def _checked_outputs(self, outputs: str | Sequence[str], batch: Batch) -> tuple[str, ...]:
-        names = _checked_outputs(outputs)
+        available = (VALUES,) if self.runtime.definition.has_value_head else OUTPUTS
+        names = _checked_outputs(outputs, available)
         self._check_ids(batch, are_needed="token_log_probs" in names)
         return names
 
@@ -423,6 +429,7 @@ class Engine:
                 first.length,
                 self.runtime.device,
                 entropy=entropy,
+                has_value_head=self.runtime.definition.has_value_head,
             ),
             "the loss cannot be called",
         )
@@ -668,15 +675,13 @@ def _entry_shape(output: str, batch: Batch) -> tuple[int, ...]:
 
 
 def _linear_loss(
-    log_probs: Tensor, entropy: Tensor | None, inputs: Mapping[str, Tensor], segments: Any
+    log_probs: Tensor | None, entropy: Tensor | None, inputs: Mapping[str, Tensor], segments: Any
 ) -> Tensor:
     values: dict[str, Any] = {"log_probs": log_probs, "entropy": entropy, **inputs}
-    losses = torch.zeros_like(log_probs)
-    for name in OUTPUTS:
-        if f"by_{name}" in inputs:
-            product = values[name] * inputs[f"by_{name}"]
-            losses = losses + (product if product.dim() == 1 else product.sum(dim=1))
-    return losses
+    products = [
+        values[name] * inputs[f"by_{name}"] for name in (*OUTPUTS, VALUES) if f"by_{name}" in inputs
+    ]
+    return sum(each if each.dim() == 1 else each.sum(dim=1) for each in products)  # type: ignore[return-value]
 
 
 def _agreed[Value](checked: Callable[[], Value], what: str) -> Value:
@@ -737,13 +742,13 @@ def _checked_number(value: float, what: str, *, may_be_0: bool = False) -> float
     return float(value)
 
 
-def _checked_outputs(outputs: str | Sequence[str]) -> tuple[str, ...]:
+def _checked_outputs(outputs: str | Sequence[str], available: Sequence[str]) -> tuple[str, ...]:
     names: tuple[Any, ...] = (outputs,)
     if isinstance(outputs, Iterable) and not isinstance(outputs, str):
         names = tuple(outputs)
-    if not names or any(name not in OUTPUTS for name in names) or len({*names}) < len(names):
+    if not names or any(name not in available for name in names) or len({*names}) < len(names):
         raise ConfigurationError(
-            f"outputs are some of {', '.join(OUTPUTS)}, each once, but "
+            f"outputs are some of {', '.join(available)}, each once, but "
             f"{', '.join(map(str, names)) or 'none'} was asked for; correct them"
         )
     return names

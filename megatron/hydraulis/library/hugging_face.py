@@ -6,7 +6,7 @@ import os
 import shlex
 import sys
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -76,6 +76,7 @@ def build_from_folder(
     dtype: torch.dtype | None,
     max_tokens_per_micro_batch: int | None,
     lora: Lora | None,
+    value_head: bool,
     options: Sequence[str],
 ) -> BuiltEngine:
     """Builds an engine as the training program would; see `library.engine.Engine.from_hf`."""
@@ -106,7 +107,7 @@ def build_from_folder(
                 "Lora(rank=16)"
             )
         path = checked_path(folder)
-        model, _, stored_dtype = open_folder(path)
+        model, _, stored_dtype = open_folder(path, value_head=value_head)
         flag_parser = FlagParser()
         _check_options(flag_parser, options)
         parameter_dtype = dtype or stored_dtype
@@ -165,7 +166,7 @@ def build_from_folder(
         has_optimizer=optimizer is not None,
         accumulates=True,
     )
-    definition = definition_of(resolved, attention)
+    definition = replace(definition_of(resolved, attention), has_value_head=value_head)
     engine = build_engine(resolved, planning.pool, definition, optimizer, accumulates=True)
     places = fill_from_folder(engine, path)
     return BuiltEngine(engine, planning, resolved, model, places)
@@ -281,15 +282,15 @@ def _copy(shares: Sequence[tuple[int, Tensor]], first: int, out: Tensor) -> None
 
 def _fill(engine: RuntimeEngine, folder: Path, stored: Mapping[str, StoredParameter]) -> None:
     """Set this rank's shards from the folder."""
-    model, files, dtype = open_folder(folder)
+    model, files, dtype = open_folder(folder, value_head=engine.definition.has_value_head)
     shards = engine.shards
     owned: dict[str, list[OwnedRectangle]] = {}
     for is_frozen in (False, True):
         for part in shards.rectangles(frozen=is_frozen):
             owned.setdefault(shards.layout.parameters[part.parameter].name, []).append(part)
     for spec, parts in _parameters(engine, model, stored):
-        if spec.name not in owned:
-            continue
+        if spec.name not in owned or not {part.name for part in parts} <= {*files.names}:
+            continue  # a value head that the folder lacks stays as it was initialised
         matrix = assembled(spec.shape, dtype, parts, files).view(spec.shape[0], -1)
         flat = shards.frozen if spec.is_frozen else shards.parameters
         for part in owned[spec.name]:

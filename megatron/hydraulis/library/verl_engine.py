@@ -124,6 +124,7 @@ class HydraulisEngineConfig(FSDPEngineConfig):
 
 
 @EngineRegistry.register(model_type="language_model", backend=BACKEND, device=["cuda", "cpu"])
+@EngineRegistry.register(model_type="value_model", backend=BACKEND, device=["cuda", "cpu"])
 class HydraulisEngine(BaseEngine):
     """verl's interface of an `Engine`. All methods are collective.
 
@@ -149,6 +150,10 @@ class HydraulisEngine(BaseEngine):
         self._engine: Engine | None = None
 
     @property
+    def _is_critic(self) -> bool:
+        return self._model_config.model_type == "value_model"
+
+    @property
     def is_param_offload_enabled(self) -> bool:
         return self._config.param_offload
 
@@ -169,6 +174,7 @@ class HydraulisEngine(BaseEngine):
             cost_profile=self._config.cost_profile,
             dtype=_DTYPES[self._config.dtype],
             max_tokens_per_micro_batch=self._config.max_tokens_per_micro_batch,
+            value_head=self._is_critic,
             options=self._config.options,
         )
         if not self._config.forward_only:
@@ -219,7 +225,7 @@ class HydraulisEngine(BaseEngine):
             self._count_tokens(data)  # now, as a copy of what Ray brings is locked
         data = data.to(get_device_id())
         offsets = data["input_ids"].offsets()
-        names = ["log_probs"]
+        names = ["values" if self._is_critic else "log_probs"]
         if tu.get_non_tensor_data(data, "calculate_entropy", default=False):
             names.append("entropy")
         is_linear = not forward_only and _is_linear(loss_function)

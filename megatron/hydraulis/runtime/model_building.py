@@ -78,6 +78,8 @@ class ModelDefinition:
     """Layers that roles are built of instead of ``layer_spec``'s, with the same parameters, such as
     Transformer Engine's. Names, order and initial values are those of ``layer_spec``."""
     core_attention: CoreAttentionName = "sdpa"
+    has_value_head: bool = False
+    """Whether a `ValueHead` replaces the output layer; embeddings are not tied then."""
     decays_qk_norms: bool = False
     """Whether weight decay applies to the norms of queries and keys, too."""
     lora: Lora | None = None
@@ -225,7 +227,12 @@ def build_model(
     if definition.lora is not None:
         adapt(model, definition.lora, definition.adapters)
     if type(model) is GPTModel:
-        PackedGPTModel.convert(model, definition.vocab_size, definition.loss_chunk_tokens)
+        PackedGPTModel.convert(
+            model,
+            definition.vocab_size,
+            definition.loss_chunk_tokens,
+            has_value_head=definition.has_value_head,
+        )
     return model
 
 

@@ -25,12 +25,14 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear
 from megatron.core.tensor_parallel.mappings import (
     copy_to_tensor_model_parallel_region,
     gather_from_sequence_parallel_region,
 )
+from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
 from megatron.hydraulis.cost_model.memory import loss_chunk_tokens
@@ -44,16 +46,19 @@ from megatron.hydraulis.runtime.executor import (
     widened,
 )
 
-TokenLoss = Callable[[Tensor, Any, Mapping[str, Tensor], "Segments"], Tensor]
+TokenLoss = Callable[[Any, Any, Mapping[str, Tensor], "Segments"], Tensor]
 """``loss(log_probs, entropy, inputs, segments)``: (tokens,) losses of (tokens,) log-probabilities
-and entropies; these are None unless requested. ``inputs`` are the sequences' tensors, (tokens,
-...), and with `TOKEN_IDS` among them "token_log_probs". All are about predicting the same tokens:
+and entropies; the latter are None unless requested, both with a value head. ``inputs`` are the
+sequences' tensors, (tokens, ...), with `TOKEN_IDS` among them also "token_log_probs", and with a
+value head "values". All are about predicting the same tokens:
 those of this rank's part of a row, without padding and without the first of each sequence, which
 nothing predicts. Possibly 0 tokens."""
 
 OUTPUTS = ("log_probs", "entropy", "token_log_probs")
 """Names of what a forward pass can give for each token. The last are (k,) for each, of `TOKEN_IDS`,
 which the sequences must have."""
+VALUES = "values"
+"""The only output of a model with a `ValueHead`."""
 TOKEN_IDS = "token_ids"
 """Name of an input, (tokens, k) whole numbers: tokens whose log-probabilities are wanted in the
 place of each token, such as those that a teacher finds most likely."""
@@ -143,40 +148,47 @@ def check_token_loss(
     device: torch.device,
     *,
     entropy: bool,
+    has_value_head: bool = False,
 ) -> None:
     """Call a loss with zeros for a sequence and for no token, without a model and other ranks.
 
     Args:
         inputs: of one sequence, for ``num_tokens`` tokens, on the device.
         entropy: whether it gets entropies.
+        has_value_head: whether it gets values instead.
 
     Raises:
         ConfigurationError: it does not return a tensor of one loss per token, or one that depends
-            on neither log-probabilities nor entropies.
+            on no output of the model.
     """
-    losses = _call_with_zeros(loss, inputs, num_tokens, device, entropy)
+    call = partial(_call_with_zeros, loss, device, entropy, has_value_head)
+    losses = call(inputs, num_tokens)
     if not losses.requires_grad:
         raise ConfigurationError(
-            "a loss must depend on log_probs or entropy but has no gradient; compute it from them, "
-            "without detach()"
+            f"a loss must depend on {VALUES if has_value_head else 'log_probs or entropy'} but has "
+            "no gradient; compute it from them, without detach()"
         )
     # A context-parallel rank may hold no token of a short sequence.
     none = {name: value[:0] for name, value in inputs.items()}
-    _call_with_zeros(loss, none, 0, device, entropy)
+    call(none, 0)
 
 
 def _call_with_zeros(
     loss: TokenLoss,
-    inputs: Mapping[str, Tensor],
-    num_tokens: int,
     device: torch.device,
     entropy: bool,
+    has_value_head: bool,
+    inputs: Mapping[str, Tensor],
+    num_tokens: int,
 ) -> Tensor:
+    log_probs: Tensor | None
     log_probs, zeros = torch.zeros(2, num_tokens, device=device, requires_grad=True).unbind()
     index = torch.zeros(num_tokens, dtype=torch.int64, device=device)
     if TOKEN_IDS in inputs:
         of_ids = torch.zeros(inputs[TOKEN_IDS].shape, device=device, requires_grad=True)
         inputs = {**inputs, "token_log_probs": of_ids}
+    if has_value_head:
+        inputs, log_probs, entropy = {**inputs, VALUES: zeros}, None, False
     try:
         return _losses(loss, log_probs, zeros if entropy else None, inputs, Segments(index, 1))
     except ConfigurationError:
@@ -200,23 +212,24 @@ class _Inputs(dict[str, Tensor]):
 
 def _losses(
     loss: TokenLoss,
-    log_probs: Tensor,
+    log_probs: Tensor | None,
     entropy: Tensor | None,
     inputs: Mapping[str, Tensor],
     segments: Segments,
 ) -> Tensor:
     """Returns the losses, after a check that there is one per token."""
     losses = loss(log_probs, entropy, _Inputs(inputs), segments)
-    if not isinstance(losses, Tensor) or losses.shape != log_probs.shape:
+    index = segments.index
+    if not isinstance(losses, Tensor) or losses.shape != index.shape:
         found = f"shape {tuple(losses.shape)}" if isinstance(losses, Tensor) else repr(losses)
         raise ConfigurationError(
-            f"a loss returns one number per token, here {log_probs.numel()} in shape "
-            f"{tuple(log_probs.shape)}, but returned {found}; return the loss of each token: the "
+            f"a loss returns one number per token, here {index.numel()} in shape "
+            f"{tuple(index.shape)}, but returned {found}; return the loss of each token: the "
             "engine weighs and sums them, and divides once"
         )
-    if losses.is_complex() or losses.device != log_probs.device:
+    if losses.is_complex() or losses.device != index.device:
         raise ConfigurationError(
-            f"a loss returns real numbers on {log_probs.device} but returned {losses.dtype} on "
+            f"a loss returns real numbers on {index.device} but returned {losses.dtype} on "
             f"{losses.device}; convert them"
         )
     return losses
@@ -231,19 +244,15 @@ def _places(batch: PackedBatch, device: torch.device) -> tuple[Tensor, Tensor]:
 def _weighted_sum(
     loss: TokenLoss, divisor: float, batch: PackedBatch, outputs: TokenOutputs
 ) -> tuple[Tensor, int, dict[str, Tensor]]:
-    places, numbers = _places(batch, outputs.log_probs.device)
-    log_probs, weights = (each.view(-1)[places] for each in (outputs.log_probs, batch.weights))
-    entropy = None if outputs.entropy is None else outputs.entropy.view(-1)[places]
-    inputs = batch.inputs
-    of_ids = outputs.token_log_probs
-    if of_ids is not None:
-        of_ids = of_ids.squeeze(0)[places]
-        inputs = {**inputs, "token_log_probs": of_ids}
-    for each in (log_probs, entropy, of_ids):
-        if each is not None and each.requires_grad:
+    places, numbers = _places(batch, batch.weights.device)
+    weights = batch.weights.view(-1)[places]
+    found = outputs.at(places)
+    for each in found.values():
+        if each.requires_grad:
             each.register_hook(partial(_without_nan, weights == 0))
+    log_probs, entropy = found.pop("log_probs", None), found.pop("entropy", None)
     segments = Segments(numbers, len(batch.sequence_lengths), batch.context_group)
-    losses = _losses(loss, log_probs, entropy, inputs, segments)
+    losses = _losses(loss, log_probs, entropy, {**batch.inputs, **found}, segments)
     weights = weights.to(at_least_fp32(losses.dtype))
     total = weighted_losses(losses, weights).sum()
     report = torch.stack([total.detach(), weights.sum()])
@@ -259,10 +268,8 @@ def _without_nan(untrained: Tensor, gradient: Tensor) -> Tensor:
 def _report_outputs(
     batch: PackedBatch, outputs: TokenOutputs
 ) -> tuple[Tensor, int, dict[str, Tensor]]:
-    places, _ = _places(batch, outputs.log_probs.device)
-    rows = {name: getattr(outputs, name) for name in OUTPUTS}
-    found = {name: row.squeeze(0)[places] for name, row in rows.items() if row is not None}
-    return outputs.log_probs.new_zeros(()), 0, found
+    places, _ = _places(batch, batch.weights.device)
+    return batch.weights.new_zeros(()), 0, outputs.at(places)
 
 
 class PackedGPTModel(GPTModel):
@@ -274,18 +281,27 @@ class PackedGPTModel(GPTModel):
 
     @classmethod
     def convert(
-        cls, model: GPTModel, num_tokens_in_vocabulary: int, chunk_tokens: int | None
+        cls,
+        model: GPTModel,
+        num_tokens_in_vocabulary: int,
+        chunk_tokens: int | None,
+        *,
+        has_value_head: bool = False,
     ) -> None:
         """Give upstream's model this class.
 
         Args:
             num_tokens_in_vocabulary: without padding.
             chunk_tokens: tokens whose logits exist at the same time, see `OutputSettings`.
+            has_value_head: whether a `ValueHead` replaces the output layer.
         """
         model.__class__ = cls
         if not model.post_process:
             return
         config = model.config
+        if has_value_head:
+            model.output_layer = ValueHead(config, model.output_layer.tp_group)
+            return
         scale = config.mup_output_mult if config.use_mup else 1.0
         settings = OutputSettings(num_tokens_in_vocabulary, chunk_tokens, scale)
         ChunkedOutputLayer.convert(model.output_layer, settings)
@@ -327,14 +343,22 @@ _NO_LOGIT = -1e30
 
 @dataclass(frozen=True)
 class TokenOutputs:
-    """Values that the last stage computes for each token of a row, with gradients."""
+    """What the last stage computes for each token of a row, with gradients: fp32, or fp64 for an
+    fp64 model."""
 
-    log_probs: Tensor
-    """(1, tokens), of the labels; fp32, or fp64 for an fp64 model."""
-    entropy: Tensor | None
+    log_probs: Tensor | None = None
+    """(1, tokens), of the labels; None with a value head."""
+    entropy: Tensor | None = None
     """(1, tokens), of the predicted distribution, in nats; None unless requested."""
     token_log_probs: Tensor | None = None
     """(1, tokens, k), of `TOKEN_IDS`; None without them."""
+    values: Tensor | None = None
+    """(1, tokens), of a value head; None without one."""
+
+    def at(self, places: Tensor) -> dict[str, Tensor]:
+        """By name what there is, at some places of the row."""
+        rows = {name: getattr(self, name) for name in (*OUTPUTS, VALUES)}
+        return {name: row.squeeze(0)[places] for name, row in rows.items() if row is not None}
 
 
 def token_outputs(*, entropy: bool, temperature: float = 1.0) -> Callable[..., TokenOutputs]:
@@ -348,12 +372,14 @@ def token_outputs(*, entropy: bool, temperature: float = 1.0) -> Callable[..., T
     def process(
         *,
         hidden_states: Tensor,
-        output_layer: ChunkedOutputLayer,
+        output_layer: ChunkedOutputLayer | ValueHead,
         output_weight: Tensor | None,
         labels: Tensor,
         context: PackedBatch | None = None,
         **_: Any,
     ) -> TokenOutputs:
+        if isinstance(output_layer, ValueHead):
+            return TokenOutputs(values=output_layer(hidden_states))
         ids = labels.view(-1, 1)
         if context is not None and TOKEN_IDS in context.inputs:
             others = context.inputs[TOKEN_IDS]
@@ -370,7 +396,9 @@ def token_outputs(*, entropy: bool, temperature: float = 1.0) -> Callable[..., T
 
 def token_losses(**given: Any) -> Tensor:
     """An ``output_processor`` that returns the cross entropy of each token, (1, tokens)."""
-    return -token_outputs(entropy=False)(**given).log_probs
+    log_probs = token_outputs(entropy=False)(**given).log_probs
+    assert log_probs is not None, "a value head has losses of its user"
+    return -log_probs
 
 
 @dataclass(frozen=True)
@@ -383,6 +411,38 @@ class OutputSettings:
     """Tokens whose logits exist at the same time; None for `loss_chunk_tokens`."""
     scale: float = 1.0
     """Factor of all logits."""
+
+
+class ValueHead(torch.nn.Linear):
+    """The value of each token, such as a critic's, from its hidden state.
+
+    With sequence parallelism each TP rank computes those of its part of the row, so that it has a
+    part of the gradients' sum.
+    """
+
+    def __init__(self, config: TransformerConfig, tp_group: dist.ProcessGroup) -> None:
+        super().__init__(config.hidden_size, 1, dtype=config.params_dtype)
+        self.tp_group = tp_group
+        self.sequence_parallel = config.sequence_parallel
+        parameter: Any
+        for parameter in self.parameters():
+            parameter.sequence_parallel = config.sequence_parallel
+        if config.perform_initialization:
+            torch.nn.init.normal_(self.weight, std=config.init_method_std)
+            torch.nn.init.zeros_(self.bias)
+
+    def reset_parameters(self) -> None:
+        """Does nothing: the constructor initialises."""
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        """(1, tokens) of the whole row, from (tokens, 1, hidden size) or this rank's part of it."""
+        found = F.linear(widened(hidden.squeeze(1)), widened(self.weight), widened(self.bias))
+        if self.sequence_parallel:
+            # Every rank has the whole loss, so that the backward takes its part of the gradient.
+            found = gather_from_sequence_parallel_region(
+                found, tensor_parallel_output_grad=False, group=self.tp_group
+            )
+        return found.t()
 
 
 class ChunkedOutputLayer(ColumnParallelLinear):

@@ -92,6 +92,9 @@ def config_of(model: HuggingFaceModel, dtype: str) -> dict[str, Any]:
         **dict.fromkeys(TOKEN_IDS),
         **family.settings,
     }
+    if model.has_value_head:
+        head = family.architecture.replace("CausalLM", "TokenClassification")
+        config |= {"architectures": [head], "num_labels": 1}
     if BIASES in family.parts:
         config |= dict.fromkeys(("attention_bias", "mlp_bias"), model.add_bias_linear)
     if "--rotary-percent" in family.parts:

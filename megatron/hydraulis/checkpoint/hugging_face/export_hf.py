@@ -11,7 +11,7 @@ import math
 import shutil
 from argparse import Namespace
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum
 from itertools import groupby
 from pathlib import Path
@@ -22,6 +22,7 @@ from megatron.hydraulis.checkpoint.hugging_face.config import CONFIG_NAME, confi
 from megatron.hydraulis.checkpoint.hugging_face.families import DENSE_PROJECTIONS
 from megatron.hydraulis.checkpoint.hugging_face.model import HuggingFaceModel, model_from_arguments
 from megatron.hydraulis.checkpoint.hugging_face.tensors import (
+    OUTPUT_BIAS,
     ROUTER_BIAS,
     ROWS_ARE_TOKENS,
     Converted,
@@ -278,6 +279,8 @@ def _open(path: Path, vocab_size: int | None, *, checks_content: bool) -> _Opene
             "--vocab-size"
         )
     model = model_from_arguments(vars(arguments), str(path), vocab_size=int(size))
+    if OUTPUT_BIAS in checkpoint.parameters:
+        model = replace(model, has_value_head=True)
     lora = lora_from_arguments(vars(arguments), model)
     dtype_of_adapters = None
     dtype = _dtype(checkpoint, model, lora)

@@ -10,7 +10,7 @@ import math
 import shlex
 from argparse import Namespace
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -25,6 +25,7 @@ from megatron.hydraulis.checkpoint.hugging_face.tensors import (
     FINAL_NORM,
     ROUTER,
     ROUTER_BIAS,
+    SCORE,
     Converted,
     Place,
     TensorRows,
@@ -224,9 +225,16 @@ def _origin_of(place: Place, sources: Sequence[_Origin]) -> _Origin:
     return sources[is_of_adapter(place.key)]
 
 
-def open_folder(source: Path) -> tuple[HuggingFaceModel, SafetensorsFolder, torch.dtype]:
+def open_folder(
+    source: Path, *, value_head: bool = False
+) -> tuple[HuggingFaceModel, SafetensorsFolder, torch.dtype]:
     """The model of a Hugging Face folder, its tensors, which are those of the model, and their
-    dtype. Raises as `import_folder`."""
+    dtype.
+
+    value_head: the model has one, which the folder may lack, in place of an output layer.
+
+    Raises as `import_folder`.
+    """
     from megatron.hydraulis.checkpoint.hugging_face.folder import SafetensorsFolder
 
     if not source.is_dir():
@@ -236,7 +244,11 @@ def open_folder(source: Path) -> tuple[HuggingFaceModel, SafetensorsFolder, torc
         )
     config = source / CONFIG_NAME
     content = read_json(config, "config", CheckpointError)
+    if value_head and isinstance(content, dict):
+        content |= {"architectures": None}  # tensors tell what is on top of the layers
     model = model_from_config(content, str(config))
+    if value_head:
+        model = replace(model, has_value_head=True, untie_embeddings_and_output_weights=True)
     files = SafetensorsFolder(source)
     last = model.num_layers + num_predicting_layers(content, str(config))
     layers = tuple(f"model.layers.{layer}." for layer in range(model.num_layers, last))
@@ -248,7 +260,11 @@ def open_folder(source: Path) -> tuple[HuggingFaceModel, SafetensorsFolder, torc
 
 def _check_tensors(source: Path, files: SafetensorsFolder, model: HuggingFaceModel) -> torch.dtype:
     """The dtype of all tensors."""
-    wanted = {row.name: row.shape for row in tensor_rows(model)}
+    wanted = {
+        row.name: row.shape
+        for row in tensor_rows(model)
+        if row.name in files.names or not row.name.startswith(SCORE)
+    }
     names = {name for name in files.names if name in wanted or not name.endswith(_ROPE_BUFFER)}
     is_tied = not model.untie_embeddings_and_output_weights
     if is_tied and _HEAD in names and _EMBEDDING_NAME in names:
@@ -258,6 +274,8 @@ def _check_tensors(source: Path, files: SafetensorsFolder, model: HuggingFaceMod
                 f"differs; set tie_word_embeddings to false in {CONFIG_NAME}, or leave {_HEAD} out"
             )
         names.remove(_HEAD)
+    if model.has_value_head:
+        names.discard(_HEAD)
     found = {name: (files.shape(name), files.dtype(name)) for name in names}
     return check_tensors(str(model), source, wanted, found, "get the folder again")
 

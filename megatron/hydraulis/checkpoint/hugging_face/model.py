@@ -159,6 +159,8 @@ class HuggingFaceModel:
     experts: Experts | None = None
     latents: Latents | None = None
     yarn: Yarn | None = None
+    has_value_head: bool = False
+    """Whether it gives a value of each token instead of logits."""
 
     def __post_init__(self) -> None:
         """Check sizes and family."""
@@ -282,6 +284,7 @@ class HuggingFaceModel:
     def to_arguments(self) -> dict[str, Any]:
         """Megatron's arguments for it."""
         arguments = {field.name: getattr(self, field.name) for field in fields(self)}
+        del arguments["has_value_head"]  # Megatron has none
         window_tokens, factor = arguments.pop("window_tokens"), self.rope_scaling_factor
         stretch = self.rotary_seq_len_interpolation_factor
         experts, latents, yarn = map(arguments.pop, ("experts", "latents", "yarn"))

@@ -28,6 +28,10 @@ from megatron.hydraulis.terminal import size_text
 
 EMBEDDING = "embedding.word_embeddings.weight"
 OUTPUT = "output_layer.weight"
+OUTPUT_BIAS = "output_layer.bias"
+"""Key that value heads alone have."""
+SCORE = "score."
+"""Start of the names of a value head's tensors."""
 FINAL_NORM = "decoder.final_layernorm"
 EXPERTS = "mlp.experts.experts."
 """Start of the keys of tensors that have one more axis, for the experts."""
@@ -93,7 +97,10 @@ def tensor_rows(model: HuggingFaceModel, lora: Lora | None = None) -> Iterator[T
     for kind in ("weight", "bias") if model.squared_relu else ("weight",):
         place = Place(f"{FINAL_NORM}.{kind}", (model.hidden_size,))
         yield TensorRows.whole(f"model.norm.{kind}", place)
-    if model.untie_embeddings_and_output_weights:
+    if model.has_value_head:
+        yield TensorRows.whole(f"{SCORE}weight", Place(OUTPUT, (1, model.hidden_size)))
+        yield TensorRows.whole(f"{SCORE}bias", Place(OUTPUT_BIAS, (1,)))
+    elif model.untie_embeddings_and_output_weights:
         yield TensorRows.whole("lm_head.weight", Place(OUTPUT, ends))
     if lora is not None:
         for pair in adapter_rows(model, lora).values():
