@@ -24,7 +24,14 @@ from tests.cuda_stand_in.device import mark
 from tests.cuda_stand_in.lone_ranks import log_of, run_alone
 from tests.cuda_stand_in.order import OrderReport, check_order, read_log
 from tests.support.checkpoints import saved_state
-from tests.support.models import Assignment, Job, build_engine, packs_of_rank, sequences
+from tests.support.models import (
+    Assignment,
+    Job,
+    build_engine,
+    most_of_every_layer,
+    packs_of_rank,
+    sequences,
+)
 from tests.support.recomputed_models import RecomputedModel
 
 MODEL = RecomputedModel(
@@ -64,6 +71,8 @@ WITH_EXPERTS = replace(
         ("moe_token_dispatcher_type", "alltoall"),
     ),
 )
+
+PARTLY_FROZEN = replace(MODEL, frozen=most_of_every_layer(MODEL.num_layers))
 
 FULL_RECOMPUTE = replace(MODEL, granularity="full", method="uniform", num_layers_recomputed=1)
 
@@ -107,6 +116,7 @@ class OrderCase:
             f"{self.model.granularity} recompute" if self.model.granularity else "",
             "fewer query groups than cp ranks" if self.model.num_groups == 2 else "",
             "latents" if self.model == LATENT_MODEL else "",
+            "partly frozen" if self.model.frozen else "",
             "gradients in bf16" if self.gradient_dtype else "",
         ]
         return "".join(f", {part}" for part in parts if part)
@@ -330,6 +340,8 @@ NIGHTLY = (
     OrderCase(("tp2cp2fs", "pp2+cp2fs"), 4, model=LATENT_MODEL),
     OrderCase(("tp2cp2fs", "cp4~fs"), 4, model=PLAIN_MODEL),
     OrderCase(("cp4fs", "cp4~fs"), 4, model=replace(MODEL, num_groups=2), ranks_per_node=2),
+    OrderCase(("cp4~fs",), 4, model=PARTLY_FROZEN),
+    OrderCase(("cp4~fs", "tp2cp2fs"), 4, model=PARTLY_FROZEN, evaluated_in="cp2fs+pp2"),
 )
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from collections import Counter
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -21,7 +22,7 @@ from tests.cuda_stand_in.test_bf16_gradients import SIZES
 from tests.cuda_stand_in.test_same_update_law import BF16_MODEL
 from tests.support.gloo_pool import pool_of
 from tests.support.law import law_job
-from tests.support.models import Job, build_engine, run_job
+from tests.support.models import Job, SmallModel, build_engine, most_of_every_layer, run_job
 
 pytestmark = pytest.mark.distributed
 
@@ -30,17 +31,25 @@ BF16_BYTES, FP32_BYTES = 2, 4
 NUM_LAYERS = 8
 MODEL = replace(BF16_MODEL, num_layers=NUM_LAYERS)
 EXPERTS = replace(MODEL, variant=WITH_EXPERTS.variant)
+PARTLY_FROZEN = replace(MODEL, frozen=most_of_every_layer(NUM_LAYERS))
+BYTES = [
+    *itertools.product((MODEL, EXPERTS), (None, torch.bfloat16), (0, 1)),
+    (PARTLY_FROZEN, None, 1),
+]
+"""Models, dtypes of gradients, and layers that are gathered ahead."""
 
 
-def units_of(job: Job) -> dict[int, dict[str, int]]:
-    """On every rank: elements of each unit where it is whole, by the number of ranks that share
-    them."""
+def units_of(job: Job) -> dict[int, dict[str, Counter[str]]]:
+    """On every rank: elements of each unit where it is whole, of all and of those that are trained,
+    by the number of ranks that share them."""
     arena = build_engine(job).runtime_of(job.strategies[0]).arena
     assert arena is not None
-    found: dict[int, dict[str, int]] = {}
+    found: dict[int, dict[str, Counter[str]]] = {}
     for unit, places in arena.places.items():
         for run in (place.run for place in places):
-            found.setdefault(run.sharer[1], {})[unit.name] = run.num_elements
+            numbers = found.setdefault(run.sharer[1], {"all": Counter(), "trained": Counter()})
+            numbers["all"][unit.name] += run.num_elements
+            numbers["trained"][unit.name] += run.num_elements * (not run.is_frozen)
     return found
 
 
@@ -58,16 +67,14 @@ def column_bytes(job: Job) -> int:
     return outcomes[0].column_bytes
 
 
-@pytest.mark.parametrize("num_ahead", [0, 1])
-@pytest.mark.parametrize("gradient_dtype", [None, torch.bfloat16])
-@pytest.mark.parametrize("text", ["cp4fs", "cp4fsep2"])
+@pytest.mark.parametrize(("model", "gradient_dtype", "num_ahead"), BYTES)
 def test_bytes_of_an_iteration(
-    text: str, gradient_dtype: torch.dtype | None, num_ahead: int, tmp_path: Path
+    model: SmallModel, gradient_dtype: torch.dtype | None, num_ahead: int, tmp_path: Path
 ) -> None:
     """A rank receives a layer's weights twice in each micro-batch, but for those that are still in
     their slots, and the embedding's and the output layer's once; and every gradient once. Whole
     experts come from the ranks that hold the same ones."""
-    job = law_job(NUM_COLUMNS, text, MODEL if text == "cp4fs" else EXPERTS)
+    job = law_job(NUM_COLUMNS, "cp4fsep2" if model is EXPERTS else "cp4fs", model)
     job = replace(
         job,
         schedule=job.schedule[:1],
@@ -78,7 +85,7 @@ def test_bytes_of_an_iteration(
     )
     counted = pool_of(NUM_COLUMNS, "cuda").run(run_logged, tmp_path, column_bytes, job)
     units_by_size = pool_of(NUM_COLUMNS, "cuda").run(units_of, job)[0]
-    assert list(units_by_size) == ([4] if text == "cp4fs" else [4, 2])
+    assert list(units_by_size) == ([4, 2] if model is EXPERTS else [4])
     num_micro_batches = len(job.assignments[0].replicas[0])
     assert num_micro_batches > 1
     gathers = 2 * num_micro_batches * NUM_LAYERS - (2 * num_micro_batches - 1) * (1 + num_ahead)
@@ -86,13 +93,14 @@ def test_bytes_of_an_iteration(
     kind = "ReduceScatter" if gradient_dtype is None else "AlltoAll"
     moved_bytes = [0] * NUM_COLUMNS
     for rank, (size, units) in itertools.product(range(NUM_COLUMNS), units_by_size.items()):
-        layer, whole = units["layer 0"], sum(units.values())
-        ends = whole - NUM_LAYERS * layer
+        layer, trained = units["all"]["layer 0"], units["trained"]
+        ends = units["all"].total() - NUM_LAYERS * layer
+        assert (trained == units["all"]) == (model is not PARTLY_FROZEN)
         calls = calls_of(log_of(tmp_path, rank))
         (sharers,) = {
             call.communicator
             for call in calls
-            if call.kind == "AllGather" and call.count * size == layer
+            if call.kind == "AllGather" and call.count * size == trained["layer 0"]
         }
         received_bytes = {"AllGather": 0, "ReduceScatter": 0, "AlltoAll": 0}
         for call in calls:
@@ -104,7 +112,7 @@ def test_bytes_of_an_iteration(
             "ReduceScatter": 0,
             "AlltoAll": 0,
             "AllGather": share_of_others * BF16_BYTES * (gathers * layer + ends),
-            kind: share_of_others * gradient_bytes * num_micro_batches * whole,
+            kind: share_of_others * gradient_bytes * num_micro_batches * trained.total(),
         }
         moved_bytes[rank] += 2 * sum(received_bytes.values())  # received and sent
     assert counted == moved_bytes

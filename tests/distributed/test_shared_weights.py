@@ -90,8 +90,7 @@ def poisoned() -> Iterator[None]:
     right = ColumnShares._gather_steps
 
     def steps(self: ColumnShares, unit: Unit, slot: StagingSlot) -> Iterator[Step]:
-        arena = self._arena
-        for whole, _, _ in self._shared(arena.parameters, arena.weight_slots, unit):
+        for whole, _, _ in self._shared(unit, gathers=True):
             whole.fill_(torch.nan)
         yield from right(self, unit, slot)
 
@@ -359,9 +358,9 @@ def experts_gathered_in_another_group() -> Iterator[None]:
 def scatter_of_experts_left_out() -> Iterator[None]:
     right = ColumnShares._shared
 
-    def shared(self: ColumnShares, flat: torch.Tensor, slots: Any, unit: Unit) -> Iterator[Any]:
-        runs = list(right(self, flat, slots, unit))
-        yield from runs[:1] if slots is self._arena.gradient_slots else runs
+    def shared(self: ColumnShares, unit: Unit, *, gathers: bool) -> Iterator[Any]:
+        runs = list(right(self, unit, gathers=gathers))
+        yield from runs if gathers else runs[:1]
 
     with patch.object(ColumnShares, "_shared", shared):
         yield

@@ -147,9 +147,10 @@ class Arena:
     Each storage begins with what regrouping fills or sends: the role's trained parameters, unit
     after unit, or where ranks share them this rank's shares. Frozen parameters follow, which have
     no gradients. Where ranks share weights slots follow, in which what is shared of a unit is whole
-    while it is used: layers take turns, and always get the same slot, because autograd keeps
-    addresses; other units have their own. Gradients have two slots for layers; those of the output
-    layer are in the place of the embedding's, unless these are tied.
+    while it is used, its frozen parameters behind the others: layers take turns, and always get the
+    same slot, because autograd keeps addresses; other units have their own. Gradients have two
+    slots for layers; those of the output layer are in the place of the embedding's, unless these
+    are tied.
 
     Args:
         num_slots: slots for the weights of layers, where columns share them.
@@ -161,17 +162,17 @@ class Arena:
         self._layout = layout
         self._role = role
         self._memory = memory
-        self.places: dict[Unit, list[PlacedRun]] = {
-            unit: [] for unit in layout.parameters_of if unit in role.units
-        }
-        """The runs of each unit, in canonical order."""
+        units = [unit for unit in layout.parameters_of if unit in role.units]
+        self.places: dict[Unit, list[PlacedRun]] = {unit.trained: [] for unit in units}
+        """The runs of each trained unit and then of the frozen one, in canonical order; keys are
+        the trained units, also where nothing is trained."""
         self._place_of: dict[int, PlacedRun] = {}
         self.num_gradients = end = 0
-        for unit in sorted(self.places, key=lambda unit: unit.is_frozen):
+        for unit in sorted(units, key=lambda unit: unit.is_frozen):
             for run in runs_of(layout, role, unit):
                 start = aligned(end, UNIT_ALIGNMENT_ELEMENTS)
-                placed = PlacedRun(run, start, self.num_in_slot(unit))
-                self.places[unit].append(placed)
+                placed = PlacedRun(run, start, self._num_in_slot(unit.trained, frozen=True))
+                self.places[unit.trained].append(placed)
                 self._place_of |= dict.fromkeys(run.offsets, placed)
                 end = start + run.share_elements
             if not unit.is_frozen:
@@ -182,11 +183,10 @@ class Arena:
         """Slot in which each unit is whole; empty unless columns share weights."""
         self.gradient_slots: dict[Unit, Slot] = {}
         if role.column is not None:
-            first = aligned(end, UNIT_ALIGNMENT_ELEMENTS)
-            self.weight_slots, self.num_parameters = self._slots(first, num_slots, {})
-            ends = {Unit.output(): Unit.embedding()}
+            self.weight_slots, self.num_parameters = self._slots(end, num_slots, {}, frozen=True)
+            ends = {} if role.tied_embeddings else {Unit.output(): Unit.embedding()}
             self.gradient_slots, self.num_gradients = self._slots(
-                first, NUM_GRADIENT_SLOTS, {} if role.tied_embeddings else ends
+                self.num_gradients, NUM_GRADIENT_SLOTS, ends, frozen=False
             )
         with self.in_memory():
             self.parameters, self.gradients = memory.views(self.num_parameters, self.num_gradients)
@@ -194,29 +194,43 @@ class Arena:
         """Keys are indices into ``layout.parameters``."""
 
     def _slots(
-        self, first: int, num_slots: int, instead_of: Mapping[Unit, Unit]
+        self, first: int, num_slots: int, instead_of: Mapping[Unit, Unit], *, frozen: bool
     ) -> tuple[dict[Unit, Slot], int]:
         """The slot of each unit, and the end of all.
 
         Args:
-            first: their first element.
+            first: slots begin here.
             num_slots: for layers.
             instead_of: for each unit that shares the slot of another one, this other unit.
+            frozen: whether frozen parameters are in slots, too.
         """
         keys = {
             unit: unit.order % num_slots if unit.is_layer else instead_of.get(unit, unit)
             for unit in self.places
         }
         slots: dict[int | Unit, Slot] = {}
+        first = aligned(first, UNIT_ALIGNMENT_ELEMENTS)
         for key in dict.fromkeys(keys.values()):
-            size = max(self.num_in_slot(unit) for unit in keys if keys[unit] == key)
+            members = (unit for unit in keys if keys[unit] == key)
+            size = max(self._num_in_slot(unit, frozen=frozen) for unit in members)
             slots[key] = Slot(first, size)
             first += size
         return {unit: slots[key] for unit, key in keys.items()}, first
 
-    def num_in_slot(self, unit: Unit) -> int:
+    def _num_in_slot(self, unit: Unit, *, frozen: bool) -> int:
         """Elements of a unit in its slot."""
-        return sum(each.run.num_elements for each in self.places[unit] if each.run.is_shared)
+        return sum(place.run.num_elements for place in self.shared_places(unit, frozen=frozen))
+
+    def shared_places(self, unit: Unit, *, frozen: bool) -> list[PlacedRun]:
+        """The runs of a unit that are in its slot, in their order there.
+
+        frozen: whether frozen parameters are in the slot, too.
+        """
+        return [
+            place
+            for place in self.places[unit]
+            if place.run.is_shared and (frozen or not place.run.is_frozen)
+        ]
 
     def regrouped_start(self, parameter: int) -> int:
         """Place in both storages where element 0 of a local parameter is regrouped, or would be if
@@ -296,7 +310,8 @@ class Arena:
         place = self._place_of[parameter]
         start = place.start
         if place.run.is_shared:
-            start = slots[self._layout.parameters[parameter].unit].start + place.start_in_slot
+            unit = self._layout.parameters[parameter].unit
+            start = slots[unit.trained].start + place.start_in_slot
         return start + place.run.offsets[parameter]
 
     def _bound(
@@ -305,7 +320,7 @@ class Arena:
         name = global_name(local_name, self._role)
         index = self._layout.index_of.get(name)
         cut = None if index is None else self._role.cut_of(self._layout.parameters[index])
-        if index is None or self._layout.parameters[index].unit not in self.places or cut is None:
+        if index not in self._place_of or cut is None:
             raise ConfigurationError(
                 f"parameter '{name}' of the stage is not in the whole model; every stage must "
                 "be a part of the model that one rank would build"

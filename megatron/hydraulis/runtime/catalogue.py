@@ -29,7 +29,6 @@ from megatron.hydraulis.optimizer.shards import CanonicalShards
 from megatron.hydraulis.runtime.adapters import check_all_found
 from megatron.hydraulis.runtime.model_building import ModelDefinition, build_model
 from megatron.hydraulis.runtime.process_groups import local_collection, of_all_ranks
-from megatron.hydraulis.strategy import Pool
 from megatron.hydraulis.transfer.canonical import Contribution, ParameterSpec, Unit
 
 ROWS_PER_BLOCK = 64
@@ -129,15 +128,15 @@ def _check_no_hooks(parameters: Mapping[str, Any]) -> None:
         )
 
 
-def check_frozen(specs: Sequence[ParameterSpec], pool: Pool, *, trains: bool) -> None:
-    """Collective: check that all ranks freeze the same parameters, and that the pool allows it.
+def check_frozen(specs: Sequence[ParameterSpec], *, trains: bool) -> None:
+    """Collective: check that all ranks freeze the same parameters, and such as can be.
 
     Args:
         trains: whether there is an optimizer.
 
     Raises:
-        ConfigurationError: they do not, nothing is left to train, some experts of a layer are
-            frozen, or cp ranks share weights.
+        ConfigurationError: they do not, nothing is left to train, or only some experts of a layer
+            are frozen.
     """
     frozen = [spec.name for spec in specs if spec.is_frozen]
     digest = hashlib.sha256("\n".join(frozen).encode()).hexdigest()
@@ -163,12 +162,6 @@ def check_frozen(specs: Sequence[ParameterSpec], pool: Pool, *, trains: bool) ->
         raise ConfigurationError(
             f"all experts of a layer are one tensor in checkpoints but some are frozen of "
             f"{listed(list(dict.fromkeys(partly)))}; freeze those of all experts or of none"
-        )
-    shared = [strategy.name for strategy in pool.strategies if strategy.shares_weights]
-    if shared:
-        raise ConfigurationError(
-            f"cp ranks that share weights (fs) train every parameter but {len(frozen)} of "
-            f"{len(specs)} are frozen: {listed(frozen)}; remove the fs of strategy '{shared[0]}'"
         )
 
 

@@ -3,8 +3,10 @@
 The arena of a column holds a share of every unit. A unit's weights are gathered within the columns'
 group into the unit's slot, where the model reads them, and stay until another layer needs the slot.
 The unit's gradient is computed in a slot and scattered after its backward: each column adds up the
-parts of its share. Whole experts are shared likewise, by the ranks that hold the same ones, and
-where there is one such rank they stay where regrouping fills them.
+parts of its share. Frozen parameters are gathered with the trained unit of the same layer, and have
+nothing to scatter: units here are the keys of `Arena.places`. Whole experts are shared likewise, by
+the ranks that hold the same ones, and where there is one such rank they stay where regrouping fills
+them.
 
 All columns run the same modules in the same order, so these calls are one sequence in each group.
 Nothing here depends on what has arrived: units are gathered ahead at fixed places.
@@ -197,7 +199,7 @@ class ColumnShares:
     def _submit(self, what: str, unit: Unit) -> Ticket:
         gathers, exchange = what == "gather", self._exchange
         dtype = self._arena.parameters.dtype if gathers else exchange.wire_dtype
-        runs = (place.run for place in self._arena.places[unit])
+        runs = [place.run for place in self._arena.shared_places(unit, frozen=gathers)]
         num_moved = sum(run.num_elements - run.share_elements for run in runs)
         exchange.meter.num_bytes += 2 * num_moved * dtype.itemsize  # received and sent
         return exchange.track.submit(
@@ -211,22 +213,22 @@ class ColumnShares:
         )
 
     def _shared(
-        self, flat: Tensor, slots: Mapping[Unit, Slot], unit: Unit
+        self, unit: Unit, *, gathers: bool
     ) -> Iterator[tuple[Tensor, Tensor, dist.ProcessGroup]]:
-        """Yields for each run of the unit that ranks share all of it, in the slot, this rank's
-        share, and their group."""
-        for place in self._arena.places[unit]:
-            run = place.run
-            if run.is_shared:
-                start = slots[unit].start + place.start_in_slot
-                whole = flat[start : start + run.num_elements]
-                share = flat[place.start : place.start + run.share_elements]
-                yield whole, share, self._exchange.groups[run.sharer]
+        """Yields for each run of the unit that ranks share, of parameters or else of gradients, all
+        of it, in the slot, this rank's share, and their group."""
+        arena = self._arena
+        flat = arena.parameters if gathers else arena.gradients
+        slot = (arena.weight_slots if gathers else arena.gradient_slots)[unit]
+        for place in arena.shared_places(unit, frozen=gathers):
+            run, start = place.run, slot.start + place.start_in_slot
+            whole = flat[start : start + run.num_elements]
+            share = flat[place.start : place.start + run.share_elements]
+            yield whole, share, self._exchange.groups[run.sharer]
 
     def _gather_steps(self, unit: Unit, _: StagingSlot) -> Iterator[Step]:
-        arena = self._arena
         works = []
-        for whole, share, group in self._shared(arena.parameters, arena.weight_slots, unit):
+        for whole, share, group in self._shared(unit, gathers=True):
             work = all_gather(whole, share, group=group, async_op=True)
             assert work is not None
             works.append(work)
@@ -238,7 +240,7 @@ class ColumnShares:
         arena, wire = self._arena, self._exchange.wire_dtype
         narrows = wire != arena.gradients.dtype
         adds_up = arena.gradients.is_cuda and not narrows
-        runs = list(self._shared(arena.gradients, arena.gradient_slots, unit))
+        runs = list(self._shared(unit, gathers=False))
         staged = slot.parts(
             [
                 {

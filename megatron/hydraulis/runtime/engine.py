@@ -149,10 +149,8 @@ class RuntimeEngine:
         )
         specs = [entry.spec for entry in entries]
         if settings is None:
-            # Shares of weights cannot be frozen, but they have the same dtype then.
-            are_frozen = not pool.shares_weights
-            specs = [replace(s, unit=replace(s.unit, is_frozen=are_frozen)) for s in specs]
-        check_frozen(specs, pool, trains=settings is not None)
+            specs = [replace(spec, unit=spec.unit.frozen) for spec in specs]
+        check_frozen(specs, trains=settings is not None)
         self.layout = CanonicalLayout.build(specs, num_atoms=num_atoms, num_ranks=pool.num_ranks)
         if owners_for is not None:
             orders = best_owner_orders(self.layout, definition.roles_of(pool.strategy(owners_for)))

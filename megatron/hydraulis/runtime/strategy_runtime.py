@@ -202,7 +202,7 @@ class BoundRole:
         index_of = {id(parameter): index for index, parameter in parameters.items()}
 
         def unit_of(parameter: Any) -> Unit:
-            return layout.parameters[index_of[id(parameter)]].unit
+            return layout.parameters[index_of[id(parameter)]].unit.trained
 
         for part, members in _parts(module, lambda parameter: unit_of(parameter).order):
             buckets = sorted({b for p in members for b in self.buckets_of[index_of[id(p)]]})

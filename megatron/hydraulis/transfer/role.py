@@ -113,6 +113,7 @@ class ParameterRun:
     """Elements that each rank keeps: all of the run if one does."""
     sharer: tuple[int, int]
     """(number of this rank, number of them)."""
+    is_frozen: bool = False
 
     @property
     def is_shared(self) -> bool:
@@ -147,7 +148,7 @@ def runs_of(layout: CanonicalLayout, role: Role, unit: Unit) -> list[ParameterRu
         share = end
         if sharer[1] > 1:
             share = aligned(-(-end // sharer[1]), UNIT_ALIGNMENT_ELEMENTS)
-        runs.append(ParameterRun(offsets[sharer], share, sharer))
+        runs.append(ParameterRun(offsets[sharer], share, sharer, unit.is_frozen))
     return runs
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any, cast
 
@@ -57,22 +58,29 @@ class FakePass:
         self._log.append(f"arrived {parameter}")
 
 
-def layout() -> CanonicalLayout:
+UNITS = (Unit.embedding(), *map(Unit.layer, range(NUM_LAYERS)), Unit.output())
+
+
+def layout(frozen: Iterable[Unit] = ()) -> CanonicalLayout:
+    """Units of 128 elements, and frozen ones of 1,024."""
     sharded = Contribution.SHARDED
-    units = [Unit.embedding(), *map(Unit.layer, range(NUM_LAYERS)), Unit.output()]
-    specs = [ParameterSpec(unit.name, (8, 8), unit, sharded, tp_dim=0) for unit in units]
+    specs = [ParameterSpec(unit.name, (8, 16), unit, sharded, tp_dim=0) for unit in UNITS]
+    specs += [
+        ParameterSpec(f"frozen {unit.name}", (8, 128), unit.frozen, sharded, tp_dim=0)
+        for unit in frozen
+    ]
     return CanonicalLayout.build(specs, num_atoms=1, num_ranks=2)
 
 
-def micro_batch(columns: ColumnShares, units: tuple[Unit, ...], *, recomputes: bool) -> None:
+def micro_batch(columns: ColumnShares, layout: CanonicalLayout, *, recomputes: bool) -> None:
     """The calls that hooks of a model make."""
-    for unit in units:
+    for unit in UNITS:
         columns.before_forward(unit)
-    for index, unit in reversed(list(enumerate(units))):
+    for unit in reversed(UNITS):
         if recomputes and unit.is_layer:
             columns.before_forward(unit)
         columns.before_backward(unit)
-        columns.arrived(index)
+        columns.arrived(layout.index_of[unit.name])
 
 
 @pytest.fixture(params=[False, True], ids=["forward once", "recomputed"])
@@ -80,31 +88,46 @@ def recomputes(request: pytest.FixtureRequest) -> bool:
     return bool(request.param)
 
 
-def logged(*, are_done: bool, recomputes: bool = False, num_ahead: int = 1) -> list[str]:
-    """Of two micro-batches."""
+@dataclass
+class Run:
+    """Two micro-batches."""
+
+    log: list[str]
+    arena: Arena
+    num_bytes: int
+    """Exchanged by columns."""
+
+
+def run(
+    *,
+    are_done: bool = False,
+    recomputes: bool = False,
+    num_ahead: int = 1,
+    frozen: Iterable[Unit] = (),
+) -> Run:
     track = FakeTrack(are_done)
     memory = ArenaMemory(dtype=torch.bfloat16, grad_dtype=torch.float32, device=torch.device("cpu"))
     role = Role(1, 0, 0, NUM_LAYERS, NUM_LAYERS, tied_embeddings=False, column=(0, 2))
-    arena = Arena(layout(), role, memory, num_slots=1 + num_ahead)
+    parameters = layout(frozen)
+    arena = Arena(parameters, role, memory, num_slots=1 + num_ahead)
     exchange = ColumnExchange(cast(Any, None), track, torch.float32, num_ahead, ColumnMeter())
-    units = tuple(arena.places)
-    columns = ColumnShares(arena, exchange, {i: [i] for i in range(len(units))})
+    columns = ColumnShares(arena, exchange, {i: [i] for i in range(len(parameters.parameters))})
     of_regrouping = cast(Any, FakePass(track.log))
     columns.begin(of_regrouping, of_regrouping)
-    micro_batch(columns, units, recomputes=recomputes)
-    micro_batch(columns, units, recomputes=recomputes)
+    micro_batch(columns, parameters, recomputes=recomputes)
+    micro_batch(columns, parameters, recomputes=recomputes)
     columns.finish()
-    return track.log
+    return Run(track.log, arena, exchange.meter.num_bytes)
 
 
 @pytest.mark.parametrize("num_ahead", [0, 1, 3])
 def test_the_order_does_not_depend_on_what_has_arrived(recomputes: bool, num_ahead: int) -> None:
     settings = {"recomputes": recomputes, "num_ahead": num_ahead}
-    assert logged(are_done=True, **settings) == logged(are_done=False, **settings)  # type: ignore[arg-type]
+    assert run(are_done=True, **settings).log == run(are_done=False, **settings).log  # type: ignore[arg-type]
 
 
 def test_calls_of_two_micro_batches() -> None:
-    found = [each for each in logged(are_done=False) if each.split()[0] in ("gather", "scatter")]
+    found = [each for each in run().log if each.split()[0] in ("gather", "scatter")]
     layers = [f"layer {i}" for i in range(NUM_LAYERS)]
     backward = [
         *("scatter output", "gather layer 1", "scatter layer 3", "gather layer 0"),
@@ -122,7 +145,7 @@ def test_calls_of_two_micro_batches() -> None:
 
 
 def test_nothing_is_used_or_overwritten_before_it_is_complete(recomputes: bool) -> None:
-    log = logged(are_done=False, recomputes=recomputes)
+    log = run(recomputes=recomputes).log
     under_way: dict[str, int] = {}
     for entry in log:
         what, name = entry.split(" ", 1)
@@ -139,3 +162,19 @@ def test_nothing_is_used_or_overwritten_before_it_is_complete(recomputes: bool) 
         assert log.count(f"arrived {index}") == 2
     first = log.index("arrived 2")
     assert log[first - 1] == "wait scatter layer 1"
+
+
+def test_frozen_parts_are_gathered_with_their_layer_and_have_no_gradients(recomputes: bool) -> None:
+    plain, found = run(recomputes=recomputes), run(recomputes=recomputes, frozen=UNITS)
+
+    def calls_of(log: list[str]) -> list[str]:
+        return [entry for entry in log if not entry.startswith("arrived")]
+
+    assert calls_of(found.log) == calls_of(plain.log)
+    assert found.arena.num_gradients == plain.arena.num_gradients
+    num_gathers = sum(entry.startswith("gather") for entry in found.log)
+    # Half of each comes from the other column, as much is sent to it, in bf16.
+    assert found.num_bytes == plain.num_bytes + num_gathers * 1024 * 2
+    # Shares, slots of two layers, embedding and output layer.
+    more = found.arena.num_parameters - plain.arena.num_parameters
+    assert more == len(UNITS) * 1024 // 2 + 4 * 1024
