@@ -6,10 +6,14 @@ from dataclasses import replace
 
 import pytest
 
+from tests.distributed.test_shared_weights import poisoned
+from tests.support.broken_rules import run_broken
+from tests.support.gloo_pool import pool_of
 from tests.support.law import (
     MAIN_MODEL,
     SHORT_MODEL,
     SPLITS,
+    assert_law,
     changing,
     check_law,
     waves,
@@ -57,6 +61,12 @@ MODELS: dict[str, tuple[SmallModel, tuple[str, ...]]] = {
         replace(SHORT, variant=tuple((EXPERTS | {"moe_layer_freq": (0, 1)}).items())),
         ("cp4ep4", "tp2cp2ep2r", "2*pp2"),
     ),
+    "shared weights": (MODEL, ("tp2cp2fs", "cp2fs+pp2", "cp4fsr")),
+    "shared weights, tied": (replace(SHORT, tied=True), ("cp4fs", "tp2+cp2fs", "tp2cp2fsr")),
+    "shared experts": (
+        replace(SHORT, variant=tuple((EXPERTS | {"moe_layer_freq": (0, 1)}).items())),
+        ("cp4fsep2", "tp2cp2fs", "tp2cp2fsep4r"),
+    ),
     "latents": (
         replace(SHORT, num_groups=8, qk_layernorm=True, variant=tuple(LATENTS.items())),
         ("tp2pp2", "tp2cp2r", "4*tp1"),
@@ -71,5 +81,7 @@ def test_every_strategy_gives_the_same_adapters(name: str) -> None:
     check_law(changing(texts, model), 4)
 
 
-def test_waves_give_the_same_adapters() -> None:
-    check_law(waves(list(SPLITS.values()), SHORT), 4)
+@pytest.mark.parametrize("text", ["cp4~", "cp4~fs"])
+def test_waves_give_the_same_adapters(text: str) -> None:
+    job = replace(waves(list(SPLITS.values()), SHORT), strategies=(text,))
+    assert_law(job, pool_of(4).run(run_broken, job, poisoned))

@@ -206,7 +206,6 @@ class SmallModel:
             parameter.requires_grad_(not name.startswith(self.frozen))
 
 
-<<<<<<< HEAD
 class _StartedLowRank(runtime_adapters.LowRank):
     """B does not begin with 0, with which A would have no gradient."""
 
@@ -219,13 +218,13 @@ class _StartedLowRank(runtime_adapters.LowRank):
 def started_adapters() -> Any:
     """Within, models are built with adapters that change the output from the beginning."""
     return patch.object(runtime_adapters, "LowRank", _StartedLowRank)
-=======
+
+
 def most_of_every_layer(num_layers: int) -> tuple[str, ...]:
     """What `SmallModel.frozen` is where norms, second matrices of MLPs and routers are trained."""
     matrices = "self_attention.linear_", "mlp.linear_fc1."
     of_layers = [f"decoder.layers.{i}.{name}" for i in range(num_layers) for name in matrices]
     return "embedding.", "output_layer.", *of_layers
->>>>>>> 65dbd24f (Cp ranks that share weights may have frozen parameters)
 
 
 ROW_LIMIT = 40
