@@ -143,9 +143,16 @@ def evaluated_between(job: Job) -> RankRun:
         return run_job(job)
 
 
-@pytest.mark.parametrize("run", [run_job, evaluated_between])
-def test_what_is_held_is_right_when_strategies_stay(run: Any) -> None:
-    job = frozen_job(MODEL, repeats=2)
+@pytest.mark.parametrize(
+    ("run", "strategies"),
+    [
+        (run_job, STRATEGIES),
+        (evaluated_between, STRATEGIES),
+        (evaluated_between, WITH_SHARED_WEIGHTS),
+    ],
+)
+def test_what_is_held_is_right_when_strategies_stay(run: Any, strategies: tuple[str, ...]) -> None:
+    job = frozen_job(MODEL, strategies, repeats=2)
     check(job, pool_of(4).run(run, job))
 
 
@@ -314,9 +321,13 @@ def sizes_after_a_step(job: Job) -> None:
     assert num_trained <= runtime.num_gradients <= num_trained + alignment
 
 
-def test_a_frozen_parameter_has_no_gradient_moments_or_fp32_copy() -> None:
-    model = replace(MODEL, dtype=torch.bfloat16)
-    pool_of(2).run(sizes_after_a_step, law_job(2, "tp2", model))
+@pytest.mark.parametrize(("text", "model"), [("tp2", MODEL), ("cp2fs", PARTLY)])
+def test_a_frozen_parameter_has_no_gradient_moments_or_fp32_copy(
+    text: str, model: SmallModel
+) -> None:
+    """Half of the layers fit in slots of gradients: with the shares they take as much as all."""
+    job = law_job(2, text, replace(model, dtype=torch.bfloat16))
+    pool_of(2).run(sizes_after_a_step, job)
 
 
 def freeze_by_rank(job: Job) -> None:
