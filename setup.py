@@ -78,6 +78,7 @@ EXTRAS = {
     "dev": [
         *TRAIN,
         "hypothesis>=6.100",
+        "peft>=0.19,<0.22",
         "import-linter>=2.3,<3",
         "mypy>=1.15",
         "peft>=0.19,<0.22",

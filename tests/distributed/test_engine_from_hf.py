@@ -16,12 +16,13 @@ import torch.distributed as dist
 import transformers
 
 from megatron.hydraulis.checkpoint.folder import CheckpointFolder
-from megatron.hydraulis.checkpoint.hugging_face.export_hf import export_checkpoint
+from megatron.hydraulis.checkpoint.hugging_face.export_hf import Content, export_checkpoint
 from megatron.hydraulis.cost_model.analytic import AnalyticCostModel
 from megatron.hydraulis.errors import HydraulisError
 from megatron.hydraulis.library.batches import Batch
 from megatron.hydraulis.library.engine import Engine
 from megatron.hydraulis.library.plans import estimate
+from megatron.hydraulis.lora import Lora
 from megatron.hydraulis.optimizer.sharded_adamw import AdamWSettings
 from megatron.hydraulis.strategy import Pool, Strategy
 from tests.support.forked_job import run_job
@@ -35,7 +36,9 @@ LENGTHS = (9, 4, 14, 7)
 Tensors = dict[str, torch.Tensor]
 
 
-def make_engine(folder: Path, pool: str | Pool, *, trains: bool = True) -> Engine:
+def make_engine(
+    folder: Path, pool: str | Pool, *, trains: bool = True, lora: Lora | None = None
+) -> Engine:
     """A pool that is an object brings a cost profile that is one, too."""
     profile = estimate(folder, "h100", pool, fp32=True) if isinstance(pool, Pool) else None
     return Engine.from_hf(
@@ -44,6 +47,7 @@ def make_engine(folder: Path, pool: str | Pool, *, trains: bool = True) -> Engin
         cost_profile=profile,
         optimizer=AdamWSettings(lr=1e-2) if trains else None,
         max_tokens_per_micro_batch=32,
+        lora=lora,
         options=("--distributed-timeout-minutes", "1"),
     )
 
@@ -152,6 +156,49 @@ def test_weights_go_in_and_out_and_checkpoints_continue(family: str, tmp_path: P
             assert found[0] == 0
     export_checkpoint(tmp_path / "saved", tmp_path / "exported", max_file_bytes=10**9)
     assert_same_tensors(runs[0][2], tensors_of(tmp_path / "exported"))
+
+
+def train_adapters(folder: Path, saved: Path) -> list[np.ndarray]:
+    """On every rank: log-probabilities after two updates of adapters alone."""
+
+    def log_probs(engine: Engine) -> list[torch.Tensor]:
+        return engine.forward(engine.plan(sequences()))["log_probs"]
+
+    def adapted(pool: str) -> Engine:
+        lora = Lora(rank=2, alpha=3.0, targets=("linear_qkv", "down_proj", "lm_head"))
+        return make_engine(folder, pool, lora=lora)
+
+    engine = adapted("tp2+tp1")
+    before, stored = log_probs(engine), tensors_of(folder)
+    torch.testing.assert_close(before, log_probs(make_engine(folder, "pp3", trains=False)))
+    for _ in range(2):
+        engine.train_step(sequences(), nll)
+    after = log_probs(engine)
+    assert not any(torch.allclose(*each, atol=1e-3) for each in zip(before, after, strict=True))
+    assert_same_tensors(stored, dict(engine.hf_tensors()))
+    engine.save(saved)
+    again = adapted("pp3")
+    again.load(saved)
+    torch.testing.assert_close(after, log_probs(again))
+    return [each.numpy() for each in after]
+
+
+def test_adapters_are_trained_saved_and_exported(tmp_path: Path) -> None:
+    from peft import PeftModel
+
+    folder = make_folder(tmp_path / "qwen3", "qwen3")
+    runs = pool_of(NUM_RANKS).run(train_adapters, folder, tmp_path / "saved")
+    adapter = tmp_path / "adapter"
+    export_checkpoint(
+        tmp_path / "saved", adapter, max_file_bytes=10**9, content=Content.ADAPTER, like=folder
+    )
+    base = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    model = PeftModel.from_pretrained(base, str(adapter))
+    for tokens, found in zip(sequences(), runs[0], strict=True):
+        with torch.no_grad():
+            logits = model(torch.from_numpy(tokens)[None]).logits[0, :-1].log_softmax(-1)
+        expected = logits.gather(1, torch.from_numpy(tokens)[1:, None])[:, 0]
+        np.testing.assert_allclose(found[1:], expected, rtol=1e-5, atol=1e-5)
 
 
 def run_page(folder: Path, example: str, saved: Path) -> list[str]:

@@ -103,7 +103,7 @@ def llama_gradients(
             transformers' balancing loss of a sequence adds up the choices and scores of all layers
             first. It is top-k times ours.
     """
-    llama = _loaded(weights, model, build)
+    llama = load(weights, model, build)
     settings = model.transformer()
     coefficient: Any = settings.moe_aux_loss_coeff
     num_tokens = sum(len(tokens) - 1 for tokens in batch)
@@ -141,7 +141,7 @@ def labelled_gradients(
         batch: (length + 1,) tokens each.
         is_trained: (length + 1,) whether to predict each; that of the first is ignored.
     """
-    llama = _loaded(weights, model)
+    llama = load(weights, model)
     total, num_trained = 0.0, 0
     for tokens, trained in zip(batch, is_trained, strict=True):
         ids = torch.from_numpy(np.asarray(tokens, dtype=np.int64))[None]
@@ -155,12 +155,13 @@ def labelled_gradients(
     return _divided(llama, total, num_trained)
 
 
-def _loaded(
+def load(
     weights: Tensors,
     model: SmallModel,
     build: Callable[[SmallModel], torch.nn.Module] | None = None,
 ) -> Any:
-    llama = (build or _build)(model)
+    """Hugging Face's model with weights by its names."""
+    llama = (build or plain_llama)(model)
     named = dict(llama.named_parameters())
     assert named.keys() == weights.keys(), sorted(named.keys() ^ weights.keys())
     with torch.no_grad():
@@ -246,8 +247,14 @@ def _built(family: str, model: SmallModel, **settings: Any) -> Any:
     return getattr(transformers, f"{family}ForCausalLM")(made).float()
 
 
-def _build(model: SmallModel) -> torch.nn.Module:
+def plain_llama(model: SmallModel) -> torch.nn.Module:
+    """Llama without biases."""
     return _built("Llama", model)
+
+
+def qwen3(model: SmallModel) -> torch.nn.Module:
+    """Qwen3 has norms of queries and keys."""
+    return _built("Qwen3", model)
 
 
 def mistral(model: SmallModel) -> torch.nn.Module:

@@ -145,6 +145,7 @@ def _with_adapter(
 ) -> Any:
     output, bias = outputs
     delta = scale * (inputs[0] @ low_rank["lora_A"].T) @ low_rank["lora_B"].T
+    delta = delta[..., : output.shape[-1]]  # without the padding of the vocabulary
     added = torch.zeros_like(output)
     added[..., rows] = delta
     return output + added, bias

@@ -20,14 +20,15 @@ from megatron.core.tensor_parallel.mappings import (
     copy_to_tensor_model_parallel_region,
     gather_from_sequence_parallel_region,
 )
+from megatron.core.utils import get_pg_rank, get_pg_size
 from torch import Tensor
 
 from megatron.hydraulis.errors import ConfigurationError, listed
 from megatron.hydraulis.lora import ADAPTERS, Adapter, Lora
 from megatron.hydraulis.runtime.latent_attention import DuplicatedLinear
 
-_OF_LAYER = re.compile(r"decoder\.layers\.[0-9]+\.(.+)")
-"""Matches the name of a module of a layer, inside the layer."""
+_NAME = re.compile(r"(?:decoder\.layers\.[0-9]+\.)?(.+)")
+"""Matches the name of a module, and what it is inside a layer."""
 
 
 class LowRank(torch.nn.Module):
@@ -60,7 +61,8 @@ class Adapters(torch.nn.ModuleDict):
     """
 
     def __init__(self, parts: Sequence[Adapter], lora: Lora, linear: Any) -> None:
-        dtype = linear.weight.dtype
+        # A tied output layer has no weight where the embedding is in the same stage.
+        dtype = linear.config.params_dtype if linear.weight is None else linear.weight.dtype
         super().__init__({each.target: LowRank(each, lora.rank, dtype) for each in lora.of(parts)})
         self._parts = tuple(parts)
         self._lora = lora
@@ -71,14 +73,14 @@ class Adapters(torch.nn.ModuleDict):
         if parts[0].module.endswith(".linear_qkv"):
             self._num_stacks = linear.config.num_query_groups
 
-    def forward(self, given: Tensor, output: Tensor) -> Tensor:
-        """The output, (…, outputs of this rank), with scale · B·(A·x) added.
+    def forward(self, given: Tensor) -> tuple[Tensor, Tensor]:
+        """Scale · A·x, (…, adapters · rank), and those rows of B that belong to this rank.
+
+        Their product is what is added to the layer's.
 
         given: x, (…, inputs of this rank).
         """
-        low = F.linear(given, self._a()).flatten(0, -2)
-        added = torch.addmm(output.flatten(0, -2), low, self._b().t(), alpha=self._lora.scale)
-        return added.view_as(output)
+        return F.linear(given, self._a()) * self._lora.scale, self._b()
 
     @property
     def _low_rank(self) -> list[Any]:
@@ -107,7 +109,7 @@ class Adapters(torch.nn.ModuleDict):
         return whole.chunk(self._tp)[self._tp_rank] if self._cuts_rows else whole
 
 
-class _Adapted(torch.nn.Module):
+class Adapted(torch.nn.Module):
     """A linear layer whose weight is frozen, with adapters."""
 
     adapters: Adapters
@@ -116,7 +118,7 @@ class _Adapted(torch.nn.Module):
     @property
     def tp_place(self) -> tuple[int, int]:
         """The number of tp ranks that share the layer, and this rank's among them."""
-        return self.tp_group.size(), self.tp_group.rank()
+        return get_pg_size(self.tp_group), get_pg_rank(self.tp_group)
 
     def _forward_impl(
         self,
@@ -136,28 +138,34 @@ class _Adapted(torch.nn.Module):
         output = upstream._forward_impl(
             input, weight, allreduce_dgrad=False, sequence_parallel=False, **named
         )
-        return self.adapters(input, output)
+        return _plus_product(output, *self.adapters(input))
 
 
-class AdaptedColumnParallelLinear(_Adapted, ColumnParallelLinear):
+class AdaptedColumnParallelLinear(Adapted, ColumnParallelLinear):
     """Uses the rows of B that are its own."""
 
 
-class AdaptedRowParallelLinear(_Adapted, RowParallelLinear):
+class AdaptedRowParallelLinear(Adapted, RowParallelLinear):
     """Uses the columns of A that are its own."""
 
 
-class AdaptedDuplicatedLinear(_Adapted, DuplicatedLinear):
+class AdaptedDuplicatedLinear(Adapted, DuplicatedLinear):
     """With sequence parallelism both products are of this rank's part of the sequence."""
 
     tp_place = (1, 0)
 
     def forward(self, given: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
         output, _ = super().forward(given)
-        return self.adapters(given, output), None
+        return _plus_product(output, *self.adapters(given)), None
 
 
-_ADAPTED: dict[type, type[_Adapted]] = {
+def _plus_product(output: Tensor, low: Tensor, rows: Tensor) -> Tensor:
+    """(…, outputs) + (…, rank) · (outputs, rank)ᵀ, in one kernel."""
+    added = torch.addmm(output.flatten(0, -2), low.flatten(0, -2), rows.t())
+    return added.view_as(output)
+
+
+_ADAPTED: dict[type, type[Adapted]] = {
     ColumnParallelLinear: AdaptedColumnParallelLinear,
     RowParallelLinear: AdaptedRowParallelLinear,
     DuplicatedLinear: AdaptedDuplicatedLinear,
@@ -178,8 +186,7 @@ def adapt(model: torch.nn.Module, lora: Lora, there: Sequence[Adapter]) -> None:
     model.requires_grad_(False)
     parts_of = {name: list(parts) for name, parts in groupby(there, key=lambda each: each.module)}
     for name, linear in list(model.named_modules()):
-        found = _OF_LAYER.fullmatch(name)
-        parts = parts_of.get(found[1], []) if found else []
+        parts = parts_of.get(_NAME.sub(r"\1", name), [])
         if lora.of(parts):
             _adapt(name, linear, parts, lora)
 

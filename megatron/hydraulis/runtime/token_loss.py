@@ -38,6 +38,7 @@ from torch import Tensor
 from megatron.hydraulis.cost_model.memory import loss_chunk_tokens
 from megatron.hydraulis.data.packed_batch import PackedBatch, token_places
 from megatron.hydraulis.errors import ConfigurationError
+from megatron.hydraulis.runtime.adapters import Adapted
 from megatron.hydraulis.runtime.executor import (
     ForwardStep,
     at_least_fp32,
@@ -453,7 +454,7 @@ class ChunkedOutputLayer(ColumnParallelLinear):
     @classmethod
     def convert(cls, layer: ColumnParallelLinear, settings: OutputSettings) -> None:
         """Give an existing layer this class: `GPTModel` has no parameter for it."""
-        layer.__class__ = cls
+        layer.__class__ = AdaptedOutputLayer if isinstance(layer, Adapted) else cls
         layer.settings = settings
 
     def forward(
@@ -482,6 +483,10 @@ class ChunkedOutputLayer(ColumnParallelLinear):
             input_ = copy_to_tensor_model_parallel_region(input_, group=self.tp_group)
         is_shared = self.weight is None
         matrix = self.weight if weight is None else weight
+        hidden = input_.squeeze(1)
+        low, rows = hidden.new_empty(len(hidden), 0), matrix.new_empty(len(matrix), 0)
+        if isinstance(self, AdaptedOutputLayer):
+            low, rows = self.adapters(hidden)
         num_columns, first = matrix.size(0), matrix.size(0) * self.tp_group.rank()
         columns = _Columns(
             num_real=min(max(self.settings.num_tokens_in_vocabulary - first, 0), num_columns),
@@ -491,13 +496,17 @@ class ChunkedOutputLayer(ColumnParallelLinear):
             completes_gradient=not is_shared,
         )
         log_probs, entropies = _TokenOutputs.apply(
-            input_.squeeze(1), matrix, ids - first, columns, entropy
+            hidden, matrix, low, rows, ids - first, columns, entropy
         )
         return TokenOutputs(
             log_probs[None, :, 0],
             None if entropies is None else entropies[None],
             log_probs[None, :, 1:] if ids.size(1) > 1 else None,
         )
+
+
+class AdaptedOutputLayer(Adapted, ChunkedOutputLayer):
+    """An output layer with an adapter."""
 
 
 @dataclass(frozen=True)
@@ -520,9 +529,11 @@ class _Columns:
         size = -(-num_tokens // num_chunks)
         return [slice(start, start + size) for start in range(0, num_tokens, size)]
 
-    def logits(self, hidden: Tensor, weight: Tensor) -> Tensor:
-        """(tokens, columns) logits of a chunk."""
+    def logits(self, hidden: Tensor, weight: Tensor, low: Tensor, rows: Tensor) -> Tensor:
+        """(tokens, columns) logits of a chunk; see `_TokenOutputs.forward`."""
         logits = _product(hidden, weight.t())
+        if low.size(1):
+            _add_product(logits, low, rows.t())
         if self.scale != 1.0:
             logits.mul_(self.scale)
         if self.num_real == 0:
@@ -537,6 +548,7 @@ class _Columns:
 class _TokenOutputs(torch.autograd.Function):
     """Log-probabilities, (tokens, ids), and entropies, (tokens,), which are None unless requested.
 
+    Gradients of an adapter are autograd's.
     ``weight.main_grad`` receives the weight's gradient, chunk by chunk, unless it is frozen.
     """
 
@@ -545,6 +557,8 @@ class _TokenOutputs(torch.autograd.Function):
         ctx: Any,
         hidden: Tensor,
         weight: Tensor,
+        low: Tensor,
+        rows: Tensor,
         ids: Tensor,
         columns: _Columns,
         with_entropy: bool,
@@ -554,6 +568,8 @@ class _TokenOutputs(torch.autograd.Function):
             ctx: autograd's.
             hidden: (tokens, hidden size).
             weight: (columns, hidden size).
+            low: (tokens, rank) of an adapter; its rank is 0 without one.
+            rows: (columns, rank), with which it adds low · rowsᵀ to the logits.
             ids: (tokens, ids), counted from this rank's first column; those of others are outside.
             columns: of the weight.
             with_entropy: whether entropies are wanted.
@@ -566,7 +582,7 @@ class _TokenOutputs(torch.autograd.Function):
         sums = largest.new_zeros(num_sums + ids.size(1), hidden.size(0))
 
         def exponentials(chunk: slice) -> Tensor:
-            logits = columns.logits(hidden[chunk], weight)
+            logits = columns.logits(hidden[chunk], weight, low[chunk], rows)
             real = columns.real(logits)
             largest[chunk] = real.amax(dim=1)
             sums[num_sums:, chunk] = (real.gather(1, ids[chunk]) * is_here[chunk]).t()
@@ -592,15 +608,17 @@ class _TokenOutputs(torch.autograd.Function):
         log_probs = (sums[num_sums:] - most - log_sum).t()
         entropy = log_sum - sums[1] / sums[0] if with_entropy else None
         ctx.columns, ctx.kept = columns, kept
-        ctx.save_for_backward(hidden, weight, ids, is_here, largest, most, sums[0], entropy)
+        ctx.save_for_backward(
+            hidden, weight, low, rows, ids, is_here, largest, most, sums[0], entropy
+        )
         ctx.set_materialize_grads(False)
         return log_probs, entropy
 
     @staticmethod
     def backward(
         ctx: Any, of_log_probs: Tensor | None, of_entropy: Tensor | None
-    ) -> tuple[Tensor, Tensor | None, None, None, None]:
-        hidden, weight, ids, is_here, largest, most, total, entropy = ctx.saved_tensors
+    ) -> tuple[Tensor, Tensor | None, Tensor, Tensor, None, None, None]:
+        hidden, weight, low, rows, ids, is_here, largest, most, total, entropy = ctx.saved_tensors
         columns: _Columns = ctx.columns
         is_trained = ctx.needs_input_grad[1]
         if of_log_probs is None:
@@ -608,12 +626,13 @@ class _TokenOutputs(torch.autograd.Function):
         gradient = of_log_probs.sum(dim=1)
         of_log_probs = of_log_probs * is_here
         share = (largest - most).exp() / total  # softmax over this rank's exponentials
-        hidden_gradient = torch.empty_like(hidden)
+        hidden_gradient, low_gradient = torch.empty_like(hidden), torch.empty_like(low)
+        rows_gradient = torch.zeros_like(rows, dtype=at_least_fp32(rows.dtype))
 
         def accumulate(chunk: slice, logits: Tensor | None) -> None:
             factor = -(gradient * share)[chunk, None]
             if logits is None:
-                logits = columns.logits(hidden[chunk], weight)
+                logits = columns.logits(hidden[chunk], weight, low[chunk], rows)
                 columns.real(logits).sub_(largest[chunk, None])
                 if of_entropy is None:
                     columns.real(logits).exp_()
@@ -634,6 +653,9 @@ class _TokenOutputs(torch.autograd.Function):
                 logits.mul_(columns.scale)
             logits = logits.to(hidden.dtype)
             torch.mm(logits, weight, out=hidden_gradient[chunk])
+            if low.size(1):
+                torch.mm(logits, rows, out=low_gradient[chunk])
+                _add_product(rows_gradient, logits.t(), low[chunk])
             if is_trained:
                 _add_product(weight.main_grad, logits.t(), hidden[chunk])
 
@@ -642,13 +664,14 @@ class _TokenOutputs(torch.autograd.Function):
         for chunk in reversed(columns.chunks(hidden.size(0))):
             accumulate(chunk, kept)
             kept = None
+        of_adapter = low_gradient, rows_gradient.to(rows.dtype)
         if not is_trained:
-            return hidden_gradient, None, None, None, None
+            return hidden_gradient, None, *of_adapter, None, None, None
         weight.grad_added_to_main_grad = True
         # By upstream's rules the gradient is meaningless now, but its arrival completes the bucket.
         # This one needs no memory.
         arrival = weight.detach() if columns.completes_gradient else None
-        return hidden_gradient, arrival, None, None, None
+        return hidden_gradient, arrival, *of_adapter, None, None, None
 
 
 def _blocks(rows: Tensor) -> tuple[Tensor, ...]:

@@ -13,10 +13,12 @@ from megatron.core.num_microbatches_calculator import get_current_global_batch_s
 from megatron.training import global_vars
 
 from megatron.hydraulis.__main__ import main
+from megatron.hydraulis.checkpoint.manifest import model_differences, model_of
 from megatron.hydraulis.errors import ConfigurationError, StrategyError
 from megatron.hydraulis.flags.arguments import Resolved
 from megatron.hydraulis.flags.config import HydraulisConfig, default_run_dir, option_of
 from megatron.hydraulis.flags.honoured import HONOURED
+from megatron.hydraulis.lora import Lora
 from tests.unit.flags.argument_command import base_command, flag_parser, parse, write_corpus
 
 pytestmark = pytest.mark.usefixtures("plain_environment")
@@ -447,3 +449,34 @@ def test_blends_with_and_without_weights(tmp_path: Path) -> None:
     one, two = write_corpus(tmp_path, "one"), write_corpus(tmp_path, "two")
     for blend in (["0.3", one, "0.7", two], [one, two]):
         assert parse(tmp_path, "--data-path", *blend).args.data_path == blend
+
+
+def test_adapters_are_resolved_and_described_for_checkpoints(tmp_path: Path) -> None:
+    resolved = parse(tmp_path, "--lora-rank", "8", "--lora-targets", "linear_qkv", "up_proj")
+    assert resolved.lora == Lora(8, 32.0, ("q_proj", "k_proj", "v_proj", "up_proj"))
+    assert resolved.lora.arguments.items() <= model_of(resolved.args).items()
+    (difference,) = model_differences(
+        model_of(resolved.args),
+        model_of(parse(tmp_path, "--lora-rank=8", *_TARGETS, "--lora-alpha", "4").args),
+    )
+    assert difference == "lora_alpha is 32.0 there and 4.0 here"
+    assert not model_differences(model_of(parse(tmp_path).args), model_of(resolved.args))
+
+
+_TARGETS = ("--lora-targets", "q_proj", "k_proj", "v_proj", "up_proj")
+
+
+@pytest.mark.parametrize(
+    ("extra", "message"),
+    [
+        (_TARGETS, r"--lora-targets describes adapters but .* add --lora-rank N"),
+        (("--lora-alpha", "3"), "--lora-alpha describes adapters"),
+        (("--lora-rank", "0"), "--lora-rank must be at least 1"),
+        (("--lora-rank", "2", "--lora-targets", "gate_proj"), "has 'gate_proj', which it has not"),
+    ],
+)
+def test_adapters_that_cannot_be_are_refused(
+    tmp_path: Path, extra: tuple[str, ...], message: str
+) -> None:
+    with pytest.raises(ConfigurationError, match=message):
+        parse(tmp_path, *extra)
