@@ -285,6 +285,7 @@ def check_refusals(engine: Engine, batch: Batch, folder: Path) -> None:
         lambda: engine.plan(sequences()),
         lambda: engine.forward(batch),
         lambda: engine.forward_backward(batch, nll),
+        lambda: engine.batch_loss(batch, lambda of: of["log_probs"][0].sum()),
         lambda: engine.train_step(sequences(), nll),
         engine.optim_step,
         engine.discard_gradients,

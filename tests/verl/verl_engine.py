@@ -13,12 +13,14 @@ from pathlib import Path
 from typing import Any
 
 import pandas
+import peft
 import pytest
 import ray
 import torch
 import torch.distributed as dist
 import verl
 from hydra import compose, initialize_config_dir
+from omegaconf import open_dict
 from tensordict import TensorDict
 from torch import Tensor
 from transformers import (
@@ -262,6 +264,47 @@ def run_actor(folder: Path, vocab_size: int) -> tuple[Any, ...]:
     return outputs, metrics, tensors
 
 
+def run_adapters(folder: Path, vocab_size: int) -> tuple[Any, ...]:
+    """Log-probabilities with adapters and without, after an update, and what a rollout engine
+    gets: adapters, the model below them, and both merged."""
+    use_as_verl_rank()
+    config = actor_config(folder)
+    with open_dict(config):
+        config.model.lora_rank, config.model.lora_alpha = 4, 8
+        config.actor.optim.weight_decay = 0.0
+    actor = ActorRolloutRefWorker(config, role="actor")
+    actor.init_model()
+    own = rollout(vocab_size)[2 * dist.get_rank() :][:2]
+    data = left_right_2_no_padding(own.clone())
+    tu.assign_non_tensor(
+        data,
+        calculate_entropy=True,
+        compute_loss=True,
+        global_batch_size=8,
+        mini_batch_size=8,
+        epochs=1,
+        seed=1,
+        dataloader_kwargs={"shuffle": False},
+    )
+    engine = actor.actor.engine
+    first = dict(engine.get_per_tensor_param(base_sync_done=True)[0])
+    metrics = dict(tu.get(actor.update_actor(data), "metrics"))
+    outputs = []
+    for no_adapter in (False, True):
+        data = left_right_2_no_padding(own.clone())
+        tu.assign_non_tensor(
+            data, calculate_entropy=False, compute_loss=False, no_lora_adapter=no_adapter
+        )
+        found = actor.compute_log_prob(data)
+        outputs.append(no_padding_2_padding(found["log_probs"], data))
+    adapters, peft_config = engine.get_per_tensor_param(base_sync_done=True)
+    exported = [first, dict(adapters), dict(engine.get_per_tensor_param()[0])]
+    engine._model_config.lora["merge"] = True
+    exported.append(dict(engine.get_per_tensor_param()[0]))
+    engine.engine.close()
+    return outputs, metrics, exported, peft_config
+
+
 def critic_config(folder: Path) -> Any:
     return omega_conf_to_dataclass(
         composed(
@@ -430,6 +473,54 @@ def test_an_actor_updates_as_one_process(folder: Path) -> None:
         reference.assert_is(tensors)
 
 
+def test_an_actor_with_adapters_updates_as_one_process_of_peft(folder: Path) -> None:
+    reference = Reference(folder)
+    vocab_size = reference.model.config.vocab_size
+    ranks = pool_of(NUM_RANKS).run(run_adapters, folder, vocab_size, timeout_s=TIMEOUT_S)
+    _, _, (first, *_), peft_config = ranks[0]
+    base = {name: value.clone() for name, value in reference.model.state_dict().items()}
+    whole = rollout(vocab_size)
+    data = left_right_2_no_padding(whole.clone())
+    tokens = list(data["input_ids"].unbind())
+
+    def log_probs() -> Tensor:
+        return no_padding_2_padding(reference.outputs(tokens, TEMPERATURE)["log_probs"], data)
+
+    without = log_probs().detach()
+    given = {key: peft_config[key] for key in ("r", "lora_alpha", "target_modules", "task_type")}
+    reference.model = peft.get_peft_model(reference.model, peft.LoraConfig(**given))
+    loaded: Any = peft.set_peft_model_state_dict(reference.model, first)
+    assert not loaded.unexpected_keys
+    trained = [each for each in reference.model.parameters() if each.requires_grad]
+    reference.optimizer = torch.optim.AdamW(trained, lr=LR, weight_decay=0.0)
+    num_tokens = int(data["loss_mask"].sum())
+    tu.assign_non_tensor(data, dp_size=1, batch_num_tokens=num_tokens, global_batch_size=8)
+    loss, _ = ppo_loss(
+        omega_conf_to_dataclass(actor_config(folder).actor),
+        reference.outputs(tokens, TEMPERATURE),
+        data,
+    )
+    norm = reference.update(loss)
+    wanted = log_probs().detach()
+    assert (wanted - without).abs().max() > 10 * TOLERANCE
+    for i, expected in enumerate((wanted, without)):
+        found = torch.cat([outputs[i] for outputs, *_ in ranks])
+        torch.testing.assert_close(found, expected, rtol=TOLERANCE, atol=TOLERANCE)
+    of_peft = peft.get_peft_model_state_dict(reference.model)
+    merged = reference.model.merge_and_unload().state_dict()
+    for _, metrics, (_, adapters, below, all_in_one), _ in ranks:
+        assert metrics["loss"][0] == pytest.approx(loss.item(), rel=TOLERANCE)
+        assert metrics["grad_norm"][0] == pytest.approx(norm, rel=TOLERANCE)
+        assert adapters.keys() == of_peft.keys()
+        for name, tensor in adapters.items():
+            torch.testing.assert_close(tensor, of_peft[name], rtol=TOLERANCE, atol=TOLERANCE)
+        for name, tensor in below.items():
+            assert torch.equal(tensor, base[name.replace(".base_layer", "")])
+        assert any(".base_layer." in name for name in below)
+        for name, tensor in all_in_one.items():
+            torch.testing.assert_close(tensor, merged[name], rtol=TOLERANCE, atol=TOLERANCE)
+
+
 def test_a_critic_updates_as_one_process(folder: Path, tmp_path: Path) -> None:
     model: Any = AutoModelForTokenClassification.from_pretrained(folder, num_labels=1)
     model.save_pretrained(tmp_path)
@@ -564,7 +655,8 @@ def test_an_engine_refuses_what_it_cannot_do(changes: dict[str, Any], text: str)
     ("model", "optimizer", "checkpoint", "text"),
     [
         ({"use_remove_padding": False}, {}, {}, "use_remove_padding is False"),
-        ({"lora_rank": 8}, {}, {}, "lora_rank"),
+        ({"lora": {"rank": 8}}, {}, {}, "sets lora.rank;"),
+        ({"lora_rank": 8, "exclude_modules": "q_proj"}, {}, {}, "sets exclude_modules;"),
         ({}, {"optimizer": "AdamW8bit"}, {}, "optimizer=AdamW8bit"),
         ({}, {}, {"save_contents": ["model", "extra"]}, "save_contents is ['extra', 'model']"),
     ],

@@ -9,7 +9,7 @@ from dataclasses import replace
 from itertools import pairwise
 from numbers import Integral, Real
 from pathlib import Path
-from typing import Any
+from typing import Any, cast, get_args
 
 import torch
 import torch.distributed as dist
@@ -34,6 +34,7 @@ from megatron.hydraulis.library.batches import (
 )
 from megatron.hydraulis.library.hugging_face import (
     BuiltEngine,
+    HfContent,
     build_from_folder,
     checked_path,
     hf_tensors,
@@ -43,6 +44,7 @@ from megatron.hydraulis.lora import Lora
 from megatron.hydraulis.optimizer.sharded_adamw import AdamWSettings
 from megatron.hydraulis.planner.plan import Planner, PlanText
 from megatron.hydraulis.planner.planners import CertifiedPlanner
+from megatron.hydraulis.runtime.adapters import without_adapters
 from megatron.hydraulis.runtime.engine import RuntimeEngine
 from megatron.hydraulis.runtime.executor import at_least_fp32
 from megatron.hydraulis.runtime.memory import SharedOutOfMemoryError, release_cached_memory
@@ -227,6 +229,7 @@ class Engine:
         outputs: str | Sequence[str] = ("log_probs",),
         *,
         temperature: float = 1.0,
+        adapters: bool = True,
     ) -> dict[str, list[Tensor]]:
         """Outputs of each sequence that this rank gave, in its order.
 
@@ -234,6 +237,7 @@ class Engine:
             batch: from `plan`.
             outputs: of `OUTPUTS`, one or several.
             temperature: by which all logits are divided.
+            adapters: whether they are used; without them the model is its own reference policy.
 
         Returns:
             By output a tensor (n,) for each sequence, on the job's device: at t what belongs to
@@ -245,17 +249,19 @@ class Engine:
                 `TOKEN_IDS` are wrong or missing.
         """
         self.runtime.require_onloaded()
-        _, names, temperature = _agreed(
+        _, names, temperature, adapters = _agreed(
             lambda: (
                 _plans_of(batch),
                 self._checked_outputs(outputs, batch),
                 _checked_number(temperature, "temperature"),
+                bool(adapters),
             ),
-            "batch, outputs and temperature",
+            "batch, outputs, temperature and adapters",
         )
         found: list[list[Tensor]] = [[] for _ in names]
         for part in batch:
-            for kept, flat in zip(found, self._flat_outputs(part, names, temperature), strict=True):
+            flats = self._flat_outputs(part, names, temperature, adapters)
+            for kept, flat in zip(found, flats, strict=True):
                 tensors = flat.split([len(each.tokens) for each in part.sequences])
                 kept += [tensors[i].clone() for i in part.own]  # not views of the whole batch
         return dict(zip(names, found, strict=True))
@@ -492,14 +498,22 @@ class Engine:
         self._add_gradients(self.plan(sequences, scatter=scatter), loss, entropy=entropy)
         return self._step(lr, None)
 
-    def hf_tensors(self) -> Iterator[tuple[str, Tensor]]:
+    def hf_tensors(self, content: str = "merged") -> Iterator[tuple[str, Tensor]]:
         """Every tensor by Hugging Face's name, whole, on every rank, one after another.
 
-        For a rollout engine. Every rank exhausts the iterator; none holds the model. All tensors
-        are of one update: after another update, a load, an offload or `close` the iterator raises
-        HydraulisError. Raises ConfigurationError unless the engine comes from `from_hf`.
+        For a rollout engine. With adapters it is the model "merged" with them, the "base" model
+        below them, or the "adapters" alone, by peft's names. Every rank exhausts the iterator; none
+        holds the model. All tensors are of one update: after another update, a load, an offload or
+        `close` the iterator raises HydraulisError. Raises ConfigurationError unless the engine
+        comes from `from_hf`, and for adapters that it has not.
         """
-        tensors = hf_tensors(self.runtime, self._source.model, self._source.places)
+        lora, source = self.runtime.definition.lora, self._source
+        if content not in get_args(HfContent) or (content == "adapters" and lora is None):
+            raise ConfigurationError(
+                f"tensors are of {', '.join(get_args(HfContent))}, the last with lora alone, but "
+                f"content is {content!r:.60} and lora {lora}; correct it"
+            )
+        tensors = hf_tensors(self.runtime, source.model, source.places, cast(HfContent, content))
         return self._while_unchanged(tensors)
 
     def _while_unchanged[Item](self, items: Iterator[Item]) -> Iterator[Item]:
@@ -628,11 +642,13 @@ class Engine:
         )
 
     def _flat_outputs(
-        self, part: Batch, outputs: Sequence[str], temperature: float
+        self, part: Batch, outputs: Sequence[str], temperature: float, adapters: bool
     ) -> list[Tensor]:
         """By output (tokens of all sequences, …), on every rank; each value is made by one rank."""
         share = self._share(part)
         step = output_forward_step(entropy="entropy" in outputs, temperature=temperature)
+        if not adapters:
+            step = without_adapters(step)
         reports = self.runtime.forward(share.strategy, share.micro_batches, step)
         ends = torch.tensor([len(each.tokens) for each in part.sequences]).cumsum(0)
         flat = [self._zeros(int(ends[-1]), *_entry_shape(name, part)) for name in outputs]

@@ -8,6 +8,7 @@ import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Literal
 
 import torch
 import torch.distributed as dist
@@ -19,7 +20,9 @@ from megatron.hydraulis.checkpoint.hugging_face.model import HuggingFaceModel, m
 from megatron.hydraulis.checkpoint.hugging_face.tensors import (
     ROUTER_BIAS,
     TensorRows,
+    adapter_rows,
     by_place,
+    is_of_adapter,
 )
 from megatron.hydraulis.checkpoint.names import StoredModel, StoredParameter
 from megatron.hydraulis.checkpoint.torch_dist import layer_key
@@ -38,8 +41,11 @@ from megatron.hydraulis.optimizer.sharded_adamw import AdamWSettings
 from megatron.hydraulis.optimizer.shards import OwnedRectangle
 from megatron.hydraulis.quiet_imports import silence_upstream
 from megatron.hydraulis.runtime.engine import RuntimeEngine
+from megatron.hydraulis.runtime.executor import widened
 from megatron.hydraulis.runtime.process_groups import of_all_ranks, on_all_ranks
 from megatron.hydraulis.transfer.canonical import Bucket, ParameterSpec, Piece
+
+HfContent = Literal["merged", "base", "adapters"]
 
 _FLAG_OF_DTYPE = {torch.bfloat16: ("--bf16",), torch.float32: ()}
 _OF_PYTHON = {
@@ -105,6 +111,11 @@ def build_from_folder(
             raise ConfigurationError(
                 f"lora is a Lora, or None to train the model, but is {lora!r:.60}; give "
                 "Lora(rank=16)"
+            )
+        if lora is not None and value_head:
+            raise ConfigurationError(
+                "a value head is trained with the whole model but there are adapters of rank "
+                f"{lora.rank}, which would freeze it; leave lora or value_head out"
             )
         path = checked_path(folder)
         model, _, stored_dtype = open_folder(path, value_head=value_head)
@@ -211,15 +222,21 @@ def _check_options(flag_parser: FlagParser, options: Sequence[str]) -> None:
 
 
 def hf_tensors(
-    engine: RuntimeEngine, model: HuggingFaceModel, stored: Mapping[str, StoredParameter]
+    engine: RuntimeEngine,
+    model: HuggingFaceModel,
+    stored: Mapping[str, StoredParameter],
+    content: HfContent = "merged",
 ) -> Iterator[tuple[str, Tensor]]:
-    """Every tensor by Hugging Face's name, on every rank, on the job's device.
+    """Every tensor by Hugging Face's name, or adapters' by peft's, on every rank, on the job's
+    device.
 
-    stored: see `BuiltEngine.places`.
+    Args:
+        stored: see `BuiltEngine.places`.
+        content: see `Engine.hf_tensors`.
 
     Collective: every rank exhausts the iterator. A rank never holds the model: besides the shards
     there are one bucket of parameters (while it is gathered, this rank's share of it, too), one of
-    Megatron's tensors and one of Hugging Face's at a time.
+    Megatron's tensors and one of Hugging Face's at a time; and all adapters where they are merged.
     """
     engine.require_onloaded()
     engine.finish_regrouping()
@@ -232,27 +249,43 @@ def hf_tensors(
     def of(spec: ParameterSpec) -> list[tuple[Bucket, Piece, int]]:
         return places[layout.index_of[spec.name]]
 
-    gathered: int | None = None
-    shares: list[tuple[int, Tensor]] = []
-    # By buckets, so that each is gathered once.
-    for spec, parts in sorted(
-        _parameters(engine, model, stored), key=lambda each: of(each[0])[0][0].index
-    ):
-        whole = torch.empty(spec.shape, dtype=engine.dtype, device=engine.device)
-        matrix = whole.view(spec.shape[0], -1)
-        for bucket, piece, offset in of(spec):
-            if bucket.index != gathered:
-                shares.clear()  # or there would be two buckets while the next is gathered
-                shares += _gathered(engine, bucket)
-                gathered = bucket.index
-            row, column = layout.global_rectangle(piece)
-            rows = slice(row, row + piece.num_elements // piece.row_length)
-            _copy(shares, offset, matrix[rows, column : column + piece.row_length])
-        for tensor in parts:
-            yield tensor.name, torch.cat([whole[first:end] for first, end in tensor.runs])
-        del whole, matrix  # or there would be two of them
-    for bias, (tensor,) in _router_biases(engine, model):
-        yield tensor.name, bias.clone()
+    def tensors(*, of_adapters: bool) -> Iterator[tuple[str, Tensor]]:
+        gathered: int | None = None
+        shares: list[tuple[int, Tensor]] = []
+        found = [
+            (spec, parts)
+            for spec, parts in _parameters(engine, model, stored)
+            if is_of_adapter(spec.name) == of_adapters
+        ]
+        # By buckets, so that each is gathered once.
+        for spec, parts in sorted(found, key=lambda each: of(each[0])[0][0].index):
+            whole = torch.empty(spec.shape, dtype=engine.dtype, device=engine.device)
+            matrix = whole.view(spec.shape[0], -1)
+            for bucket, piece, offset in of(spec):
+                if bucket.index != gathered:
+                    shares.clear()  # or there would be two buckets while the next is gathered
+                    shares += _gathered(engine, bucket)
+                    gathered = bucket.index
+                row, column = layout.global_rectangle(piece)
+                rows = slice(row, row + piece.num_elements // piece.row_length)
+                _copy(shares, offset, matrix[rows, column : column + piece.row_length])
+            for part in parts:
+                yield part.name, torch.cat([whole[first:end] for first, end in part.runs])
+            del whole, matrix  # or there would be two of them
+
+    if content == "adapters":
+        yield from tensors(of_adapters=True)
+        return
+    lora = engine.definition.lora if content == "merged" else None
+    added = {} if lora is None else dict(tensors(of_adapters=True))
+    pairs = {} if lora is None else adapter_rows(model, lora)
+    for name, tensor in tensors(of_adapters=False):
+        if lora is not None and name in pairs:
+            a, b = (widened(added.pop(each.name)) for each in pairs[name])
+            tensor = (widened(tensor) + lora.scale * (b @ a)).to(tensor.dtype)
+        yield name, tensor
+    for bias, (part,) in _router_biases(engine, model):
+        yield part.name, bias.clone()
 
 
 def _gathered(engine: RuntimeEngine, bucket: Bucket) -> list[tuple[int, Tensor]]:
@@ -290,7 +323,7 @@ def _fill(engine: RuntimeEngine, folder: Path, stored: Mapping[str, StoredParame
             owned.setdefault(shards.layout.parameters[part.parameter].name, []).append(part)
     for spec, parts in _parameters(engine, model, stored):
         if spec.name not in owned or not {part.name for part in parts} <= {*files.names}:
-            continue  # a value head that the folder lacks stays as it was initialised
+            continue  # adapters, and a head that the folder lacks, stay as they were initialised
         matrix = assembled(spec.shape, dtype, parts, files).view(spec.shape[0], -1)
         flat = shards.frozen if spec.is_frozen else shards.parameters
         for part in owned[spec.name]:
@@ -308,7 +341,7 @@ def _parameters(
     """Every parameter, with what Hugging Face has of it."""
     name_of = {(at.key, at.prefix): name for name, at in stored.items()}
     layout = engine.layout
-    for place, parts in by_place(model):
+    for place, parts in by_place(model, engine.definition.lora):
         if place.key == ROUTER_BIAS:
             continue  # no parameter
         key = layer_key(place.key, place.layer, separate_layers=True)

@@ -21,12 +21,14 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from peft import LoraConfig, TaskType
 from tensordict import TensorDict
 from torch import Tensor
 from verl.utils import tensordict_utils as tu
 from verl.utils.checkpoint.checkpoint_manager import BaseCheckpointManager
 from verl.utils.dataset.dataset_utils import DatasetPadMode
 from verl.utils.device import get_device_id, get_device_name
+from verl.utils.fsdp_utils import replace_lora_wrapper
 from verl.utils.py_functional import append_to_dict
 from verl.utils.torch_functional import (
     get_constant_schedule_with_warmup,
@@ -36,9 +38,10 @@ from verl.workers.config import FSDPEngineConfig, FSDPOptimizerConfig, HFModelCo
 from verl.workers.engine.base import BaseEngine, BaseEngineCtx, EngineRegistry
 from verl.workers.utils.losses import sft_loss
 
-from megatron.hydraulis.checkpoint.hugging_face.export_hf import export_checkpoint
+from megatron.hydraulis.checkpoint.hugging_face.export_hf import Content, export_checkpoint
 from megatron.hydraulis.errors import ConfigurationError
 from megatron.hydraulis.library.engine import Engine
+from megatron.hydraulis.lora import Lora
 from megatron.hydraulis.optimizer.sharded_adamw import AdamWSettings
 from megatron.hydraulis.runtime.process_groups import on_all_ranks, on_rank_0
 
@@ -148,10 +151,30 @@ class HydraulisEngine(BaseEngine):
         self._optimizer_config = optimizer_config
         self._checkpoints = BaseCheckpointManager(None, None, checkpoint_config=checkpoint_config)
         self._engine: Engine | None = None
+        self._uses_adapters = True
 
     @property
     def _is_critic(self) -> bool:
         return self._model_config.model_type == "value_model"
+
+    @property
+    def _lora(self) -> Lora | None:
+        """The adapters of an actor."""
+        config = self._model_config
+        if config.lora_rank <= 0 or self._config.forward_only:
+            return None
+        targets = config.target_modules
+        names = (targets,) if isinstance(targets, str) else tuple(targets)
+        return Lora(config.lora_rank, float(config.lora_alpha), names)
+
+    @contextmanager
+    def disable_adapter(self) -> Iterator[None]:
+        """Forward passes are those of the model without adapters: a reference policy."""
+        self._uses_adapters = False
+        try:
+            yield
+        finally:
+            self._uses_adapters = True
 
     @property
     def is_param_offload_enabled(self) -> bool:
@@ -175,6 +198,7 @@ class HydraulisEngine(BaseEngine):
             dtype=_DTYPES[self._config.dtype],
             max_tokens_per_micro_batch=self._config.max_tokens_per_micro_batch,
             value_head=self._is_critic,
+            lora=self._lora,
             options=self._config.options,
         )
         if not self._config.forward_only:
@@ -246,7 +270,9 @@ class HydraulisEngine(BaseEngine):
             return value
 
         if forward_only:
-            outputs = self.engine.forward(batch, names, temperature=temperature)
+            outputs = self.engine.forward(
+                batch, names, temperature=temperature, adapters=self._uses_adapters
+            )
             loss = on_all_ranks(lambda: loss_of(outputs).item(), "verl's loss cannot be computed")
         else:
             loss = self.engine.batch_loss(
@@ -285,10 +311,28 @@ class HydraulisEngine(BaseEngine):
         self._schedule.step()
         return self._schedule.get_last_lr()[0]
 
-    def get_per_tensor_param(self, **kwargs: Any) -> tuple[Iterator[tuple[str, Tensor]], None]:
-        """See `Engine.hf_tensors`; there is no adapter."""
+    def get_per_tensor_param(
+        self, base_sync_done: bool = False, **kwargs: Any
+    ) -> tuple[Iterator[tuple[str, Tensor]], dict[str, Any] | None]:
+        """See `Engine.hf_tensors`. Unless ``model.lora.merge`` is set, adapters and their
+        configuration are apart from the model, which a rollout engine needs once."""
         self.engine.onload(optimizer=False)
-        return self.engine.hf_tensors(), None
+        lora = self.engine.runtime.definition.lora
+        if lora is None or self._model_config.lora.get("merge", False):
+            return self.engine.hf_tensors(), None
+        config = LoraConfig(
+            task_type=TaskType.CAUSAL_LM,
+            r=lora.rank,
+            lora_alpha=self._model_config.lora_alpha,
+            target_modules=list(lora.targets),
+            bias="none",
+        )
+        if base_sync_done:
+            return self.engine.hf_tensors("adapters"), config.to_dict()
+        base = self.engine.hf_tensors("base")
+        return ((replace_lora_wrapper(name, config), tensor) for name, tensor in base), (
+            config.to_dict()
+        )
 
     def to(
         self, device: str, model: bool = True, optimizer: bool = True, grad: bool = True
@@ -332,6 +376,7 @@ class HydraulisEngine(BaseEngine):
                     max_file_bytes=MAX_FILE_BYTES,
                     checks_content=False,
                     like=Path(self._model_config.local_path),
+                    content=Content.MODEL if self._lora is None else Content.MERGED,
                 )
             manager.register_checkpoint(local_path, max_ckpt_to_keep)
 
@@ -421,7 +466,9 @@ def _check_model(config: HFModelConfig) -> None:
     found = [
         name
         for name, is_set in {
-            "lora_rank": config.lora_rank > 0 or config.lora.get("rank", 0) > 0,
+            "lora.rank": config.lora.get("rank", 0) > 0,  # Megatron's, as lora_rank is FSDP's
+            "target_parameters": bool(config.target_parameters),
+            "exclude_modules": bool(config.exclude_modules),
             "lora_adapter_path": config.lora_adapter_path is not None,
             "mtp.enable": config.mtp.enable,
             "override_config": bool({*config.override_config} - {"attn_implementation"}),
@@ -430,8 +477,8 @@ def _check_model(config: HFModelConfig) -> None:
     ]
     if found:
         raise ConfigurationError(
-            f"verl's engine '{BACKEND}' trains all parameters of the model in its folder but model "
-            f"sets {', '.join(found)}; leave that out"
+            f"verl's engine '{BACKEND}' trains the model in its folder, or adapters by lora_rank, "
+            f"lora_alpha and target_modules, but model sets {', '.join(found)}; leave that out"
         )
 
 

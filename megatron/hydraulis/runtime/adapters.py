@@ -9,7 +9,7 @@ parallelism, and an adapter adds no collective.
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from itertools import groupby
 from typing import Any
 
@@ -23,8 +23,10 @@ from megatron.core.tensor_parallel.mappings import (
 from megatron.core.utils import get_pg_rank, get_pg_size
 from torch import Tensor
 
+from megatron.hydraulis.data.packed_batch import PackedBatch
 from megatron.hydraulis.errors import ConfigurationError, listed
 from megatron.hydraulis.lora import ADAPTERS, Adapter, Lora
+from megatron.hydraulis.runtime.executor import ForwardStep
 from megatron.hydraulis.runtime.latent_attention import DuplicatedLinear
 
 _NAME = re.compile(r"(?:decoder\.layers\.[0-9]+\.)?(.+)")
@@ -64,6 +66,7 @@ class Adapters(torch.nn.ModuleDict):
         # A tied output layer has no weight where the embedding is in the same stage.
         dtype = linear.config.params_dtype if linear.weight is None else linear.weight.dtype
         super().__init__({each.target: LowRank(each, lora.rank, dtype) for each in lora.of(parts)})
+        self.are_used = True
         self._parts = tuple(parts)
         self._lora = lora
         self._tp, self._tp_rank = linear.tp_place
@@ -80,7 +83,8 @@ class Adapters(torch.nn.ModuleDict):
 
         given: x, (…, inputs of this rank).
         """
-        return F.linear(given, self._a()) * self._lora.scale, self._b()
+        scale = self._lora.scale if self.are_used else 0.0
+        return F.linear(given, self._a()) * scale, self._b()
 
     @property
     def _low_rank(self) -> list[Any]:
@@ -170,6 +174,22 @@ _ADAPTED: dict[type, type[Adapted]] = {
     RowParallelLinear: AdaptedRowParallelLinear,
     DuplicatedLinear: AdaptedDuplicatedLinear,
 }
+
+
+def without_adapters(step: ForwardStep) -> ForwardStep:
+    """The forward step of the model below the adapters; for passes without gradients."""
+
+    def plain(data_iterator: Iterator[PackedBatch], model: torch.nn.Module) -> Any:
+        found = [module for module in model.modules() if isinstance(module, Adapters)]
+        for each in found:
+            each.are_used = False
+        try:
+            return step(data_iterator, model)
+        finally:
+            for each in found:
+                each.are_used = True
+
+    return plain
 
 
 def adapt(model: torch.nn.Module, lora: Lora, there: Sequence[Adapter]) -> None:
