@@ -16,6 +16,7 @@ from megatron.core.transformer.transformer_config import MLATransformerConfig, T
 from megatron.hydraulis.cost_model.device import Precision
 from megatron.hydraulis.cost_model.trained_model import NO_RECOMPUTE, Recompute
 from megatron.hydraulis.data.packed_batch import PackedBatch, pack
+from megatron.hydraulis.lora import Lora, adapters
 from megatron.hydraulis.model_shape import ModelShape
 from megatron.hydraulis.optimizer.sharded_adamw import AdamWSettings
 from megatron.hydraulis.runtime.core_attention import CoreAttentionName
@@ -69,6 +70,8 @@ class Role:
     """Whether experts are chosen by sigmoid scores and biases, not by softmax scores."""
     has_router_losses: bool = False
     """Whether routers have a balancing loss and a z-loss."""
+    lora: Lora | None = None
+    """Adapters, if they alone are trained."""
 
     def __str__(self) -> str:
         recompute = self.recompute
@@ -100,6 +103,7 @@ class Role:
             "routed in fp32" if self.has_wide_router else "",
             "balancing and z-loss" if self.has_router_losses else "",
             "Transformer Engine" if self.has_te else "",
+            f"adapters of {self.lora}" if self.lora else "",
         ]
         return " ".join(" ".join(part.split()) for part in parts if part)
 
@@ -299,6 +303,8 @@ def definition_of(role: Role) -> ModelDefinition:
         core_attention=core_attention_of(role),
         tied_embeddings=shape.tied_embeddings,
         sequence_parallel=role.sequence_parallel,
+        lora=role.lora,
+        adapters=tuple(adapters(shape)),
     )
 
 

@@ -15,6 +15,7 @@ from megatron.hydraulis.cost_model.device import Precision, Reserve, device_cons
 from megatron.hydraulis.cost_model.memory import MemoryModel
 from megatron.hydraulis.cost_model.staging import PoolFootprint, num_communicators
 from megatron.hydraulis.cost_model.trained_model import EVERY_LAYER, Recompute
+from megatron.hydraulis.lora import Lora
 from megatron.hydraulis.model_shape import ModelShape
 from megatron.hydraulis.optimizer.sharded_adamw import AdamWSettings, ShardedAdamW
 from megatron.hydraulis.runtime.attention import SegmentAttention
@@ -143,7 +144,16 @@ FEW = (
     Role(shape=MANY_EXPERTS, strategy="4*tp2cp4ep8pp2"),
     Role(shape=M8, strategy="8*cp8fs"),
     Role(shape=SHARED_EXPERTS, strategy="4*tp2cp8fsep4", gradient_bytes=2),
+    Role(shape=M8, strategy="2*tp4", num_ranks=8, lora=Lora.resolve(16, 32, (), M8)),
 )
+LARGE_ADAPTERS = Lora.resolve(256, 32, (), M8)
+ADAPTED = (
+    Role(shape=M8, strategy="8*tp1", num_ranks=8, lora=LARGE_ADAPTERS),
+    Role(shape=M8, strategy="2*pp4", num_ranks=8, lora=LARGE_ADAPTERS),
+    Role(shape=M8, strategy="tp8", num_ranks=8, lora=LARGE_ADAPTERS),
+    Role(shape=M8, strategy="cp8", num_ranks=8, lora=LARGE_ADAPTERS, recompute=EVERY_LAYER),
+)
+"""Adapters alone are trained."""
 TIED = dataclasses.replace(M8, tied_embeddings=True)
 SHARED = (
     Role(shape=M8, strategy="cp8~fs", num_ranks=8, context_size=1),
@@ -169,6 +179,7 @@ SHARED = (
 """Their cp ranks share weights."""
 MORE = (
     *SHARED,
+    *ADAPTED,
     Role(shape=M32, strategy=MIXED, rank=0),
     Role(shape=M32, strategy=MIXED, rank=24),
     Role(shape=M32, strategy=MIXED, rank=32),
@@ -278,7 +289,10 @@ def model_of(role: Role) -> MemoryModel:
         fuses_rope=role.fuses_rope,
         has_te_attention=core_attention_of(role) == "te",
         ranks_per_node=role.ranks_per_node,
-        pool=PoolFootprint.of(role.pool, role.shape, gradient_bytes=role.gradient_bytes),
+        pool=PoolFootprint.of(
+            role.pool, role.shape, gradient_bytes=role.gradient_bytes, lora=role.lora
+        ),
+        lora=role.lora,
         expert_load=1.0,  # as lone ranks read
     )
 

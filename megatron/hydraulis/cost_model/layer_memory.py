@@ -44,7 +44,7 @@ class LayerMemory:
     experts tokens choose does not matter to ranks that hold a part of each.
 
     Between its two products an adapter keeps as many channels as its rank; sequence parallelism
-    gathers its input, which it keeps whole.
+    gathers its input, which it keeps whole. Frozen matrices without adapters keep no input.
 
     Layers of Transformer Engine keep the same, but norms of queries and keys keep copies of these,
     not the fused output; so do local ones in fp32.
@@ -145,7 +145,8 @@ class LayerMemory:
     def whole(self, num_layers: int, *, are_first: bool = False) -> float:
         """What so many layers keep without recompute."""
         model, shape = self.model, self.model.shape
-        num_states = 4 + 2 * model.widening
+        num_states = 2 + 2 * model.widening
+        num_states += model.keeps_input("linear_qkv") + model.keeps_input("linear_fc1")
         kept = num_states * self.hidden_part + 2 * _NORM_BYTES / self.num_shares
         kept += self._kept_by_attention
         if shape.kv_lora_rank:  # latents, before and after their norms
@@ -173,7 +174,8 @@ class LayerMemory:
     @cached_property
     def kept_by_mlp(self) -> float:
         """What an MLP keeps."""
-        return self.model.num_inside_tensors * self.mlp
+        num_tensors = self.model.num_inside_tensors - (not self.model.keeps_input("linear_fc2"))
+        return num_tensors * self.mlp
 
     @cached_property
     def _kept_by_experts(self) -> float:

@@ -56,6 +56,7 @@ The model was compared with what torch's allocator counts for roles of 1 to 70 b
 (docs/results/memory.md).
 """
 
+import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -303,6 +304,7 @@ class MemoryModel(TrainedModel):
         shape, layer = self.shape, self._layer(scheme)
         is_last = stage == scheme.pp - 1
         state = self.state_bytes(scheme, stage, num_layers)
+        state += self._adapter_copies_bytes(scheme, stage, num_layers)
         whole = layer.hidden if layer.num_shares > 1 else 0.0
         in_flight = (scheme.pp - stage) * self._kept_per_token(scheme, stage, num_layers)
         received = 2 * layer.hidden_part if stage > 0 else 0.0  # with its gradient
@@ -347,6 +349,7 @@ class MemoryModel(TrainedModel):
             weight = shape.hidden_size * layer.mlp if self._has_weight_gradients else 0.0
             second = sum((*in_layer, whole, layer.mlp))
             yield Moment("second matrix of the MLP", state + weight, second)
+            num_tensors += not self.keeps_input("linear_fc2")  # which is not freed
             activation = sum((*in_layer, num_tensors * layer.mlp))
             yield Moment("activation of the MLP", state, activation)
         if self.has_te_layers:
@@ -355,7 +358,8 @@ class MemoryModel(TrainedModel):
             inputs = 2 * whole + layer.hidden_part
             first = sum((*in_layer, -layer.kept_by_mlp, of_output, inputs))
             yield Moment("first matrix of the MLP", state, first)
-        last_mlp = layer.kept_by_last_mlp(num_layers, are_first=stage == 0) + 2 * layer.hidden_part
+        last_mlp = layer.kept_by_last_mlp(num_layers, are_first=stage == 0)
+        last_mlp += (1 + self.keeps_input("linear_fc1")) * layer.hidden_part
         attention = sum((*in_layer, -last_mlp, layer.needed_by_attention))
         if self.has_te_attention:
             rounded, num_rows = layer.rounded
@@ -372,6 +376,24 @@ class MemoryModel(TrainedModel):
     def _has_weight_gradients(self) -> bool:
         """Whether the gradient of a matrix exists outside the arena."""
         return not self.has_te_layers and self.lora is None
+
+    def _adapter_copies_bytes(self, scheme: Scheme, stage: int, num_layers: int) -> float:
+        """What micro-batches in flight keep of adapters: those of one of Megatron's layers are
+        copied into two matrices (runtime/adapters.py)."""
+        if self.lora is None:
+            return 0.0
+        recompute, most = self.recompute_of(scheme), 0
+        for has_experts in self.kinds_of_layers:
+            adapters = self.adapters_of_layer(has_experts=has_experts)
+            num_entries = 0
+            for _, group in itertools.groupby(adapters, key=lambda each: each.module):
+                parts = list(group)
+                width = sum(each.num_outputs for each in parts) + parts[0].num_inputs
+                num_entries += len(parts) * self.lora.rank * width
+            most = max(most, num_entries)
+        num_kept = num_layers - recompute.num_layers_again(num_layers)
+        num_copies = (scheme.pp - stage) * num_kept + recompute.num_layers_at_once(num_layers)
+        return num_copies * most * self.parameter_bytes
 
     def _layer(self, scheme: Scheme) -> LayerMemory:
         return LayerMemory(model=self, scheme=scheme)

@@ -272,6 +272,18 @@ class TrainedModel:
         """The adapters of a layer."""
         return [] if self.lora is None else self.lora.of_layer(self.shape, has_experts=has_experts)
 
+    def keeps_input(self, module: str) -> bool:
+        """Whether ``linear_qkv``, ``linear_fc1`` or ``linear_fc2`` keeps its input for the
+        backward, which one without adapters does not need if it is frozen; true where that was
+        not measured: with experts, latents or a gate of several kernels."""
+        others = (self.shape.num_experts, self.shape.kv_lora_rank, self.num_gate_tensors)
+        adapters = self.adapters_of_layer(has_experts=False)
+        return (
+            self.lora is None
+            or any(others)
+            or any(each.module.endswith(module) for each in adapters)
+        )
+
     def num_adapter_parameters(
         self, num_layers: int, *, are_first: bool = False, has_output: bool = False
     ) -> int:
