@@ -4,9 +4,11 @@ import argparse
 import importlib
 import io
 import os
+import shlex
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 from megatron.hydraulis.command_line import (
@@ -29,6 +31,7 @@ _MEANT_OTHERWISE = (
 leaves out."""
 _FOR_A_MODEL = ("estimate", "advise", "propose", "simulate", "recommend-layout", "plan")
 """Commands that a launch script's options may follow, as they say which model is trained."""
+_FOLDER = "--hf"
 _EXIT_BAD_INPUT = 2
 _EXIT_INTERRUPTED = 130
 """128 + SIGINT, as shells report it."""
@@ -169,10 +172,13 @@ def _run_command(program: str, command: Command, arguments: Sequence[str]) -> in
     parser = CommandParser(
         prog=f"{program} {command.name}",
         description=f"{command.help[0].upper()}{command.help[1:]}.",
-        accept=_without_launch_options if command.takes_launch_options else None,
     )
     parser.set_defaults(training_words=(PLACEHOLDER,), training_seq_length=None, command_words=())
     module.add_arguments(parser)
+    if command.takes_launch_options:
+        of_folder = _flags_of_folder(parser, arguments)
+        parser.accept = partial(_without_launch_options, num_of_folder=len(of_folder))
+        arguments = [*of_folder, *arguments]
     if command.takes_command and "--" in arguments:
         at = [*arguments].index("--")
         parser.set_defaults(command_words=arguments[at + 1 :])
@@ -181,8 +187,32 @@ def _run_command(program: str, command: Command, arguments: Sequence[str]) -> in
     return status
 
 
+def _flags_of_folder(parser: CommandParser, arguments: Sequence[str]) -> list[str]:
+    """Flags of the command for the model of the folder that ``--hf`` names, if any.
+
+    Raises ConfigurationError for a folder without a model that Megatron has.
+    """
+    help_text = "Hugging Face folder whose model it is; of it only config.json is read"
+    parser.add_argument(_FOLDER, metavar="DIR", help=help_text)
+    reader = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    reader.add_argument(_FOLDER, nargs="?")
+    folder = reader.parse_known_args(arguments)[0].hf
+    if not folder:
+        return []
+    from megatron.hydraulis.checkpoint.hugging_face.config import read_model
+    from megatron.hydraulis.checkpoint.hugging_face.model import model_flags
+
+    model, dtype_name = read_model(Path(folder))
+    flags = [flag for flag in model_flags(model) if parser.declares(flag.split()[0])]
+    precisions = {"bfloat16": "--bf16", "float32": "--fp32"}
+    if dtype_name in precisions and not {*precisions.values()} & {*arguments}:
+        flags.append(precisions[dtype_name])
+    parser.set_defaults(training_words=(_FOLDER, folder, PLACEHOLDER), flags_of_folder=flags)
+    return shlex.split(" ".join(flags))
+
+
 def _without_launch_options(
-    arguments: Sequence[str], rest: Sequence[str]
+    arguments: Sequence[str], rest: Sequence[str], num_of_folder: int = 0
 ) -> tuple[list[str], dict[str, object]]:
     """Read the options of training; a line on stderr says which have no effect.
 
@@ -192,6 +222,7 @@ def _without_launch_options(
     Args:
         arguments: the whole command line.
         rest: words that the command does not know.
+        num_of_folder: words at the beginning that ``--hf`` stands for.
 
     Returns:
         Words of rest that are no options of training. Attributes of the namespace:
@@ -209,6 +240,7 @@ def _without_launch_options(
     training = parser.parse(found, Problems())
     has_data = training.args.data_path or training.args.train_data_path
     is_complete = has_data and not missing_flags(training.args, attempted=training.attempted)
+    found = parser.words_of_training(arguments[num_of_folder:], _MEANT_OTHERWISE)
     typed = [*flags.as_typed, *(typed for typed, _ in (*flags.taken, *flags.unknown))]
     unread = {word.split("=")[0] for word in rest if word.startswith("--")}
     ignored = [each for each in typed if each.split()[0] in unread]

@@ -38,17 +38,15 @@ class CommandParser(argparse.ArgumentParser):
     """A parser with a usage line that names what is required only, and errors that name the flag
     that was probably meant."""
 
-    def __init__(
-        self,
-        *args: Any,
-        accept: Accept | None = None,
-        **kwargs: Any,
-    ) -> None:
-        """accept: takes all words, and those that are no arguments; returns those that are an
-        error, and attributes of the namespace."""
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **{"formatter_class": _ShortUsage} | kwargs)
         self._words: Sequence[str] = ()
-        self._accept = accept
+        self.accept: Accept | None = None
+        """Takes all words, and those that are no arguments; returns those that are an error, and
+        attributes of the namespace."""
+
+    def declares(self, option: str) -> bool:
+        return option in self._option_string_actions
 
     def parse_args(self, args: Any = None, namespace: Any = None) -> Any:
         """Parses as argparse does, except for words that are accepted.
@@ -58,9 +56,9 @@ class CommandParser(argparse.ArgumentParser):
         """
         namespace, rest = self.parse_known_args(args, namespace)
         self._check_words()
-        if rest and self._accept is not None:
+        if rest and self.accept is not None:
             try:
-                rest, found = self._accept(self._words, rest)
+                rest, found = self.accept(self._words, rest)
             except NotInstalledError as error:
                 words = " ".join(rest)
                 self.error(f"unrecognized arguments: {words}; to read options of training, {error}")

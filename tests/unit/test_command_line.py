@@ -213,7 +213,8 @@ def test_a_misspelt_flag_is_corrected_where_only_planning_is_installed(
     def accept(words: Sequence[str], rest: Sequence[str]) -> NoReturn:
         raise NotInstalledError("torch")
 
-    parser = CommandParser(prog="hydraulis", accept=accept)
+    parser = CommandParser(prog="hydraulis")
+    parser.accept = accept
     parser.add_argument("--lengths")
     with pytest.raises(SystemExit):
         parser.parse_args(["--lenghts", "x"])

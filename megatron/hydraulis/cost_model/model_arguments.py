@@ -326,10 +326,10 @@ def add_model_arguments(parser: argparse.ArgumentParser, *, has_activations: boo
 
     has_activations: false for commands that choose themselves how activations are kept and split.
     """
-    parser.set_defaults(launch_options=False)
+    parser.set_defaults(launch_options=False, flags_of_folder=())
     model = parser.add_argument_group(
         "model",
-        "given by --model FILE, or by --num-layers and so on, as in Megatron; its other options "
+        "given by --model FILE, --hf DIR, or --num-layers and so on, as in Megatron; other options "
         "are accepted, so that those of a launch script can be given",
     )
     model.add_argument(
@@ -350,13 +350,18 @@ def add_model_arguments(parser: argparse.ArgumentParser, *, has_activations: boo
 def model_words(namespace: argparse.Namespace) -> list[str]:
     """The flags of the model and its layers that were given, with their values."""
     words = [] if namespace.model is None else ["--model", namespace.model]
+    of_folder = namespace.flags_of_folder
+    if of_folder:
+        words = ["--hf", namespace.hf]
     for flag in (*_SHAPE, *_PRECISION, *_LAYERS):
         value = getattr(namespace, flag.dest)
+        own = []
         if flag.form.get("action") == "store_false":
-            words += [] if value else [flag.option]
+            own = [] if value else [flag.option]
         elif flag.is_given(namespace) and value != flag.form.get("default"):
             values = () if value is True else value if "nargs" in flag.form else (value,)
-            words += [flag.option, *(str(each).replace(" ", "") for each in values)]
+            own = [flag.option, *(str(each).replace(" ", "") for each in values)]
+        words += [] if " ".join(own) in of_folder else own
     return words
 
 
@@ -376,7 +381,8 @@ def shape_of(namespace: argparse.Namespace) -> ModelShape:
     if namespace.model is not None:
         if given:
             raise ConfigurationError(
-                f"--model {namespace.model} describes the whole model but {given[0]} is given too; "
+                f"--model {namespace.model} describes the whole model but "
+                f"{'--hf' if namespace.flags_of_folder else given[0]} is given too; "
                 f"leave one of them out"
             )
         return ModelShape.read(namespace.model)
@@ -387,8 +393,8 @@ def shape_of(namespace: argparse.Namespace) -> ModelShape:
         missing.append("--padded-vocab-size")
     if missing:
         raise ConfigurationError(
-            f"the model is described by --model FILE or by flags but {', '.join(missing)} "
-            f"{'is' if len(missing) == 1 else 'are'} missing; give either"
+            f"the model is described by --model FILE, --hf DIR or flags but {', '.join(missing)} "
+            f"{'is' if len(missing) == 1 else 'are'} missing; give one of them"
         )
     hidden, heads = namespace.hidden_size, namespace.num_attention_heads
     if namespace.kv_channels is None and hidden % heads and not namespace.multi_latent_attention:

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from megatron.hydraulis.checkpoint.hugging_face.config import model_from_config
+from megatron.hydraulis.checkpoint.hugging_face.config import CONFIG_NAME, read_model
 from megatron.hydraulis.cost_model.analytic import AnalyticCostModel
 from megatron.hydraulis.cost_model.device import Precision, device_constants
 from megatron.hydraulis.cost_model.estimate_command import (
@@ -34,7 +34,6 @@ from megatron.hydraulis.cost_model.trained_model import NO_RECOMPUTE, Recompute
 from megatron.hydraulis.data.dataset import LongSequences
 from megatron.hydraulis.data.sampler import BatchSizes
 from megatron.hydraulis.errors import ConfigurationError, DataError, StrategyError
-from megatron.hydraulis.json_object import read_json
 from megatron.hydraulis.lengths.counts import LengthCounts, read_length_counts
 from megatron.hydraulis.model_shape import ModelShape
 from megatron.hydraulis.planner.planned import PlannedBatch, plan_batch
@@ -57,8 +56,6 @@ ProfileLike = ProfileCostModel | str | os.PathLike[str]
 """A cost profile, or the path of one."""
 ModelLike = ModelShape | str | os.PathLike[str]
 """A model's sizes, the path of a model file, or a Hugging Face folder with ``config.json``."""
-
-_HF_CONFIG = "config.json"
 
 
 def estimate(
@@ -320,12 +317,9 @@ def as_shape(model: ModelLike) -> ModelShape:
     if isinstance(model, ModelShape):
         return model
     path = _path(model, "model", "a ModelShape")
-    if path.is_dir():
-        path = path / _HF_CONFIG
-    if path.name != _HF_CONFIG:
-        return ModelShape.read(path)
-    content = read_json(path, "config", ConfigurationError)
-    return model_from_config(content, str(path)).shape(VOCABULARY_MULTIPLE)
+    if path.is_dir() or path.name == CONFIG_NAME:
+        return read_model(path)[0].shape(VOCABULARY_MULTIPLE)
+    return ModelShape.read(path)
 
 
 def _refusal(given: Any, name: str, kinds: str) -> ConfigurationError:

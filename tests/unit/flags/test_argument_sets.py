@@ -135,7 +135,8 @@ def test_a_dry_run_without_gpu_is_for_the_device_of_the_profile(
 def _given_to(command: Command, name: str, monkeypatch: pytest.MonkeyPatch) -> argparse.Namespace:
     """The options of a set, parsed by a planning command."""
     monkeypatch.setattr("megatron.hydraulis.flags.parser.FlagParser", flag_parser)
-    parser = CommandParser(accept=_without_launch_options)
+    parser = CommandParser()
+    parser.accept = _without_launch_options
     importlib.import_module(command.module).add_arguments(parser)
     for action in parser._actions:
         action.required = False

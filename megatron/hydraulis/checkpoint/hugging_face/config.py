@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 from megatron.hydraulis.checkpoint.hugging_face.families import (
@@ -20,7 +21,7 @@ from megatron.hydraulis.checkpoint.hugging_face.model import (
     without_nulls,
 )
 from megatron.hydraulis.errors import ConfigurationError
-from megatron.hydraulis.json_object import JsonObject
+from megatron.hydraulis.json_object import JsonObject, read_json
 from megatron.hydraulis.ranges import check_range
 
 CONFIG_NAME = "config.json"
@@ -220,6 +221,15 @@ def model_from_config(content: Any, what: str) -> HuggingFaceModel:
         experts=_experts(config, family, num_layers),
         latents=latents,
     )
+
+
+def read_model(path: Path) -> tuple[HuggingFaceModel, str | None]:
+    """The model of a Hugging Face folder, or of its ``config.json``, and the dtype of its weights
+    by torch's name, if it says so. Raises ConfigurationError."""
+    path = path / CONFIG_NAME if path.is_dir() else path
+    content = read_json(path, "config", ConfigurationError)
+    model = model_from_config(content, str(path))
+    return model, content.get("dtype") or content.get("torch_dtype")
 
 
 def num_predicting_layers(content: Any, what: str) -> int:
