@@ -76,6 +76,8 @@ PARTLY_FROZEN = replace(MODEL, frozen=most_of_every_layer(MODEL.num_layers))
 
 FULL_RECOMPUTE = replace(MODEL, granularity="full", method="uniform", num_layers_recomputed=1)
 
+ADAPTED = replace(MODEL, lora_targets=("all-linear", "lm_head"))
+
 LENGTHS = (9, 30, 3, 17, 12, 8, 26, 5)
 """Trained tokens of the sequences, repeated."""
 MAX_MICRO_BATCHES = 5
@@ -116,6 +118,7 @@ class OrderCase:
             f"{self.model.granularity} recompute" if self.model.granularity else "",
             "fewer query groups than cp ranks" if self.model.num_groups == 2 else "",
             "latents" if self.model == LATENT_MODEL else "",
+            "adapters" if self.model.lora_targets else "",
             "partly frozen" if self.model.frozen else "",
             "gradients in bf16" if self.gradient_dtype else "",
         ]
@@ -302,6 +305,7 @@ def _mutated(mutation: Mutation | None) -> Iterator[None]:
 
 
 SHARED_WEIGHTS = OrderCase(("cp4~fs", "tp2cp2fs"), 4, evaluated_in="cp2fs+pp2")
+ADAPTERS = OrderCase(("tp2pp2",), 4, model=ADAPTED)
 IN_SUITE = (
     OrderCase(("tp2pp2", "tp2cp2"), 4),
     OrderCase(("pp3:2,1,1+idle", "2*tp1+tp2"), 4),
@@ -315,6 +319,7 @@ IN_SUITE = (
 
 NIGHTLY = (
     OrderCase(("tp2cp2", "cp4~"), 4, model=LATENT_MODEL),
+    ADAPTERS,
     OrderCase(("pp2",), 2),
     OrderCase(("tp2cp2pp2", "tp4+2*tp2"), 8),
     OrderCase(("tp2pp3+pp2", "tp4pp2"), 8),

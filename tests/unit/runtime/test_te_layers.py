@@ -1,14 +1,19 @@
 import dataclasses
+from functools import partial
 from typing import Any
 
 import pytest
+from megatron.core.transformer.moe.moe_layer import MoELayer, MoESubmodules
 from megatron.core.transformer.transformer_config import TransformerConfig
 
+from megatron.hydraulis.errors import ConfigurationError
 from megatron.hydraulis.runtime.catalogue import catalogue
 from megatron.hydraulis.runtime.model_building import (
+    adaptable_layer_spec,
     build_role_model,
     global_name,
     on_meta,
+    upstream_layer_spec,
 )
 from megatron.hydraulis.runtime.process_groups import local_collection
 from megatron.hydraulis.transfer.role import Role
@@ -104,3 +109,35 @@ def test_without_apex_only_their_layers_add_to_gradients() -> None:
     config = definition.role_config(Role(1, 0, 0, 4, 4, True))
     assert not config.gradient_accumulation_fusion
     assert on_meta(Module)(config=config, size=3).config.gradient_accumulation_fusion
+
+
+def test_adapters_keep_routed_experts_of_transformer_engine_alone() -> None:
+    experts = {"num_moe_experts": 4, "moe_ffn_hidden_size": 16, "moe_layer_freq": (0, 1)}
+    shared = {"moe_shared_expert_intermediate_size": 24}
+    transformer = SmallModel(num_layers=2, variant=tuple((experts | shared).items())).transformer()
+    local: Any = upstream_layer_spec(transformer, use_te=False)
+    dense, sparse = local.layer_specs
+    own = sparse.submodules.mlp.keywords["submodules"]
+    of_te = [
+        dataclasses.replace(
+            layer, submodules=dataclasses.replace(layer.submodules, mlp=mlp, self_attention="TE's")
+        )
+        for layer, mlp in (
+            (dense, "TE's"),
+            (sparse, partial(MoELayer, submodules=MoESubmodules("TE's", "TE's"))),
+        )
+    ]
+    found: Any = adaptable_layer_spec(local, dataclasses.replace(local, layer_specs=of_te))
+    assert found.layer_specs[0] == dense
+    built = found.layer_specs[1].submodules
+    assert built.self_attention == sparse.submodules.self_attention
+    assert built.mlp.func is MoELayer
+    assert built.mlp.keywords["submodules"] == dataclasses.replace(own, experts="TE's")
+    assert adaptable_layer_spec(dense, local) == dense
+
+
+def test_adapters_of_fused_layers_are_refused() -> None:
+    prepare_parent()
+    fused = FusedSmallModel(lora_targets=("q_proj",)).definition()
+    with pytest.raises(ConfigurationError, match=r"linear_qkv' is FusedNormLinear; use the local"):
+        build_role_model(fused, Role(1, 0, 0, 4, 4, False), local_collection())
