@@ -134,16 +134,16 @@ def engine_overrides(prefix: str, pool: str) -> list[str]:
 
 
 def run_sft(
-    folder: Path, chats: Path, saved: Path, num_steps: int
-) -> tuple[list[Any], list[Any], Tensors]:
-    """Batches of this rank, metrics of each, of steps and then of the validation, and the model at
-    the end."""
+    folder: Path, chats: Path, saved: Path, num_steps: int, lora_rank: int = 0
+) -> tuple[list[Any], list[Any], Tensors, Tensors]:
+    """Batches of this rank, metrics of each, of steps and then of the validation, the model at the
+    end, merged with its adapters, and the adapters of the beginning."""
     use_as_verl_rank()
     config = composed(
         "sft_trainer_engine",
         [
             *engine_overrides("engine", "4*tp1,tp2+2*tp1"),
-            f"model.path={folder}",
+            *(f"model.path={folder}", f"model.lora_rank={lora_rank}", "model.lora_alpha=8"),
             *(f"data.train_files={chats}", f"data.val_files={chats}", "data.train_batch_size=8"),
             *("data.num_workers=0", "data.max_length=256"),
             *(f"optim.lr={LR}", f"optim.weight_decay={WEIGHT_DECAY}", "optim.lr_warmup_steps=2"),
@@ -165,10 +165,12 @@ def run_sft(
 
     client.train_batch = partial(recorded, client.train_batch)
     client.infer_batch = partial(recorded, client.infer_batch)
+    engine = trainer.engine.engine
+    adapters = dict(engine.hf_tensors("adapters")) if lora_rank else {}
     trainer.fit()
-    tensors = dict(trainer.engine.get_per_tensor_param()[0])
-    trainer.engine.engine.close()
-    return batches, metrics, tensors
+    tensors = dict(engine.hf_tensors())
+    engine.close()
+    return batches, metrics, tensors, adapters
 
 
 def rollout(vocab_size: int) -> TensorDict:
@@ -271,7 +273,6 @@ def run_adapters(folder: Path, vocab_size: int) -> tuple[Any, ...]:
     config = actor_config(folder)
     with open_dict(config):
         config.model.lora_rank, config.model.lora_alpha = 4, 8
-        config.actor.optim.weight_decay = 0.0
     actor = ActorRolloutRefWorker(config, role="actor")
     actor.init_model()
     own = rollout(vocab_size)[2 * dist.get_rank() :][:2]
@@ -388,6 +389,14 @@ class Reference:
         rows = [self.model(row[None]).logits[0, :, 0] for row in tokens]
         return torch.nested.as_nested_tensor(rows, layout=torch.jagged)
 
+    def adapt(self, adapters: Tensors, config: peft.LoraConfig) -> None:
+        """Train adapters with these first values instead of the model; A and B decay."""
+        self.model = peft.get_peft_model(self.model, config)
+        loaded: Any = peft.set_peft_model_state_dict(self.model, adapters)
+        assert not loaded.unexpected_keys
+        trained = [each for each in self.model.parameters() if each.requires_grad]
+        self.optimizer = torch.optim.AdamW(trained, lr=LR, weight_decay=WEIGHT_DECAY)
+
     def update(self, loss: Tensor, lr: float = LR) -> float:
         """Norm of the gradient before clipping."""
         for group in self.optimizer.param_groups:
@@ -405,6 +414,37 @@ class Reference:
             torch.testing.assert_close(tensor, own[name], rtol=TOLERANCE, atol=TOLERANCE)
 
 
+def loss_of_step(reference: Reference, ranks: list[Any], step: int) -> Tensor:
+    """The reference's, for what all ranks had in a step."""
+    rows = [row for batches, *_ in ranks for row in batches[step]]
+    tokens, masks = zip(*rows, strict=True)
+    mask = torch.nested.as_nested_tensor(list(masks), layout=torch.jagged)
+    data = tu.get_tensordict(
+        {"loss_mask": mask}, {"dp_size": 1, "batch_num_tokens": int(mask.values().sum())}
+    )
+    loss, _ = sft_loss(None, reference.outputs(list(tokens)), data)
+    return loss
+
+
+def test_the_sft_trainer_trains_adapters_as_peft(folder: Path, chats: Path, tmp_path: Path) -> None:
+    saved = tmp_path / "saved"
+    ranks = pool_of(NUM_RANKS).run(run_sft, folder, chats, saved, 3, 4, timeout_s=TIMEOUT_S)
+    reference = Reference(folder)
+    reference.adapt(ranks[0][3], peft.LoraConfig(r=4, lora_alpha=8, target_modules="all-linear"))
+    lr = 0.0
+    for step, metrics in enumerate(ranks[0][1][:3]):
+        loss = loss_of_step(reference, ranks, step)
+        assert metrics["loss"] == pytest.approx(loss.item(), rel=TOLERANCE)
+        assert metrics["grad_norm"] == pytest.approx(reference.update(loss, lr), rel=TOLERANCE)
+        lr = metrics["lr"]
+    reference.model = reference.model.merge_and_unload()
+    for _, _, tensors, _ in ranks:
+        reference.assert_is(tensors)
+    exported = saved / "global_step_3" / "huggingface"
+    model: Any = AutoModelForCausalLM.from_pretrained(exported, dtype=torch.float32)
+    reference.assert_is(model.state_dict())
+
+
 def test_the_sft_trainer_trains_as_one_process(folder: Path, chats: Path, tmp_path: Path) -> None:
     """Also after it has resumed from its checkpoint."""
     pool, saved = pool_of(NUM_RANKS), tmp_path / "saved"
@@ -413,19 +453,13 @@ def test_the_sft_trainer_trains_as_one_process(folder: Path, chats: Path, tmp_pa
     for last_step, num_steps in ((3, 3), (4, 1)):
         ranks = pool.run(run_sft, folder, chats, saved, last_step, timeout_s=TIMEOUT_S)
         for step, metrics in enumerate(ranks[0][1]):
-            rows = [row for batches, _, _ in ranks for row in batches[step]]
-            tokens, masks = zip(*rows, strict=True)
-            mask = torch.nested.as_nested_tensor(list(masks), layout=torch.jagged)
-            data = tu.get_tensordict(
-                {"loss_mask": mask}, {"dp_size": 1, "batch_num_tokens": int(mask.values().sum())}
-            )
-            loss, _ = sft_loss(None, reference.outputs(list(tokens)), data)
+            loss = loss_of_step(reference, ranks, step)
             assert metrics["loss"] == pytest.approx(loss.item(), rel=TOLERANCE)
             if step < num_steps:
                 norm = reference.update(loss, lr)
                 assert metrics["grad_norm"] == pytest.approx(norm, rel=TOLERANCE)
                 lr = metrics["lr"]
-        for _, metrics, tensors in ranks:
+        for _, metrics, tensors, _ in ranks:
             assert len(metrics) == num_steps + NUM_VALIDATION_BATCHES
             assert metrics[-1]["loss"] == ranks[0][1][-1]["loss"]
             reference.assert_is(tensors)
@@ -488,11 +522,7 @@ def test_an_actor_with_adapters_updates_as_one_process_of_peft(folder: Path) -> 
 
     without = log_probs().detach()
     given = {key: peft_config[key] for key in ("r", "lora_alpha", "target_modules", "task_type")}
-    reference.model = peft.get_peft_model(reference.model, peft.LoraConfig(**given))
-    loaded: Any = peft.set_peft_model_state_dict(reference.model, first)
-    assert not loaded.unexpected_keys
-    trained = [each for each in reference.model.parameters() if each.requires_grad]
-    reference.optimizer = torch.optim.AdamW(trained, lr=LR, weight_decay=0.0)
+    reference.adapt(first, peft.LoraConfig(**given))
     num_tokens = int(data["loss_mask"].sum())
     tu.assign_non_tensor(data, dp_size=1, batch_num_tokens=num_tokens, global_batch_size=8)
     loss, _ = ppo_loss(
