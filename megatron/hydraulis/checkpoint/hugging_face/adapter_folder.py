@@ -9,7 +9,11 @@ import torch
 
 from megatron.hydraulis.checkpoint.hugging_face.folder import SafetensorsFolder
 from megatron.hydraulis.checkpoint.hugging_face.model import HuggingFaceModel
-from megatron.hydraulis.checkpoint.hugging_face.tensors import adapter_rows, check_tensors
+from megatron.hydraulis.checkpoint.hugging_face.tensors import (
+    PEFT_PREFIX,
+    adapter_rows,
+    check_tensors,
+)
 from megatron.hydraulis.errors import CheckpointError, ConfigurationError, listed
 from megatron.hydraulis.json_object import JsonObject, read_json
 from megatron.hydraulis.lora import Lora, adapters
@@ -31,12 +35,15 @@ _KEEP_BASE = (True, False, None, "true", "false", "gaussian", "eva", "orthogonal
 """Initializations that do not change the weights of the base model."""
 _DROPOUT = "lora_dropout"
 _FIRST = ".lora_A.weight"
+_COPIED, _COPY = "lm_head.weight", f"{PEFT_PREFIX}lm_head.base_layer.weight"
 
 
 def open_adapter(
-    source: Path, model: HuggingFaceModel
+    source: Path, model: HuggingFaceModel, of_model: SafetensorsFolder
 ) -> tuple[Lora, SafetensorsFolder, torch.dtype]:
     """The adapter in a folder, its tensors, which are those that the model has, and their dtype.
+
+    of_model: the folder of the model.
 
     Raises:
         CheckpointError: the folder is damaged, incomplete or of another model.
@@ -53,6 +60,10 @@ def open_adapter(
     )
     _check_plain(config)
     files = SafetensorsFolder(source, ADAPTER_STEM)
+    # Next to an adapter of the output layer peft writes the layer's weight, which is no part of it.
+    has_copy = {_COPY} <= files.names and {_COPIED} <= of_model.names
+    if has_copy and files.read(_COPY).equal(of_model.read(_COPIED).to(files.dtype(_COPY))):
+        files.leave_out([_COPY])
     ends = {
         name.removesuffix(_FIRST).rpartition(".")[2]
         for name in files.names

@@ -155,7 +155,7 @@ def import_folder(
     sources = [_Origin(files, dtype)]
     lora = None
     if adapter is not None:
-        lora, files, dtype_of_adapter = open_adapter(adapter, model)
+        lora, files, dtype_of_adapter = open_adapter(adapter, model, files)
         sources.append(_Origin(files, dtype_of_adapter))
     folder = CheckpointFolder(output)
     if folder.latest() is not None or folder.paths:
