@@ -53,6 +53,11 @@ class Lora:
     targets: tuple[str, ...] = (ALL_LINEAR,)
 
     def __post_init__(self) -> None:
+        if isinstance(self.targets, str):
+            raise ConfigurationError(
+                f"targets of adapters are several names but are the text '{self.targets}'; give "
+                f"('{self.targets}',)"
+            )
         if self.rank < 1 or not (math.isfinite(self.alpha) and self.alpha > 0):
             raise ConfigurationError(
                 "an adapter has a rank of at least 1 and a finite alpha above 0 but --lora-rank "
@@ -82,7 +87,7 @@ class Lora:
             found = [
                 each.target
                 for each in there
-                if name in (each.target, each.module, each.module.rpartition(".")[2])
+                if name in (each.target, each.module.rpartition(".")[2])
                 or (name == ALL_LINEAR and each.module != _OUTPUT_LAYER)
             ]
             if not found:

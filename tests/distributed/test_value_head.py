@@ -112,6 +112,9 @@ def run_critic(folder: Path, saved: Path) -> Critic:
         engine.forward(batch)
     with pytest.raises(ConfigurationError, match="must depend on values but has no gradient"):
         engine.forward_backward(batch, lambda a, b, inputs, c: inputs["old"])
+    of_user = batch.with_inputs(values=[each.inputs["old"] for each in found])
+    with pytest.raises(ConfigurationError, match="rename it, for example to 'old_values'"):
+        engine.forward_backward(of_user, value_loss)
     again = make_engine(folder, "pp2tp2")
     again.load(saved)
     assert_same_tensors(last, dict(again.hf_tensors()))

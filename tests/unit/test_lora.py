@@ -58,7 +58,7 @@ def test_adapters_of_all_linear_layers_of_a_dense_model() -> None:
     ("given", "targets"),
     [
         ("linear_qkv", ("q_proj", "k_proj", "v_proj")),
-        ("self_attention.linear_proj", ("o_proj",)),
+        ("linear_proj", ("o_proj",)),
         (["v_proj", "q_proj", "v_proj"], ("q_proj", "v_proj")),
         (["output_layer"], ("lm_head",)),
         (["linear_fc2"], ("down_proj",)),
@@ -85,6 +85,9 @@ def test_routed_experts_are_refused_by_name_and_shared_ones_are_adapted() -> Non
         Lora.resolve(1, 1, "linear_fc1", _shape(**_EXPERTS))
     shape = _shape(**_EXPERTS, shared_expert_ffn_hidden_size=24)
     lora = Lora.resolve(1, 1, "linear_fc1", shape)
+    with pytest.raises(ConfigurationError, match=r"'mlp.shared_experts.linear_fc1', which it has"):
+        # It would be those of other layers, too, as targets are Hugging Face's.
+        Lora.resolve(1, 1, "mlp.shared_experts.linear_fc1", shape)
     assert [each.module for each in lora.of(adapters(shape))] == [
         "mlp.shared_experts.linear_fc1"
     ] * 2
@@ -95,3 +98,5 @@ def test_wrong_numbers_are_refused() -> None:
         Lora(0, 1.0, ("q_proj",))
     with pytest.raises(ConfigurationError, match="--lora-alpha nan"):
         Lora(1, float("nan"), ("q_proj",))
+    with pytest.raises(ConfigurationError, match=r"the text 'q_proj'; give \('q_proj',\)"):
+        Lora(1, targets="q_proj")  # type: ignore[arg-type]

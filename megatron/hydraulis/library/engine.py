@@ -382,15 +382,25 @@ class Engine:
     def _checked_outputs(self, outputs: str | Sequence[str], batch: Batch) -> tuple[str, ...]:
         available = (VALUES,) if self.runtime.definition.has_value_head else OUTPUTS
         names = _checked_outputs(outputs, available)
-        self._check_ids(batch, are_needed="token_log_probs" in names)
+        self._check_inputs(batch, needs_ids="token_log_probs" in names)
         return names
 
-    def _check_ids(self, batch: Batch, *, are_needed: bool = False) -> None:
-        """Raise ConfigurationError for `TOKEN_IDS` that are not ids, (n, k), of the vocabulary."""
-        vocab_size = self.runtime.definition.vocab_size
+    def _check_inputs(self, batch: Batch, *, needs_ids: bool = False) -> None:
+        """Raise ConfigurationError for `TOKEN_IDS` that are not ids, (n, k), of the vocabulary, and
+        for inputs in whose place a loss would get outputs."""
+        vocab_size, inputs = self.runtime.definition.vocab_size, batch.sequences[0].inputs
+        for name, is_output in (
+            (VALUES, self.runtime.definition.has_value_head),
+            ("token_log_probs", TOKEN_IDS in inputs),
+        ):
+            if is_output and name in inputs:
+                raise ConfigurationError(
+                    f"a loss gets the model's {name} as inputs['{name}'] but the sequences have an "
+                    f"input of that name; rename it, for example to 'old_{name}'"
+                )
         for number, each in enumerate(batch.sequences):
             if TOKEN_IDS not in each.inputs:
-                if are_needed:
+                if needs_ids:
                     raise ConfigurationError(
                         f"token_log_probs are those of the input '{TOKEN_IDS}' but sequence "
                         f"{number} has {sorted(each.inputs)}; give it (n, k) token ids"
@@ -427,7 +437,7 @@ class Engine:
             temperature=temperature,
         )
         first = batch.sequences[0]
-        on_all_ranks(lambda: self._check_ids(batch), "token_ids cannot be read")
+        on_all_ranks(lambda: self._check_inputs(batch), "inputs cannot be read")
         on_all_ranks(
             lambda: check_token_loss(
                 loss,

@@ -317,12 +317,13 @@ def _fill(engine: RuntimeEngine, folder: Path, stored: Mapping[str, StoredParame
     """Set this rank's shards from the folder."""
     model, files, dtype = open_folder(folder, value_head=engine.definition.has_value_head)
     shards = engine.shards
+    there = files.names
     owned: dict[str, list[OwnedRectangle]] = {}
     for is_frozen in (False, True):
         for part in shards.rectangles(frozen=is_frozen):
             owned.setdefault(shards.layout.parameters[part.parameter].name, []).append(part)
     for spec, parts in _parameters(engine, model, stored):
-        if spec.name not in owned or not {part.name for part in parts} <= {*files.names}:
+        if spec.name not in owned or not {part.name for part in parts} <= there:
             continue  # adapters, and a head that the folder lacks, stay as they were initialised
         matrix = assembled(spec.shape, dtype, parts, files).view(spec.shape[0], -1)
         flat = shards.frozen if spec.is_frozen else shards.parameters

@@ -41,6 +41,7 @@ ROUTER_BIAS = "mlp.router.expert_bias"
 _BIAS_NAME = "e_score_correction_bias"
 _ROUTER_BIAS_NAMES = (ROUTER_BIAS, _BIAS_NAME)
 _SHARED = "mlp.shared_experts."
+_HEAD = "lm_head"
 ROWS_ARE_TOKENS = (EMBEDDING, OUTPUT, f"output_layer{ADAPTERS}lm_head.lora_B")
 """Keys of tensors with a row for every token, which the vocabulary's padding lengthens."""
 PEFT_PREFIX = "base_model.model."
@@ -108,7 +109,16 @@ def tensor_rows(model: HuggingFaceModel, lora: Lora | None = None) -> Iterator[T
 
 
 def adapter_rows(model: HuggingFaceModel, lora: Lora) -> dict[str, tuple[TensorRows, TensorRows]]:
-    """A and B of every adapter, with peft's names, by the name of the adapted weight."""
+    """A and B of every adapter, with peft's names, by the name of the adapted weight.
+
+    Raises ConfigurationError for an adapter of a tied output layer.
+    """
+    if _HEAD in lora.targets and not model.untie_embeddings_and_output_weights:
+        raise ConfigurationError(
+            f"an adapter of {_HEAD} belongs to its weight but {model} has none, as its embeddings "
+            f"are tied: merged, it would change the embedding, too; leave {_HEAD} out of "
+            "--lora-targets"
+        )
     there = {(each.module, each.target) for each in lora.of(adapters(model.shape()))}
     found = {}
     for row in tensor_rows(model):
