@@ -133,7 +133,7 @@ class Lora:
 
     def num_in(self, found: Iterable[Adapter]) -> int:
         """Entries of these adapters."""
-        return sum(self.rank * (each.num_inputs + each.num_outputs) for each in found)
+        return sum(each.num_parameters(self.rank) for each in found)
 
     def num_parameters(self, shape: ModelShape) -> int:
         """Entries of all adapters of a model: what is trained."""
