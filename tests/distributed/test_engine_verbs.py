@@ -566,6 +566,9 @@ def errors() -> dict[str, str]:
         "ids of others": lambda: engine.forward_backward(
             batch.with_inputs(token_ids=[np.full((len(tokens), 2), 61)]), negative
         ),
+        "0 ids": lambda: engine.forward(
+            batch.with_inputs(token_ids=[np.zeros((len(tokens), 0), dtype=int)]), "token_log_probs"
+        ),
         "log-probs of a teacher": lambda: engine.forward_backward(
             batch.with_inputs(
                 token_ids=[np.zeros((len(tokens), 2), dtype=int)],
@@ -661,6 +664,7 @@ def test_wrong_uses_raise_one_error_on_every_rank() -> None:
         "no outputs": "none was asked for",
         "no ids": "those of the input 'token_ids' but sequence 0 has []",
         "ids of others": "in [0, 61) but those of sequence 0 are torch.int64 of shape (2,) from 61",
+        "0 ids": "those of sequence 0 are torch.int64 of shape (0,); correct",
         "log-probs of a teacher": "rename it, for example to 'old_token_log_probs'",
         "outputs twice": "each once, but entropy, entropy was asked for",
         "other outputs": "outputs, temperature and adapters but ranks [1] have others",

@@ -407,11 +407,12 @@ class Engine:
                     )
                 continue
             ids = each.inputs[TOKEN_IDS]
-            are_ids = ids.dim() == 2 and not ids.is_floating_point()
+            are_ids = ids.dim() == 2 and ids.numel() > 0 and not ids.is_floating_point()
             if not are_ids or not ((ids[1:] >= 0) & (ids[1:] < vocab_size)).all():
+                extent = f" from {ids.min()} to {ids.max()}" if ids.numel() else ""
                 raise ConfigurationError(
                     f"'{TOKEN_IDS}' are (n, k) whole numbers in [0, {vocab_size}) but those of "
-                    f"sequence {number} are {entry_of(ids)} from {ids.min()} to {ids.max()}; "
+                    f"sequence {number} are {entry_of(ids)}{extent}; "
                     "correct them"
                 )
 
