@@ -17,7 +17,7 @@
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 source scripts/environment.sh
-export CUDA_VISIBLE_DEVICES="" OMP_NUM_THREADS=1 PYTHONWARNINGS=ignore
+export CUDA_VISIBLE_DEVICES="" OMP_NUM_THREADS=1 PYTHONWARNINGS=ignore HF_HUB_DISABLE_PROGRESS_BARS=1
 
 data=runs/finetune/data
 run_dir="${RUN_DIR:-runs/finetune/$(date +%Y%m%d-%H%M%S)}"

@@ -148,8 +148,8 @@ def listed[Item](items: Sequence[Item], *, most: int = 4, text: Callable[[Item],
 
 
 def counted(number: int, noun: str) -> str:
-    """'1 rank' or '2 ranks'."""
-    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
+    """'1 rank' or '2,000 ranks'."""
+    return f"{number:,} {noun}" if number == 1 else f"{number:,} {noun}s"
 
 
 def why_not_written(error: OSError, path: str | Path) -> str:

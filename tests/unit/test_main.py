@@ -131,7 +131,7 @@ def test_preprocess_prints_counts(tmp_path: Path, capsys: pytest.CaptureFixture[
     assert read_index(str(tmp_path / "out")).document_lengths.tolist() == [5]
     printed = capsys.readouterr().out
     assert "training cannot compare its own with it" in printed
-    assert "1 files, 1 documents" in printed
+    assert "1 file, 1 document (0 empty skipped)" in printed
     assert "5 tokens" in printed
     assert "next: hydraulis lengths --lengths" in printed
 

@@ -42,7 +42,7 @@ from megatron.hydraulis.data.tokenizer import (
     build_tokenizer,
     tokenizer_path,
 )
-from megatron.hydraulis.errors import ConfigurationError, DataError
+from megatron.hydraulis.errors import ConfigurationError, DataError, counted
 from megatron.hydraulis.json_object import write_json
 from megatron.hydraulis.terminal import ByteProgress, print_next
 
@@ -266,8 +266,8 @@ def report_run(
         )
     console, lengths = Console(), report.document_lengths
     console.print(
-        f"{report.num_files:,} files, {len(lengths):,} documents ({report.num_empty:,} empty ones "
-        f"skipped), {lengths.sum():,} tokens; length min {lengths.min():,}, median "
+        f"{counted(report.num_files, 'file')}, {counted(len(lengths), 'document')} "
+        f"({report.num_empty:,} empty skipped), {lengths.sum():,} tokens; length min {lengths.min():,}, median "
         f"{np.median(lengths):,.0f}, mean {lengths.mean():,.0f}, max {lengths.max():,}"
         + (f"\n{report.chat}" if report.chat else ""),
         highlight=False,

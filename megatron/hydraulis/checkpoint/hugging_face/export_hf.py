@@ -96,7 +96,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="DIR",
         help="Hugging Face folder, such as the imported one, whose companions of weights are "
         "copied: tokenizer, chat template, settings of generation and processors, and the ids of "
-        "special tokens; with --adapter it is named as the base model (default: none)",
+        "special tokens; with --adapter it is named as the base model (default: none, and as "
+        "base model the folder that the run had as --hf)",
     )
     parser.add_argument(
         "--max-file-gb",
