@@ -267,7 +267,8 @@ def report_run(
     console, lengths = Console(), report.document_lengths
     console.print(
         f"{counted(report.num_files, 'file')}, {counted(len(lengths), 'document')} "
-        f"({report.num_empty:,} empty skipped), {lengths.sum():,} tokens; length min {lengths.min():,}, median "
+        f"({report.num_empty:,} empty skipped), {lengths.sum():,} tokens; "
+        f"length min {lengths.min():,}, median "
         f"{np.median(lengths):,.0f}, mean {lengths.mean():,.0f}, max {lengths.max():,}"
         + (f"\n{report.chat}" if report.chat else ""),
         highlight=False,
