@@ -81,7 +81,7 @@ def run_verbs(
     engine.onload(optimizer=False)
     dict(engine.hf_tensors())
     for use in (lambda: engine.save(saved), lambda: engine.load(saved), engine.optim_step):
-        with pytest.raises(HydraulisError, match="optimizer are on the host after offload"):
+        with pytest.raises(HydraulisError, match="moments are on the host after offload"):
             use()
     engine.offload()
     with pytest.raises(HydraulisError, match="parameters are on the host after offload"):

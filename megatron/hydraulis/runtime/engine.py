@@ -50,7 +50,7 @@ from megatron.hydraulis.strategy import Pool
 from megatron.hydraulis.transfer.canonical import CanonicalLayout
 from megatron.hydraulis.transfer.ranges import best_owner_orders
 
-PARAMETERS, OPTIMIZER = "parameters", "optimizer"
+PARAMETERS, OPTIMIZER = "parameters", "moments"
 """What `RuntimeEngine.offload` moves."""
 
 
