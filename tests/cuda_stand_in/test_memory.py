@@ -299,11 +299,12 @@ def model_of(role: Role) -> MemoryModel:
 
 def left_bytes(role: Role, scheme: Scheme, num_tokens: int) -> float:
     """The bytes that micro-batches leave on a rank until the next ones: the gather buffer of
-    upstream's layers with sequence parallelism and, after the first stage, the last hidden states
-    received, with their gradient."""
+    upstream's trained layers with sequence parallelism (frozen ones gather into a tensor of their
+    own) and, after the first stage, the last hidden states received, with their gradient."""
     hidden_bytes = num_tokens / scheme.cp * role.shape.hidden_size * role.precision.num_bytes
     is_spread = role.sequence_parallel and scheme.tp > 1
-    buffer_bytes = hidden_bytes if is_spread and not role.has_te else 0.0
+    has_buffer = is_spread and not role.has_te and role.lora is None
+    buffer_bytes = hidden_bytes if has_buffer else 0.0
     part_bytes = hidden_bytes / scheme.tp if is_spread else hidden_bytes
     return buffer_bytes + (2 * part_bytes if role.stage > 0 else 0.0)
 
