@@ -127,20 +127,32 @@ def shared_weights_s(model: AnalyticCostModel, scheme: Scheme) -> tuple[float, f
     shape, num_others = model.shape, model.shape.num_layers - 1
     num_gathered = max(0, num_others - model.fs_prefetch)
 
+    adapters = model.num_adapter_parameters(shape.num_layers) / shape.num_layers
+
     def of_layer_s(operation: Operation, entry_bytes: int) -> float:
         """Mean over the layers."""
-        time_s = sum(
-            number * _collective_s(model, scheme, operation, num_ranks, entry_bytes * part)
-            for has_experts, number in model.kinds_of_layers.items()
-            for num_ranks, part in model.shared_parameters(scheme, has_experts=has_experts).items()
-        )
+        time_s = 0.0
+        for has_experts, number in model.kinds_of_layers.items():
+            parts = model.shared_parameters(scheme, has_experts=has_experts)
+            parts[scheme.fs] += adapters
+            for num_ranks, part in parts.items():
+                num_bytes = entry_bytes * part
+                time_s += number * _collective_s(model, scheme, operation, num_ranks, num_bytes)
         return time_s / shape.num_layers
 
+    def scattered_s(num_parameters: float) -> float:
+        """Of gradients that all these ranks share."""
+        num_bytes = model.gradient_bytes * num_parameters
+        return num_bytes and _collective_s(model, scheme, "reduce_scatter", scheme.fs, num_bytes)
+
     gathers_s = num_gathered * of_layer_s("all_gather", model.parameter_bytes)
-    scatter_s = of_layer_s("reduce_scatter", model.gradient_bytes)
-    embedding_bytes = model.gradient_bytes * shape.num_embedding_parameters / scheme.tp
-    embedding_s = _collective_s(model, scheme, "reduce_scatter", scheme.fs, embedding_bytes)
-    outputs_s = 0.0 if shape.tied_embeddings else embedding_s
+    if model.lora is None:
+        scatter_s = of_layer_s("reduce_scatter", model.gradient_bytes)
+        embedding_s = scattered_s(shape.num_embedding_parameters / scheme.tp)
+        outputs_s = 0.0 if shape.tied_embeddings else embedding_s
+    else:
+        scatter_s, embedding_s = scattered_s(adapters), 0.0
+        outputs_s = scattered_s(model.lora.num_in(model.lora.of_output(shape)))
     in_forward_s = gathers_s + scatter_s + embedding_s
     return in_forward_s, gathers_s + num_others * scatter_s + outputs_s
 

@@ -18,6 +18,7 @@ from megatron.hydraulis.cost_model.trained_model import EVERY_LAYER, NO_RECOMPUT
 from megatron.hydraulis.data.sampler import BatchSizes
 from megatron.hydraulis.errors import StrategyError
 from megatron.hydraulis.lengths.counts import LengthCounts
+from megatron.hydraulis.lora import Lora
 from megatron.hydraulis.proposal.candidates import Candidates
 from megatron.hydraulis.proposal.propose import ProposalRequest
 from megatron.hydraulis.proposal.verdict import Setting, best_baseline
@@ -120,6 +121,16 @@ def test_messages_of_a_micro_batch_by_hand() -> None:
     embedding_back = seconds("reduce_scatter", 4 * embedding)
     assert forward == pytest.approx(30 * gather + scatter + embedding_back)
     assert backward == pytest.approx(30 * gather + 31 * scatter + embedding_back)
+    lora = Lora.resolve(16, 32, ("all-linear", "lm_head"), LLAMA_7B)
+    adapters = 16 * (4 * 2 * 4096 + 3 * (4096 + 11008))
+    gather_adapted = seconds("all_gather", 2 * (layer + adapters))
+    scatter_adapters = seconds("reduce_scatter", 4 * adapters)
+    adapted_forward, adapted_backward = shared_weights_s(replace(of_8, lora=lora), scheme("cp8fs"))
+    assert adapted_forward == pytest.approx(30 * gather_adapted + scatter_adapters)
+    of_output = seconds("reduce_scatter", 4 * 16 * (4096 + LLAMA_7B.vocab_size))
+    assert adapted_backward == pytest.approx(
+        30 * gather_adapted + 31 * scatter_adapters + of_output
+    )
     in_bf16 = shared_weights_s(replace(of_8, gradient_bytes=2), scheme("cp8fs"))
     assert sum(in_bf16) == pytest.approx((60 + 32) * gather + embedding_back, rel=0.01)
 
