@@ -195,3 +195,8 @@ def mlp_adapters(shape: ModelShape, module: str, width: int) -> Iterator[Adapter
     for target in ("gate_proj", "up_proj") if shape.gated_mlp else ("up_proj",):
         yield Adapter(f"{module}.linear_fc1", target, shape.hidden_size, width)
     yield Adapter(f"{module}.linear_fc2", "down_proj", width, shape.hidden_size)
+
+
+def is_of_adapter(name: str) -> bool:
+    """True for A or B of an adapter, by the name of the parameter or a checkpoint's key."""
+    return ADAPTERS in name

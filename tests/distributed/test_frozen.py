@@ -36,12 +36,12 @@ from tests.support.comparison import assert_same, wrong_tensors
 from tests.support.gloo_pool import WorkerFailure, pool_of
 from tests.support.law import (
     FP64_TOLERANCE,
+    LENGTHS,
     MAIN_MODEL,
-    SPLITS,
     changing,
     check_law,
+    in_turns,
     law_job,
-    waves,
 )
 from tests.support.models import (
     Job,
@@ -77,20 +77,13 @@ def frozen_job(
     repeats: int = 1,
 ) -> Job:
     """Ten iterations of the law's batches, a strategy for as many in a row before the next one."""
-    splits = list(SPLITS.values())
-    each = [waves(splits, model) if "~" in text else law_job(4, text, model) for text in strategies]
-    turns = [((i // repeats) % len(each), i % 3) for i in range(NUM_ITERATIONS)]
-    texts = strategies
+    num_strategies = len(strategies)
+    turns = [((i // repeats) % num_strategies, i % len(LENGTHS)) for i in range(NUM_ITERATIONS)]
+    job = in_turns(model, 4, strategies, turns)
     if recomputes:
         texts = tuple("+".join(f"{each}r" for each in text.split("+")) for text in strategies)
-    return replace(
-        each[0],
-        strategies=texts,
-        schedule=tuple(which for which, _ in turns),
-        assignments=tuple(each[which].assignments[batch] for which, batch in turns),
-        batches=tuple(each[0].batches[batch] for _, batch in turns),
-        weights=tuple(each[0].weights[batch] for _, batch in turns),
-    )
+        job = replace(job, strategies=texts)
+    return job
 
 
 @cache

@@ -18,7 +18,7 @@ import torch
 from tests.support.comparison import assert_same
 from tests.support.gloo_pool import pool_of, prepare_parent
 from tests.support.huggingface import load, mixtral, plain_llama, qwen3, to_llama
-from tests.support.law import FP64_SETTINGS, MAIN_MODEL, SPLITS, law_job, waves
+from tests.support.law import FP64_SETTINGS, LENGTHS, MAIN_MODEL, in_turns
 from tests.support.models import Job, RankRun, SmallModel, assemble, run_job
 from tests.support.reference import initial_parameters
 
@@ -52,23 +52,10 @@ POOLS = {
 
 def job_of(model: SmallModel, num_ranks: int, texts: tuple[str, ...]) -> Job:
     """Four iterations with large steps, each in the next strategy."""
-    jobs = [
-        waves([SPLITS["2+1+1"], SPLITS["4"]], model)
-        if "~" in text
-        else law_job(num_ranks, text, model)
-        for text in texts
-    ]
-    turns = [(i % len(texts), i % len(jobs[0].batches)) for i in range(NUM_ITERATIONS)]
-    return replace(
-        jobs[0],
-        strategies=texts,
-        schedule=tuple(which for which, _ in turns),
-        assignments=tuple(jobs[which].assignments[batch] for which, batch in turns),
-        batches=tuple(jobs[0].batches[batch] for _, batch in turns),
-        weights=tuple(jobs[0].weights[batch] for _, batch in turns),
-        # A larger eps: AdamW amplifies roundings of gradients that are small next to it.
-        settings=replace(FP64_SETTINGS, eps=1e-3),
-    )
+    turns = [(i % len(texts), i % len(LENGTHS)) for i in range(NUM_ITERATIONS)]
+    job = in_turns(model, num_ranks, texts, turns)
+    # A larger eps: AdamW amplifies roundings of gradients that are small next to it.
+    return replace(job, settings=replace(FP64_SETTINGS, eps=1e-3))
 
 
 def to_peft(tensors: dict[str, Any]) -> dict[str, Any]:

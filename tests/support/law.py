@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from functools import cache
 
@@ -277,3 +277,24 @@ def check_law(job: Job, num_ranks: int) -> list[RankRun]:
     runs: list[RankRun] = pool_of(num_ranks).run(run_job, job)
     assert_law(job, runs)
     return runs
+
+
+def in_turns(
+    model: SmallModel, num_ranks: int, texts: Sequence[str], turns: Sequence[tuple[int, int]]
+) -> Job:
+    """The law's iterations in other orders and strategies; waves split as all of `SPLITS`.
+
+    turns: index of the strategy and of the law's iteration, for each iteration.
+    """
+    splits = list(SPLITS.values())
+    jobs = [
+        waves(splits, model) if "~" in text else law_job(num_ranks, text, model) for text in texts
+    ]
+    return replace(
+        jobs[0],
+        strategies=tuple(texts),
+        schedule=tuple(which for which, _ in turns),
+        assignments=tuple(jobs[which].assignments[batch] for which, batch in turns),
+        batches=tuple(jobs[0].batches[batch] for _, batch in turns),
+        weights=tuple(jobs[0].weights[batch] for _, batch in turns),
+    )

@@ -246,24 +246,28 @@ def run_actor(folder: Path, vocab_size: int) -> tuple[Any, ...]:
         outputs.append({name: no_padding_2_padding(found[name], data) for name in OUTPUTS})
     policy.ref.engine.engine.close()
     engine = actor.actor.engine
-    assert engine.engine.runtime.offloaded == {"optimizer"}
+    assert engine.engine.runtime.offloaded == {"moments"}
     data = left_right_2_no_padding(own.clone())
-    tu.assign_non_tensor(
-        data,
-        calculate_entropy=True,
-        compute_loss=True,
-        global_batch_size=4,
-        mini_batch_size=4,
-        epochs=1,
-        seed=1,
-        dataloader_kwargs={"shuffle": False},
-    )
+    train_once(data, 4, calculate_entropy=True, compute_loss=True)
     metrics = dict(tu.get(actor.update_actor(data), "metrics"))
     engine.to("another device")
     tensors = dict(engine.get_per_tensor_param()[0])
-    assert engine.engine.runtime.offloaded == {"optimizer"}
+    assert engine.engine.runtime.offloaded == {"moments"}
     engine.engine.close()
     return outputs, metrics, tensors
+
+
+def train_once(data: TensorDict, num_sequences: int, **settings: bool) -> None:
+    """Ask for one update by all the sequences, in their order."""
+    tu.assign_non_tensor(
+        data,
+        global_batch_size=num_sequences,
+        mini_batch_size=num_sequences,
+        epochs=1,
+        seed=1,
+        dataloader_kwargs={"shuffle": False},
+        **settings,
+    )
 
 
 def run_adapters(folder: Path, vocab_size: int) -> tuple[Any, ...]:
@@ -277,16 +281,7 @@ def run_adapters(folder: Path, vocab_size: int) -> tuple[Any, ...]:
     actor.init_model()
     own = rollout(vocab_size)[2 * dist.get_rank() :][:2]
     data = left_right_2_no_padding(own.clone())
-    tu.assign_non_tensor(
-        data,
-        calculate_entropy=True,
-        compute_loss=True,
-        global_batch_size=8,
-        mini_batch_size=8,
-        epochs=1,
-        seed=1,
-        dataloader_kwargs={"shuffle": False},
-    )
+    train_once(data, 8, calculate_entropy=True, compute_loss=True)
     engine = actor.actor.engine
     first = dict(engine.get_per_tensor_param(base_sync_done=True)[0])
     metrics = dict(tu.get(actor.update_actor(data), "metrics"))
@@ -340,14 +335,7 @@ def run_critic(folder: Path, vocab_size: int) -> tuple[Tensor, Any, Tensors]:
     tu.assign_non_tensor(data, compute_loss=False)
     values = no_padding_2_padding(worker.infer_batch(data)["values"], data)
     data = left_right_2_no_padding(rollout(vocab_size)[2 * dist.get_rank() :][:2])
-    tu.assign_non_tensor(
-        data,
-        global_batch_size=4,
-        mini_batch_size=4,
-        epochs=1,
-        seed=1,
-        dataloader_kwargs={"shuffle": False},
-    )
+    train_once(data, 4)
     metrics = dict(tu.get(worker.train_mini_batch(data), "metrics"))
     tensors = dict(worker.engine.get_per_tensor_param()[0])
     worker.engine.engine.close()

@@ -35,7 +35,7 @@ from megatron.hydraulis.checkpoint.names import (
 )
 from megatron.hydraulis.checkpoint.torch_dist import MASTER, MODEL, StoredCheckpoint
 from megatron.hydraulis.errors import CheckpointError, ConfigurationError, Problems, listed
-from megatron.hydraulis.lora import ADAPTERS, Lora
+from megatron.hydraulis.lora import Lora, is_of_adapter
 from megatron.hydraulis.runtime.engine import RuntimeEngine
 from megatron.hydraulis.runtime.process_groups import (
     agreed_problems,
@@ -233,7 +233,7 @@ def load_checkpoint(
             accept(path, manifest, upstream)
         problems.raise_any()
         if has_new_adapters:
-            specs = [spec for spec in specs if ADAPTERS not in spec.name]
+            specs = [spec for spec in specs if not is_of_adapter(spec.name)]
         stored = StoredModel.of(definition, separate_layers=checkpoint.has_separate_layers)
         states = model_states(engine)
         if with_optimizer:
@@ -247,7 +247,7 @@ def load_checkpoint(
     checkpoint, upstream, states, stored, has_new_adapters = on_all_ranks(check, what)
     places = stored.parameters
     if has_new_adapters:
-        places = {name: place for name, place in places.items() if ADAPTERS not in name}
+        places = {name: place for name, place in places.items() if not is_of_adapter(name)}
     engine.finish_regrouping()
     shapes = {key: tensor.shape for key, tensor in checkpoint.tensors.items()}
     pieces = [
@@ -360,7 +360,7 @@ def _lacks_adapters(
 
     Raises ConfigurationError if it would go on without, and for adapters that the run has not.
     """
-    has_adapters = any(ADAPTERS in key for key in checkpoint.tensors)
+    has_adapters = any(map(is_of_adapter, checkpoint.tensors))
     if has_adapters and lora is None:
         raise ConfigurationError(
             f"{checkpoint.folder} has adapters but this run trains the model itself; give the "
@@ -372,7 +372,7 @@ def _lacks_adapters(
     if with_optimizer:
         raise ConfigurationError(
             f"{checkpoint.folder} has no adapters to go on with but --lora-rank is {lora.rank}; "
-            "train new ones of its model by --finetune"
+            "train new ones of its model (--finetune, or Engine.from_hf with its folder)"
         )
     return True
 

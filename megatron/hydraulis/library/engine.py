@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import sys
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import pairwise
-from numbers import Integral, Real
 from pathlib import Path
 from typing import Any, cast, get_args
 
@@ -30,7 +28,18 @@ from megatron.hydraulis.library.batches import (
     check_same,
     checked_plan,
     digest_of,
-    entry_of,
+)
+from megatron.hydraulis.library.checks import (
+    agreed,
+    agreed_parts,
+    check_inputs,
+    checked_divisor,
+    checked_list,
+    checked_lr,
+    checked_mini_batches,
+    checked_number,
+    checked_outputs,
+    plans_of,
 )
 from megatron.hydraulis.library.hugging_face import (
     BuiltEngine,
@@ -183,10 +192,10 @@ class Engine:
         vocab_size = self.runtime.definition.vocab_size
         max_length = None if self._built is None else self._built.model.max_position_embeddings
         what = "sequences cannot be planned"
-        mini_batches, scatter = _agreed(
-            lambda: (_checked_mini_batches(mini_batches), bool(scatter)), "mini_batches and scatter"
+        mini_batches, scatter = agreed(
+            lambda: (checked_mini_batches(mini_batches), bool(scatter)), "mini_batches and scatter"
         )
-        given = on_all_ranks(lambda: _checked_list(sequences), what)
+        given = on_all_ranks(lambda: checked_list(sequences), what)
         own = range(len(given))
         if scatter:
             shares = of_all_ranks(given)
@@ -249,11 +258,11 @@ class Engine:
                 `TOKEN_IDS` are wrong or missing.
         """
         self.runtime.require_onloaded()
-        _, names, temperature, adapters = _agreed(
+        _, names, temperature, adapters = agreed(
             lambda: (
-                _plans_of(batch),
-                self._checked_outputs(outputs, batch),
-                _checked_number(temperature, "temperature"),
+                plans_of(batch),
+                checked_outputs(outputs, batch, self.runtime.definition),
+                checked_number(temperature, "temperature"),
                 bool(adapters),
             ),
             "batch, outputs, temperature and adapters",
@@ -298,12 +307,12 @@ class Engine:
         """
         self.runtime.require_optimizer()
         self.runtime.require_onloaded()
-        _, divisor, entropy, temperature = _agreed(
+        _, divisor, entropy, temperature = agreed(
             lambda: (
-                _plans_of(batch),
-                _checked_divisor(divisor),
+                plans_of(batch),
+                checked_divisor(divisor),
                 bool(entropy),
-                _checked_number(temperature, "temperature"),
+                checked_number(temperature, "temperature"),
             ),
             "batch, divisor, entropy and temperature",
         )
@@ -343,11 +352,11 @@ class Engine:
         """
         self.runtime.require_optimizer()
         self.runtime.require_onloaded()
-        _, names, temperature, is_linear = _agreed(
+        _, names, temperature, is_linear = agreed(
             lambda: (
-                _plans_of(batch),
-                self._checked_outputs(outputs, batch),
-                _checked_number(temperature, "temperature"),
+                plans_of(batch),
+                checked_outputs(outputs, batch, self.runtime.definition),
+                checked_number(temperature, "temperature"),
                 bool(is_linear),
             ),
             "batch, outputs, temperature and is_linear",
@@ -379,43 +388,6 @@ class Engine:
             value = sum(of_all_ranks(value))
         return value
 
-    def _checked_outputs(self, outputs: str | Sequence[str], batch: Batch) -> tuple[str, ...]:
-        available = (VALUES,) if self.runtime.definition.has_value_head else OUTPUTS
-        names = _checked_outputs(outputs, available)
-        self._check_inputs(batch, needs_ids="token_log_probs" in names)
-        return names
-
-    def _check_inputs(self, batch: Batch, *, needs_ids: bool = False) -> None:
-        """Raise ConfigurationError for `TOKEN_IDS` that are not ids, (n, k), of the vocabulary, and
-        for inputs in whose place a loss would get outputs."""
-        vocab_size, inputs = self.runtime.definition.vocab_size, batch.sequences[0].inputs
-        for name, is_output in (
-            (VALUES, self.runtime.definition.has_value_head),
-            ("token_log_probs", TOKEN_IDS in inputs),
-        ):
-            if is_output and name in inputs:
-                raise ConfigurationError(
-                    f"a loss gets the model's {name} as inputs['{name}'] but the sequences have an "
-                    f"input of that name; rename it, for example to 'old_{name}'"
-                )
-        for number, each in enumerate(batch.sequences):
-            if TOKEN_IDS not in each.inputs:
-                if needs_ids:
-                    raise ConfigurationError(
-                        f"token_log_probs are those of the input '{TOKEN_IDS}' but sequence "
-                        f"{number} has {sorted(each.inputs)}; give it (n, k) token ids"
-                    )
-                continue
-            ids = each.inputs[TOKEN_IDS]
-            are_ids = ids.dim() == 2 and ids.numel() > 0 and not ids.is_floating_point()
-            if not are_ids or not ((ids[1:] >= 0) & (ids[1:] < vocab_size)).all():
-                extent = f" from {ids.min()} to {ids.max()}" if ids.numel() else ""
-                raise ConfigurationError(
-                    f"'{TOKEN_IDS}' are (n, k) whole numbers in [0, {vocab_size}) but those of "
-                    f"sequence {number} are {entry_of(ids)}{extent}; "
-                    "correct them"
-                )
-
     def _zeros(self, *shape: int) -> Tensor:
         """As outputs are."""
         dtype = at_least_fp32(self.runtime.dtype)
@@ -438,7 +410,7 @@ class Engine:
             temperature=temperature,
         )
         first = batch.sequences[0]
-        on_all_ranks(lambda: self._check_inputs(batch), "inputs cannot be read")
+        on_all_ranks(lambda: check_inputs(batch, self.runtime.definition), "inputs cannot be read")
         on_all_ranks(
             lambda: check_token_loss(
                 loss,
@@ -488,9 +460,7 @@ class Engine:
         """
         self.runtime.require_optimizer()
         self.runtime.require_onloaded(optimizer=True)
-        lr, divisor = _agreed(
-            lambda: (_checked_lr(lr), _checked_divisor(divisor)), "lr and divisor"
-        )
+        lr, divisor = agreed(lambda: (checked_lr(lr), checked_divisor(divisor)), "lr and divisor")
         return self._step(lr, divisor).gradient_norm
 
     def train_step(
@@ -505,7 +475,7 @@ class Engine:
         """`plan`, `forward_backward` and `optim_step`; raises what they raise."""
         self.runtime.require_optimizer()
         self.runtime.require_onloaded(optimizer=True)
-        lr, entropy = _agreed(lambda: (_checked_lr(lr), bool(entropy)), "lr and entropy")
+        lr, entropy = agreed(lambda: (checked_lr(lr), bool(entropy)), "lr and entropy")
         self._add_gradients(self.plan(sequences, scatter=scatter), loss, entropy=entropy)
         return self._step(lr, None)
 
@@ -549,7 +519,7 @@ class Engine:
         """
         self.runtime.require_onloaded(optimizer=True)
         args = self._source.resolved.args
-        path = _agreed(lambda: checked_path(folder), "path")
+        path = agreed(lambda: checked_path(folder), "path")
         num_steps = int(self.runtime.optimizer.num_steps.item())
         saver = CheckpointSaver(CheckpointFolder(path), self.runtime, log=lambda message: None)
         saver.save(
@@ -574,7 +544,7 @@ class Engine:
         """
         self.runtime.require_no_gradients("a load")
         self.runtime.require_onloaded(optimizer=True)
-        path = _agreed(lambda: checked_path(folder), "path")
+        path = agreed(lambda: checked_path(folder), "path")
         paths = find_checkpoints(CheckpointFolder(path))
         if not paths:
             raise CheckpointError(f"{folder}: there is no checkpoint; correct the path")
@@ -594,11 +564,11 @@ class Engine:
 
         Raises HydraulisError while there are gradients that no update has used, if parameters move.
         """
-        self.runtime.offload(**_agreed_parts(parameters, optimizer))
+        self.runtime.offload(**agreed_parts(parameters, optimizer))
 
     def onload(self, *, parameters: bool = True, optimizer: bool = True) -> None:
         """Move back what `offload` moved."""
-        self.runtime.onload(**_agreed_parts(parameters, optimizer))
+        self.runtime.onload(**agreed_parts(parameters, optimizer))
 
     def close(self) -> None:
         """Release memory and process groups; the second call does nothing.
@@ -709,76 +679,6 @@ def _linear_loss(
         values[name] * inputs[f"by_{name}"] for name in (*OUTPUTS, VALUES) if f"by_{name}" in inputs
     ]
     return sum(each if each.dim() == 1 else each.sum(dim=1) for each in products)  # type: ignore[return-value]
-
-
-def _agreed[Value](checked: Callable[[], Value], what: str) -> Value:
-    """Collective: an argument that every rank has found right, if all have given the same."""
-    value = on_all_ranks(checked, f"{what} cannot be read")
-    check_same(of_all_ranks(value), what, "give the same to all")
-    return value
-
-
-def _agreed_parts(parameters: bool, optimizer: bool) -> dict[str, bool]:
-    return _agreed(
-        lambda: {"parameters": bool(parameters), "optimizer": bool(optimizer)},
-        "parameters and optimizer",
-    )
-
-
-def _checked_list(sequences: Sequence[Any]) -> list[Any]:
-    if isinstance(sequences, str | bytes | Mapping) or not isinstance(sequences, Iterable):
-        raise ConfigurationError(
-            "sequences are a list of TokenSequences or rows of token ids but are "
-            f"{sequences!r:.60}; give a list"
-        )
-    return list(sequences)
-
-
-def _checked_mini_batches(number: int) -> int:
-    if isinstance(number, bool) or not isinstance(number, Integral) or number < 1:
-        raise ConfigurationError(
-            f"mini_batches is a whole number from 1 on but is {number!r:.60}; correct it"
-        )
-    return int(number)
-
-
-def _plans_of(batch: Batch) -> list[tuple[int, str]]:
-    """Number and strategy of each plan: ranks that differ in them would run different batches."""
-    if not isinstance(batch, Batch):
-        raise ConfigurationError(
-            f"a pass runs what engine.plan(sequences) returns but got {batch!r:.60}; plan it first"
-        )
-    return [(plan.iteration, plan.strategy) for plan in batch.plans]
-
-
-def _checked_lr(lr: float | None) -> float | None:
-    return None if lr is None else _checked_number(lr, "lr", may_be_0=True)
-
-
-def _checked_divisor(divisor: float | None) -> float | None:
-    return None if divisor is None else _checked_number(divisor, "divisor")
-
-
-def _checked_number(value: float, what: str, *, may_be_0: bool = False) -> float:
-    is_number = isinstance(value, Real) and not isinstance(value, bool)
-    if not is_number or not (0 < value <= sys.float_info.max or (may_be_0 and value == 0)):
-        raise ConfigurationError(
-            f"the {what} must be {'at least 0' if may_be_0 else 'positive'} and finite but is "
-            f"{value!r:.60}; give another one"
-        )
-    return float(value)
-
-
-def _checked_outputs(outputs: str | Sequence[str], available: Sequence[str]) -> tuple[str, ...]:
-    names: tuple[Any, ...] = (outputs,)
-    if isinstance(outputs, Iterable) and not isinstance(outputs, str):
-        names = tuple(outputs)
-    if not names or any(name not in available for name in names) or len({*names}) < len(names):
-        raise ConfigurationError(
-            f"outputs are some of {', '.join(available)}, each once, but "
-            f"{', '.join(map(str, names)) or 'none'} was asked for; correct them"
-        )
-    return names
 
 
 def _places_of_outputs(

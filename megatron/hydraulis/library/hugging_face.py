@@ -22,7 +22,6 @@ from megatron.hydraulis.checkpoint.hugging_face.tensors import (
     TensorRows,
     adapter_rows,
     by_place,
-    is_of_adapter,
 )
 from megatron.hydraulis.checkpoint.names import StoredModel, StoredParameter
 from megatron.hydraulis.checkpoint.torch_dist import layer_key
@@ -36,7 +35,7 @@ from megatron.hydraulis.library.building import build_engine, choose_core_attent
 from megatron.hydraulis.library.devices import common_constants, constants_of_this_rank
 from megatron.hydraulis.library.planning import Planning, read_cost_profile
 from megatron.hydraulis.library.plans import PoolLike, ProfileLike, as_pool
-from megatron.hydraulis.lora import Lora
+from megatron.hydraulis.lora import Lora, is_of_adapter
 from megatron.hydraulis.optimizer.sharded_adamw import AdamWSettings
 from megatron.hydraulis.optimizer.shards import OwnedRectangle
 from megatron.hydraulis.quiet_imports import silence_upstream

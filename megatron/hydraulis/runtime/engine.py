@@ -467,7 +467,7 @@ class RuntimeEngine:
 
     @property
     def offloaded(self) -> frozenset[str]:
-        """What is on the host: "parameters", "optimizer"."""
+        """What is on the host: "parameters", "moments"."""
         return frozenset(self._offloaded)
 
     def offload(self, *, parameters: bool = True, optimizer: bool = True) -> None:

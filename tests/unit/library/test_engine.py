@@ -33,7 +33,7 @@ def engine(monkeypatch: pytest.MonkeyPatch) -> Engine:
     """An engine of one rank whose optimizer has made three updates."""
     runtime: Any = MagicMock()
     runtime.optimizer.num_steps = torch.tensor(3.0)
-    monkeypatch.setattr(engine_module, "_agreed", lambda checked, what: checked())
+    monkeypatch.setattr(engine_module, "agreed", lambda checked, what: checked())
     monkeypatch.setattr(engine_module, "upstream_entries", lambda args, steps, *_: {"steps": steps})
     monkeypatch.setattr(engine_module, "model_of", lambda args, vocab_size: {"size": vocab_size})
     built: Any = MagicMock()

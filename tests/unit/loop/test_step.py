@@ -194,6 +194,7 @@ def test_the_line_of_an_iteration_is_upstreams_or_ours(
         hydraulis=MagicMock(console=console),
         sizes=BatchSizes.constant(num_sequences=8),
         shape=SimpleNamespace(window=None),
+        lora=None,
     )
     unused: Any = MagicMock()
     loop = TrainingLoop(resolved, RunParts(None, None, unused, None, unused, MagicMock()), unused)

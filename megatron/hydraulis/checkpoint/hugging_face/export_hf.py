@@ -31,14 +31,13 @@ from megatron.hydraulis.checkpoint.hugging_face.tensors import (
     adapter_rows,
     by_place,
     check_tensors,
-    is_of_adapter,
     leading_axes,
     lora_from_arguments,
     tensor_rows,
 )
 from megatron.hydraulis.checkpoint.manifest import FORMAT_NAME, Manifest, is_checkpoint
 from megatron.hydraulis.errors import CheckpointError, ConfigurationError, listed
-from megatron.hydraulis.lora import Lora
+from megatron.hydraulis.lora import Lora, is_of_adapter
 from megatron.hydraulis.terminal import ByteProgress
 
 if TYPE_CHECKING:

@@ -31,7 +31,6 @@ from megatron.hydraulis.checkpoint.hugging_face.tensors import (
     TensorRows,
     by_place,
     check_tensors,
-    is_of_adapter,
     layers_differ,
     leading_axes,
     tensor_rows,
@@ -39,7 +38,7 @@ from megatron.hydraulis.checkpoint.hugging_face.tensors import (
 from megatron.hydraulis.checkpoint.manifest import Manifest, model_of, records_of
 from megatron.hydraulis.errors import CheckpointError, ConfigurationError
 from megatron.hydraulis.json_object import read_json
-from megatron.hydraulis.lora import Lora
+from megatron.hydraulis.lora import Lora, is_of_adapter
 from megatron.hydraulis.terminal import ByteProgress
 
 if TYPE_CHECKING:

@@ -146,11 +146,6 @@ def lora_from_arguments(arguments: Mapping[str, Any], model: HuggingFaceModel) -
     return Lora.resolve(rank, alpha, arguments.get("lora_targets") or (), model.shape())
 
 
-def is_of_adapter(key: str) -> bool:
-    """True if a tensor of Megatron's is A or B of an adapter."""
-    return ADAPTERS in key
-
-
 def by_place(
     model: HuggingFaceModel, lora: Lora | None = None
 ) -> Iterator[tuple[Place, Iterable[TensorRows]]]:
