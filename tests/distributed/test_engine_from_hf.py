@@ -96,6 +96,7 @@ def run_verbs(
     again.load(saved)
     after = dict(engine.hf_tensors())
     loaded = dict(again.hf_tensors())
+    check_shards(engine, after)
     assert int(again.runtime.optimizer.num_steps) == 2
     check_reference(make_engine(folder, "2*tp1+idle", trains=False), engine, saved)
     losses = [each.train_step(sequences(), nll).loss.mean for each in (engine, again)]
@@ -103,6 +104,21 @@ def run_verbs(
     engine.close()
     again.close()
     return first, log_probs, after, loaded
+
+
+def check_shards(engine: Engine, whole: Tensors) -> None:
+    """Each element of each tensor is in one rank's part."""
+    names = set()
+    for shard in engine.hf_shards():
+        places = shard.places(torch.arange(len(shard.values)))
+        values = torch.zeros(whole[shard.name].numel()).index_add(0, places, shard.values)
+        counts = torch.bincount(places, minlength=len(values))
+        for each in (values, counts):
+            dist.all_reduce(each)
+        assert (counts == 1).all()
+        assert torch.equal(values.view(shard.shape), whole[shard.name])
+        names.add(shard.name)
+    assert names == whole.keys()
 
 
 def check_reference(reference: Engine, engine: Engine, saved: Path) -> None:
@@ -290,6 +306,7 @@ def check_refusals(engine: Engine, batch: Batch, folder: Path) -> None:
         engine.optim_step,
         engine.discard_gradients,
         engine.hf_tensors,
+        engine.hf_shards,
         engine.offload,
         engine.onload,
         lambda: engine.save(folder),

@@ -43,6 +43,8 @@ def run_adapters(folder: Path) -> tuple[dict[str, Tensors], list[list[np.ndarray
     tensors = {name: dict(engine.hf_tensors(name)) for name in ("merged", "base", "adapters")}
     with pytest.raises(ConfigurationError, match="content is 'all'"):
         engine.hf_tensors("all")
+    with pytest.raises(ConfigurationError, match="without adapters but lora is rank 3"):
+        engine.hf_shards()
     batch = engine.plan(sequences())
     without = engine.forward(batch, adapters=False)["log_probs"]
     log_probs = [engine.forward(batch)["log_probs"], without]

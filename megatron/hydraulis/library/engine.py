@@ -44,8 +44,10 @@ from megatron.hydraulis.library.checks import (
 from megatron.hydraulis.library.hugging_face import (
     BuiltEngine,
     HfContent,
+    HfShard,
     build_from_folder,
     checked_path,
+    hf_shards,
     hf_tensors,
 )
 from megatron.hydraulis.library.plans import PoolLike, ProfileLike
@@ -497,6 +499,20 @@ class Engine:
         tensors = hf_tensors(self.runtime, source.model, source.places, cast(HfContent, content))
         return self._while_unchanged(tensors)
 
+    def hf_shards(self) -> Iterator[HfShard]:
+        """This rank's part of every tensor of `hf_tensors`, without communication.
+
+        For a rollout engine that gets weights from all ranks, or only those that changed. Ranks
+        have the same tensors in the same order, and each element is in one rank's part. Raises what
+        `hf_tensors` does, also with adapters, which are merged as a whole.
+        """
+        lora, source = self.runtime.definition.lora, self._source
+        if lora is not None:
+            raise ConfigurationError(
+                f"shards are those of a model without adapters but lora is {lora}; take hf_tensors"
+            )
+        return self._while_unchanged(hf_shards(self.runtime, source.model, source.places))
+
     def _while_unchanged[Item](self, items: Iterator[Item]) -> Iterator[Item]:
         """The items, as long as the parameters are those of the first one."""
         before = self.runtime.num_changes
@@ -505,9 +521,9 @@ class Engine:
             self.runtime.require_onloaded()
             if self.runtime.num_changes != before:
                 raise HydraulisError(
-                    "all tensors of hf_tensors are of one update but the parameters changed after "
-                    f"the first {number}; take all of them before optim_step or load, or call "
-                    "hf_tensors again"
+                    "all exported tensors are of one update but the parameters changed after "
+                    f"the first {number}; take all of them before optim_step or load, or begin "
+                    "again"
                 )
 
     def save(self, folder: str | Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import shlex
 import sys
@@ -37,7 +38,7 @@ from megatron.hydraulis.library.planning import Planning, read_cost_profile
 from megatron.hydraulis.library.plans import PoolLike, ProfileLike, as_pool
 from megatron.hydraulis.lora import Lora, is_of_adapter
 from megatron.hydraulis.optimizer.sharded_adamw import AdamWSettings
-from megatron.hydraulis.optimizer.shards import OwnedRectangle
+from megatron.hydraulis.optimizer.shards import CanonicalShards, OwnedRectangle
 from megatron.hydraulis.quiet_imports import silence_upstream
 from megatron.hydraulis.runtime.engine import RuntimeEngine
 from megatron.hydraulis.runtime.executor import widened
@@ -70,6 +71,30 @@ class BuiltEngine:
     model: HuggingFaceModel
     places: Mapping[str, StoredParameter]
     """Parameters in a checkpoint with a tensor for every layer."""
+
+
+@dataclass(frozen=True, eq=False)
+class HfShard:
+    """What one rank owns of a tensor in Hugging Face's form, possibly nothing."""
+
+    name: str
+    shape: tuple[int, ...]
+    """The shape of the whole tensor."""
+    values: Tensor
+    """(n,), on the job's device."""
+    blocks: Tensor
+    """(blocks, 4): of each run of values, which is a rectangle of the tensor as a matrix, the first
+    value, row and column, and the number of columns."""
+
+    def places(self, indices: Tensor) -> Tensor:
+        """Places in the flattened tensor of the values at (m,) indices."""
+        blocks = self.blocks.to(indices.device)
+        starts = blocks[:, 0].contiguous()
+        numbers = torch.searchsorted(starts, indices, right=True) - 1
+        start, row, column, num_columns = blocks[numbers].unbind(dim=1)
+        rows = row + (indices - start) // num_columns
+        columns = column + (indices - start) % num_columns
+        return rows * math.prod(self.shape[1:]) + columns
 
 
 def build_from_folder(
@@ -287,6 +312,58 @@ def hf_tensors(
         yield part.name, bias.clone()
 
 
+def hf_shards(
+    engine: RuntimeEngine, model: HuggingFaceModel, stored: Mapping[str, StoredParameter]
+) -> Iterator[HfShard]:
+    """This rank's part of every tensor of a model without adapters, without communication; see
+    `hf_tensors`."""
+    engine.require_onloaded()
+    owned = _owned(engine.shards)
+    for spec, parts in _parameters(engine, model, stored):
+        flat = engine.shards.frozen if spec.is_frozen else engine.shards.parameters
+        for part in parts:
+            yield _shard_of(part, owned.get(spec.name, []), flat, engine.dtype)
+    for bias, (part,) in _router_biases(engine, model):
+        own = bias.clone() if engine.rank == 0 else bias[:0]  # every rank has all of them
+        yield HfShard(part.name, part.shape, own, torch.tensor([[0, 0, 0, 1]]))
+
+
+def _shard_of(
+    part: TensorRows, owned: Sequence[OwnedRectangle], flat: Tensor, dtype: torch.dtype
+) -> HfShard:
+    """Args:
+    part: rows of a parameter.
+    owned: of the parameter.
+    flat: the shards that have it.
+    """
+    values, blocks = [flat[:0]], []
+    num_values = num_rows = 0
+    for first, end in part.runs:
+        for each in owned:
+            start, stop = max(first, each.first_row), min(end, each.first_row + each.num_rows)
+            if start >= stop:
+                continue
+            blocks.append(
+                (num_values, num_rows + start - first, each.first_column, each.num_columns)
+            )
+            num_owned = (stop - start) * each.num_columns
+            at = each.shard_offset + (start - each.first_row) * each.num_columns
+            values.append(flat[at : at + num_owned])
+            num_values += num_owned
+        num_rows += end - first
+    found = torch.tensor(blocks, dtype=torch.int64).view(-1, 4)
+    return HfShard(part.name, part.shape, torch.cat(values).to(dtype), found)
+
+
+def _owned(shards: CanonicalShards) -> dict[str, list[OwnedRectangle]]:
+    """By parameter what this rank owns of it."""
+    owned: dict[str, list[OwnedRectangle]] = {}
+    for is_frozen in (False, True):
+        for part in shards.rectangles(frozen=is_frozen):
+            owned.setdefault(shards.layout.parameters[part.parameter].name, []).append(part)
+    return owned
+
+
 def _gathered(engine: RuntimeEngine, bucket: Bucket) -> list[tuple[int, Tensor]]:
     """Collective: all shares of a bucket's parameters in order, with the first element of each."""
     ranges = [bucket.shard_range(rank) for rank in range(engine.layout.num_ranks)]
@@ -317,10 +394,7 @@ def _fill(engine: RuntimeEngine, folder: Path, stored: Mapping[str, StoredParame
     model, files, dtype = open_folder(folder, value_head=engine.definition.has_value_head)
     shards = engine.shards
     there = files.names
-    owned: dict[str, list[OwnedRectangle]] = {}
-    for is_frozen in (False, True):
-        for part in shards.rectangles(frozen=is_frozen):
-            owned.setdefault(shards.layout.parameters[part.parameter].name, []).append(part)
+    owned = _owned(shards)
     for spec, parts in _parameters(engine, model, stored):
         if spec.name not in owned or not {part.name for part in parts} <= there:
             continue  # adapters, and a head that the folder lacks, stay as they were initialised

@@ -36,11 +36,14 @@ from verl.utils.torch_functional import (
 )
 from verl.workers.config import FSDPEngineConfig, FSDPOptimizerConfig, HFModelConfig
 from verl.workers.engine.base import BaseEngine, BaseEngineCtx, EngineRegistry
+from verl.workers.engine.spec import ShardSpec
+from verl.workers.engine.utils import hf_delta_export
 from verl.workers.utils.losses import sft_loss
 
 from megatron.hydraulis.checkpoint.hugging_face.export_hf import Content, export_checkpoint
 from megatron.hydraulis.errors import ConfigurationError
 from megatron.hydraulis.library.engine import Engine
+from megatron.hydraulis.library.hugging_face import HfShard
 from megatron.hydraulis.lora import Lora
 from megatron.hydraulis.optimizer.sharded_adamw import AdamWSettings
 from megatron.hydraulis.runtime.process_groups import on_all_ranks, on_rank_0
@@ -152,6 +155,7 @@ class HydraulisEngine(BaseEngine):
         self._checkpoints = BaseCheckpointManager(None, None, checkpoint_config=checkpoint_config)
         self._engine: Engine | None = None
         self._uses_adapters = True
+        self._delta_shard_snap: dict[str, Tensor] = {}  # filled by BaseEngine
 
     @property
     def _is_critic(self) -> bool:
@@ -333,6 +337,36 @@ class HydraulisEngine(BaseEngine):
         return ((replace_lora_wrapper(name, config), tensor) for name, tensor in base), (
             config.to_dict()
         )
+
+    def get_per_tensor_param_shard(
+        self, **kwargs: Any
+    ) -> tuple[Iterator[tuple[str, Tensor, ShardSpec]], None]:
+        """See `Engine.hf_shards`; in bf16, as verl's other engines do."""
+        self.engine.onload(optimizer=False)
+        return (
+            (
+                shard.name,
+                shard.values.bfloat16(),
+                ShardSpec(shard.shape, place=shard, gather_group=dist.group.WORLD),
+            )
+            for shard in self.engine.hf_shards()
+        ), None
+
+    def get_per_tensor_param_delta_shard(
+        self, **kwargs: Any
+    ) -> tuple[Iterator[tuple[Any, ...]], None]:
+        """What has changed since the last call, or since `BaseEngine.prime_delta_snapshots`, for
+        verl's checkpoint engine ``delta_sharded``."""
+
+        def changes(
+            _: str, spec: ShardSpec, shard: HfShard, indices: Tensor, values: Tensor
+        ) -> Any:
+            slots, dtype = [(shard.name, shard.shape)], str(values.dtype).removeprefix("torch.")
+            places = shard.places(indices).int()
+            return slots, dtype, torch.tensor([len(places)]), places, values
+
+        shards, _ = self.get_per_tensor_param_shard()
+        return hf_delta_export(shards, self._delta_shard_snap, changes), None
 
     def to(
         self, device: str, model: bool = True, optimizer: bool = True, grad: bool = True
