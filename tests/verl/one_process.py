@@ -94,6 +94,10 @@ def rollout(vocab_size: int) -> TensorDict:
 
 
 def actor_config(folder: Path) -> Any:
+    return ppo_config(folder).actor_rollout_ref
+
+
+def ppo_config(folder: Path, *more: str) -> Any:
     actor = "actor_rollout_ref.actor"
     return composed(
         "ppo_trainer",
@@ -109,8 +113,9 @@ def actor_config(folder: Path) -> Any:
             *(f"{actor}.optim.lr={LR}", f"{actor}.optim.weight_decay={WEIGHT_DECAY}"),
             *("actor_rollout_ref.rollout.n=1", "actor_rollout_ref.rollout.name=vllm"),
             "actor_rollout_ref.rollout.log_prob_use_dynamic_bsz=True",
+            *more,
         ],
-    ).actor_rollout_ref
+    )
 
 
 def train_once(data: TensorDict, num_sequences: int, **settings: bool) -> None:

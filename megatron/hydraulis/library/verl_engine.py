@@ -24,6 +24,7 @@ import torch.distributed as dist
 from peft import LoraConfig, TaskType
 from tensordict import TensorDict
 from torch import Tensor
+from verl.trainer.distillation.fsdp.losses import kl_divergence
 from verl.utils import tensordict_utils as tu
 from verl.utils.checkpoint.checkpoint_manager import BaseCheckpointManager
 from verl.utils.dataset.dataset_utils import DatasetPadMode
@@ -70,13 +71,9 @@ _BALANCES_EXPERTS = ("--moe-aux-loss-coeff", "--moe-z-loss-coeff")
 """Options whose losses are divided by the sum of weights, while verl's loss has its own divisor."""
 _NOT_IN_BATCHES = (
     "calculate_sum_pi_squared",
-    "distillation_only",
-    "distillation_use_topk",
     "enable_routing_replay",
     "multi_modal_inputs",
     "routed_experts",
-    "teacher_ids",
-    "teacher_logprobs",
 )
 """Keys that ask for more than log-probabilities and entropies of text."""
 
@@ -256,6 +253,12 @@ class HydraulisEngine(BaseEngine):
         names = ["values" if self._is_critic else "log_probs"]
         if tu.get_non_tensor_data(data, "calculate_entropy", default=False):
             names.append("entropy")
+        if tu.get_non_tensor_data(data, "distillation_use_topk", default=False):
+            ids = on_all_ranks(lambda: data["teacher_ids"].cpu().unbind(), "there is no teacher")
+            batch = batch.with_inputs(token_ids=[row.roll(1, dims=0) for row in ids])
+            names.append("token_log_probs")
+            if tu.get_non_tensor_data(data, "distillation_only", default=False):
+                names.remove("log_probs")
         is_linear = not forward_only and _is_linear(loss_function)
         model_output: dict[str, Tensor] = {}
         metrics: dict[str, Any] = {}
@@ -263,8 +266,12 @@ class HydraulisEngine(BaseEngine):
         def loss_of(outputs: Mapping[str, list[Tensor]]) -> Tensor:
             for name, rows in outputs.items():
                 # verl's entry t is about predicting token t + 1.
-                values = torch.cat([row.roll(-1) for row in rows])
-                model_output[name] = torch.nested.nested_tensor_from_jagged(values, offsets)
+                values = torch.cat([row.roll(-1, dims=0) for row in rows])
+                of_name = {name: values}
+                if name == "token_log_probs":
+                    of_name = _distillation(values, data, loss_function)
+                for key, value in of_name.items():
+                    model_output[key] = torch.nested.nested_tensor_from_jagged(value, offsets)
             if loss_function is None:
                 return torch.ones(())
             value, found = loss_function(
@@ -455,6 +462,17 @@ class _Mode(BaseEngineCtx):
 def _is_linear(loss_function: Any) -> bool:
     """Only verl's loss of SFT is linear; verl passes it with its configuration bound."""
     return getattr(loss_function, "func", loss_function) is sft_loss
+
+
+def _distillation(student: Tensor, data: TensorDict, loss_function: Any) -> dict[str, Tensor]:
+    """What verl's loss of distillation reads for each token, by log-probabilities of the teacher's
+    top k tokens, (tokens, k). The overlap with the student's own top k would take all logits."""
+    teacher = data["teacher_logprobs"].values().to(student.dtype)
+    masses = {"student_mass": student.detach().exp().sum(-1), "teacher_mass": teacher.exp().sum(-1)}
+    lowest = loss_function.keywords["distillation_config"].distillation_loss.log_prob_min_clamp
+    if lowest is not None:
+        student, teacher = student.clamp_min(lowest), teacher.clamp_min(lowest)
+    return {"distillation_losses": kl_divergence(log_q=student, log_p=teacher), **masses}
 
 
 def _settings(
