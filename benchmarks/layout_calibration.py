@@ -36,6 +36,7 @@ from megatron.hydraulis.cost_model.layouts import FixedLengthJob, Layout, cost_m
 from megatron.hydraulis.cost_model.overlap import CostTerm
 from megatron.hydraulis.cost_model.pipeline import StageCosts, equal_micro_batches_time_ms
 from megatron.hydraulis.cost_model.regrouping import FP32_BYTES
+from megatron.hydraulis.frozen import StageLayers
 from megatron.hydraulis.strategy import Scheme
 from megatron.hydraulis.terminal import figures_table
 
@@ -272,11 +273,13 @@ class OtherCostModel(AnalyticCostModel):
         compute_s = 2 * (2 * self.shape.score_size / scheme.tp) / rate
         return CostTerm(compute_s + moved / self.device.memory_bytes_per_s)
 
-    def stage_terms(self, scheme: Scheme, num_layers: int, *, is_last: bool) -> dict[str, CostTerm]:
+    def stage_terms(
+        self, scheme: Scheme, layers: StageLayers, *, is_last: bool
+    ) -> dict[str, CostTerm]:
         """The backward does not compute stored scores again."""
-        terms = super().stage_terms(scheme, num_layers, is_last=is_last)
+        terms = super().stage_terms(scheme, layers, is_last=is_last)
         if self.other.score_passes:
-            terms["attention"] = num_layers * (3.0 * self.attention(scheme))
+            terms["attention"] = layers.number * (3.0 * self.attention(scheme))
         return terms
 
     def boundary(self, scheme: Scheme) -> CostTerm:

@@ -1,7 +1,7 @@
 """The sizes of a model, as far as planning needs them: no weights, no torch."""
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import MISSING, dataclass, fields
 from pathlib import Path
 from typing import Any
@@ -46,15 +46,6 @@ class AttentionWindow:
         """
         beyond = (lengths - self.num_tokens) * (lengths > self.num_tokens)
         return lengths * lengths - self.share * (beyond * beyond)
-
-
-def entry_flops(num_entries: int, num_adapted: int | None = None) -> float:
-    """Operations of a token in products with matrices of so many entries, forward and backward: 6
-    for each, or 4 if it is frozen, as it has no gradient.
-
-    num_adapted: entries of adapters, if these are trained and the matrices frozen.
-    """
-    return 6.0 * num_entries if num_adapted is None else 4.0 * num_entries + 6.0 * num_adapted
 
 
 def layers_with_experts(num_layers: int, frequency: int | Sequence[int]) -> list[bool]:
@@ -274,21 +265,6 @@ class ModelShape:
     def num_matrix_parameters_per_layer(self) -> int:
         """Entries of the matrices that a token passes in a layer, mean over the layers."""
         return self.num_attention_entries + self.num_mlp_parameters_per_layer
-
-    def causal_flops(self, lengths: Iterable[int], num_adapted: int | None = None) -> float:
-        """Floating-point operations that a batch needs, forward and backward.
-
-        `entry_flops` of all matrices, the output layer included; for causal attention
-        6·layers·q·s² per sequence of s tokens, half of arXiv 2204.02311's; less under a window.
-        """
-        entries = self.num_layers * self.num_matrix_parameters_per_layer
-        entries += self.num_embedding_parameters
-        of_token = entry_flops(entries, num_adapted)
-        attention, window = 6.0 * self.num_layers * self.score_size, self.window
-        return math.fsum(
-            of_token * s + attention * (s * s if window is None else window.squared(s))
-            for s in lengths
-        )
 
     @property
     def num_mlp_parameters_per_layer(self) -> int:

@@ -4,19 +4,22 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import numpy as np
 import torch
 import torch.nn.functional as F
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 
 from megatron.hydraulis.cost_model.device import Precision
 from megatron.hydraulis.cost_model.trained_model import NO_RECOMPUTE, Recompute
 from megatron.hydraulis.data.packed_batch import PackedBatch, pack
-from megatron.hydraulis.lora import Lora, adapters
+from megatron.hydraulis.frozen import NOTHING_FROZEN, Frozen
+from megatron.hydraulis.lora import adapters
 from megatron.hydraulis.model_shape import ModelShape
 from megatron.hydraulis.optimizer.sharded_adamw import AdamWSettings
 from megatron.hydraulis.runtime.core_attention import CoreAttentionName
@@ -26,6 +29,7 @@ from megatron.hydraulis.runtime.memory import CudaMemory
 from megatron.hydraulis.runtime.memory_trial import StrategyTrial, TrialResult
 from megatron.hydraulis.runtime.model_building import (
     ModelDefinition,
+    packed_block_spec,
     upstream_layer_spec,
 )
 from megatron.hydraulis.strategy import Pool, Scheme, Strategy
@@ -70,8 +74,8 @@ class Role:
     """Whether experts are chosen by sigmoid scores and biases, not by softmax scores."""
     has_router_losses: bool = False
     """Whether routers have a balancing loss and a z-loss."""
-    lora: Lora | None = None
-    """Adapters, if they alone are trained."""
+    frozen: Frozen = NOTHING_FROZEN
+    """What a model provider freezes, or all but adapters."""
 
     def __str__(self) -> str:
         recompute = self.recompute
@@ -103,7 +107,8 @@ class Role:
             "routed in fp32" if self.has_wide_router else "",
             "balancing and z-loss" if self.has_router_losses else "",
             "Transformer Engine" if self.has_te else "",
-            f"adapters of {self.lora}" if self.lora else "",
+            f"adapters of {self.frozen.lora}" if self.frozen.lora else "",
+            f"frozen {self.frozen}" if self.frozen.layers and not self.frozen.lora else "",
         ]
         return " ".join(" ".join(part.split()) for part in parts if part)
 
@@ -285,17 +290,18 @@ def definition_of(role: Role) -> ModelDefinition:
         **latents,
         **{f"recompute_{name}": value for name, value in again.items()},
     )
-    return ModelDefinition(
+    layer_spec = (
+        upstream_layer_spec(transformer, use_te=False)
+        if shape.num_experts
+        else get_gpt_layer_local_spec(
+            normalization=normalization,
+            qk_layernorm=role.qk_norms,
+            multi_latent_attention=bool(latents),
+        )
+    )
+    definition = ModelDefinition(
         transformer=transformer,
-        layer_spec=(
-            upstream_layer_spec(transformer, use_te=False)
-            if shape.num_experts
-            else get_gpt_layer_local_spec(
-                normalization=normalization,
-                qk_layernorm=role.qk_norms,
-                multi_latent_attention=bool(latents),
-            )
-        ),
+        layer_spec=layer_spec,
         vocab_size=shape.vocab_size,
         padded_vocab_size=shape.vocab_size,
         max_sequence_length=LONGEST_TOKENS,
@@ -303,9 +309,35 @@ def definition_of(role: Role) -> ModelDefinition:
         core_attention=core_attention_of(role),
         tied_embeddings=shape.tied_embeddings,
         sequence_parallel=role.sequence_parallel,
-        lora=role.lora,
+        lora=role.frozen.lora,
         adapters=tuple(adapters(shape)),
     )
+    if role.frozen.lora is None and role.frozen != NOTHING_FROZEN:
+        return replace(definition, model_provider=partial(_frozen_stage, definition, role.frozen))
+    return definition
+
+
+def _frozen_stage(definition: ModelDefinition, frozen: Frozen, **options: Any) -> GPTModel:
+    """What a user's model provider returns; of a stage of several, what is frozen is not asked."""
+    stage = GPTModel(
+        transformer_layer_spec=packed_block_spec(
+            definition.layer_spec,
+            options["config"].num_layers,
+            core_attention=definition.core_attention,
+        ),
+        vocab_size=definition.padded_vocab_size,
+        max_sequence_length=definition.max_sequence_length,
+        parallel_output=True,
+        share_embeddings_and_output_weights=definition.tied_embeddings,
+        position_embedding_type=definition.position_embedding_type,
+        **options,
+    )
+    beginnings = [f"decoder.layers.{layer}." for layer in frozen.layers]
+    beginnings += ["embedding."] * frozen.embedding
+    beginnings += ["decoder.final_layernorm.", "output_layer."] * frozen.output
+    for name, parameter in stage.named_parameters():
+        parameter.requires_grad_(not name.startswith(tuple(beginnings)))
+    return stage
 
 
 def _expert_settings(role: Role) -> dict[str, Any]:

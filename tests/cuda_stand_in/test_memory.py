@@ -15,6 +15,7 @@ from megatron.hydraulis.cost_model.device import Precision, Reserve, device_cons
 from megatron.hydraulis.cost_model.memory import MemoryModel
 from megatron.hydraulis.cost_model.staging import PoolFootprint, num_communicators
 from megatron.hydraulis.cost_model.trained_model import EVERY_LAYER, Recompute
+from megatron.hydraulis.frozen import Frozen
 from megatron.hydraulis.lora import Lora
 from megatron.hydraulis.model_shape import ModelShape
 from megatron.hydraulis.optimizer.sharded_adamw import AdamWSettings, ShardedAdamW
@@ -132,6 +133,10 @@ ATTENTION = Recompute(granularity="selective", modules=("core_attn",))
 BOTH = Recompute(granularity="selective", modules=("core_attn", "mlp"))
 MIXED = "tp16+2*tp8pp3"
 
+FIRST_PARTS = Frozen(frozenset({0}), embedding=True)
+SMALL_ADAPTERS = Frozen.around(Lora.resolve(16, 32, (), M8), M8)
+ALL_BUT_LAST = Frozen(frozenset(range(31)), embedding=True, output=True)
+
 # The kernel is torch's varlen_attn, or sdpa for fp32, which the former does not support.
 FEW = (
     Role(shape=M32, strategy=MIXED, rank=16),
@@ -144,16 +149,37 @@ FEW = (
     Role(shape=MANY_EXPERTS, strategy="4*tp2cp4ep8pp2"),
     Role(shape=M8, strategy="8*cp8fs"),
     Role(shape=SHARED_EXPERTS, strategy="4*tp2cp8fsep4", gradient_bytes=2),
-    Role(shape=M8, strategy="2*tp4", num_ranks=8, lora=Lora.resolve(16, 32, (), M8)),
+    Role(shape=M8, strategy="2*tp4", num_ranks=8, frozen=FIRST_PARTS),
+    Role(shape=M8, strategy="2*tp4", num_ranks=8, frozen=ALL_BUT_LAST),
+    Role(
+        shape=M8,
+        strategy="2*tp4",
+        num_ranks=8,
+        frozen=Frozen.around(Lora.resolve(16, 32, (), M8), M8),
+    ),
 )
-LARGE_ADAPTERS = Lora.resolve(256, 32, (), M8)
+LARGE_ADAPTERS = Frozen.around(Lora.resolve(256, 32, (), M8), M8)
 ADAPTED = (
-    Role(shape=M8, strategy="8*tp1", num_ranks=8, lora=LARGE_ADAPTERS),
-    Role(shape=M8, strategy="2*pp4", num_ranks=8, lora=LARGE_ADAPTERS),
-    Role(shape=M8, strategy="tp8", num_ranks=8, lora=LARGE_ADAPTERS),
-    Role(shape=M8, strategy="cp8", num_ranks=8, lora=LARGE_ADAPTERS, recompute=EVERY_LAYER),
+    Role(shape=M8, strategy="8*tp1", num_ranks=8, frozen=LARGE_ADAPTERS),
+    Role(shape=M8, strategy="2*pp4", num_ranks=8, frozen=LARGE_ADAPTERS),
+    Role(shape=M8, strategy="tp8", num_ranks=8, frozen=LARGE_ADAPTERS),
+    Role(shape=M8, strategy="cp8", num_ranks=8, frozen=LARGE_ADAPTERS, recompute=EVERY_LAYER),
 )
 """Adapters alone are trained."""
+FROZEN = tuple(
+    Role(shape=M8, num_ranks=8, frozen=frozen, **named)
+    for frozen in (FIRST_PARTS, ALL_BUT_LAST)
+    for named in (
+        {"strategy": "8*tp1"},
+        {"strategy": "tp4pp2"},
+        {"strategy": "tp4pp2", "rank": 4},
+        {"strategy": "tp2cp4", "recompute": EVERY_LAYER},
+        {"strategy": "cp8fs"},
+    )
+    if frozen is FIRST_PARTS or named not in ({"strategy": "tp4pp2"}, {"strategy": "cp8fs"})
+)
+"""What a model provider freezes. A stage without any backward counts as if it had one, and cp8fs
+with one trained layer is predicted 5 % too large."""
 TIED = dataclasses.replace(M8, tied_embeddings=True)
 SHARED = (
     Role(shape=M8, strategy="cp8~fs", num_ranks=8, context_size=1),
@@ -180,6 +206,7 @@ SHARED = (
 MORE = (
     *SHARED,
     *ADAPTED,
+    *FROZEN,
     Role(shape=M32, strategy=MIXED, rank=0),
     Role(shape=M32, strategy=MIXED, rank=24),
     Role(shape=M32, strategy=MIXED, rank=32),
@@ -290,9 +317,9 @@ def model_of(role: Role) -> MemoryModel:
         has_te_attention=core_attention_of(role) == "te",
         ranks_per_node=role.ranks_per_node,
         pool=PoolFootprint.of(
-            role.pool, role.shape, gradient_bytes=role.gradient_bytes, lora=role.lora
+            role.pool, role.shape, gradient_bytes=role.gradient_bytes, frozen=role.frozen
         ),
-        lora=role.lora,
+        frozen=role.frozen,
         expert_load=1.0,  # as lone ranks read
     )
 
@@ -303,7 +330,7 @@ def left_bytes(role: Role, scheme: Scheme, num_tokens: int) -> float:
     own) and, after the first stage, the last hidden states received, with their gradient."""
     hidden_bytes = num_tokens / scheme.cp * role.shape.hidden_size * role.precision.num_bytes
     is_spread = role.sequence_parallel and scheme.tp > 1
-    has_buffer = is_spread and not role.has_te and role.lora is None
+    has_buffer = is_spread and not role.has_te and role.frozen.lora is None
     buffer_bytes = hidden_bytes if has_buffer else 0.0
     part_bytes = hidden_bytes / scheme.tp if is_spread else hidden_bytes
     return buffer_bytes + (2 * part_bytes if role.stage > 0 else 0.0)

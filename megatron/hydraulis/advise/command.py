@@ -40,6 +40,7 @@ from megatron.hydraulis.cost_model.profile import (
 from megatron.hydraulis.cost_model.regrouping import wire_bytes
 from megatron.hydraulis.data.sampler import BatchSizes
 from megatron.hydraulis.errors import ConfigurationError
+from megatron.hydraulis.frozen import NOTHING_FROZEN
 from megatron.hydraulis.json_object import write_output
 from megatron.hydraulis.lengths.batches import add_batch_arguments
 from megatron.hydraulis.planner.solver import native_prints_to_stderr
@@ -120,7 +121,7 @@ class Advice:
     num_tokens: float
     """Mean of a batch."""
     model_flops: float
-    """Mean of a batch, see `ModelShape.causal_flops`."""
+    """Mean of a batch, see `Frozen.causal_flops`."""
     kinds: tuple[str, ...]
     """Ways in which regrouping can count, see `ProfileCostModel.readings`."""
 
@@ -241,8 +242,7 @@ def advise(
     overheads_s = [profile.overhead_ms(strategy) / _MS_PER_S for strategy in used]
     shares = [(strategy, used.count(strategy) / len(used)) for strategy in proposal.pool.strategies]
     (ceiling,) = replace(ways, costs=setting.costs).candidates(CEILING)
-    lora = None if costs.model is None else costs.model.lora
-    num_adapted = None if lora is None else lora.num_parameters(shape)
+    frozen = NOTHING_FROZEN if costs.model is None else costs.model.frozen
     all_ranks = ceiling.cost_model.coefficients(baseline.strategy.schemes[0])
     return Advice(
         proposal=proposal,
@@ -268,7 +268,7 @@ def advise(
         bound_s=fmean(least_makespan_ms(profile, batch, num_ranks) for batch in batches)
         / _MS_PER_S,
         num_tokens=fmean(map(sum, batches)),
-        model_flops=fmean(shape.causal_flops(batch, num_adapted) for batch in batches),
+        model_flops=fmean(frozen.causal_flops(shape, batch) for batch in batches),
         kinds=tuple(profile.readings()),
     )
 

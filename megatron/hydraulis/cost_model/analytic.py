@@ -25,8 +25,8 @@ query heads, f width of the MLP, P entries of a layer's matrices; lower-case con
     launch       num_launches · kernel_s: no kernel is shorter (host.py)
 
 The backward takes twice the forward, as matrix products have two gradients (arXiv 2104.04473,
-appendix), of frozen matrices one; attention 2.5 times, since it recomputes scores (arXiv
-2307.08691), or as kernels.py has it;
+appendix), of frozen matrices one, and nothing in front of all that is trained; attention 2.5 times,
+since it recomputes scores (arXiv 2307.08691), or as kernels.py has it;
 copies and messages of tp once more and those of cp as context.py has it; twice the launches. It
 gathers the weights of fs again and reduce-scatters their gradients. It
 moves the weights weight_passes times to accumulate their gradients. Recomputation runs a forward
@@ -75,6 +75,7 @@ from megatron.hydraulis.cost_model.trained_model import (
     TrainedModel,
     kept_modules,
 )
+from megatron.hydraulis.frozen import NOTHING_FROZEN, StageLayers
 from megatron.hydraulis.strategy import Scheme, Strategy
 
 _MS_PER_S = 1e3
@@ -257,7 +258,7 @@ class AnalyticCostModel(TrainedModel):
             parameter_bytes=self.parameter_bytes,
             gradient_bytes=self.gradient_bytes,
             overlaps=overlaps,
-            lora=self.lora,
+            frozen=self.frozen,
         )
 
     def coefficients(self, scheme: Scheme) -> Coefficients:
@@ -284,11 +285,12 @@ class AnalyticCostModel(TrainedModel):
     def _forward_share(self, scheme: Scheme) -> float:
         """Share of the forward in the time per token of a stage's layers, rounded so that schemes
         have shares in common, for which the planner prepares bounds."""
-        num_layers = max(scheme.layers_per_stage(self.shape.num_layers))
-        terms = self.stage_terms(scheme, num_layers, is_last=False)
+        stages = (self.stage_layers(scheme, stage) for stage in range(scheme.pp))
+        layers = max(stages, key=lambda each: each.flops_per_entry)
+        terms = self.stage_terms(scheme, layers, is_last=False)
         both_s = sum(term.per_token_s for cause, term in terms.items() if cause != "boundary")
         forward = sum(self.forward_terms(scheme).values(), CostTerm())
-        return round(num_layers * forward.per_token_s / both_s, 2)
+        return round(layers.number * forward.per_token_s / both_s, 2)
 
     def balanced_scheme(self, scheme: Scheme, *, min_tokens: int) -> Scheme:
         """The scheme with the layers that minimise b: embedding and output layer are balanced.
@@ -303,11 +305,15 @@ class AnalyticCostModel(TrainedModel):
         even = scheme.layers_per_stage(self.shape.num_layers)
 
         def time(stage: int, num_layers: int) -> float:
-            terms = self.stage_terms(scheme, num_layers, is_last=stage == scheme.pp - 1)
+            layers, is_last = self.usual_layers(num_layers), stage == scheme.pp - 1
+            terms = self.stage_terms(scheme, layers, is_last=is_last)
             return sum(terms.values(), CostTerm()).per_token_s
 
+        # With what a model provider freezes, layers of a stage would not be alike.
+        memory = self.memory if self.lora else replace(self.memory, frozen=NOTHING_FROZEN)
+
         def tokens(stage: int, num_layers: int) -> int:
-            return self.memory.stage_tokens(scheme, stage, num_layers)
+            return memory.stage_tokens(scheme, stage, num_layers)
 
         layers = split_layers(
             self.shape.num_layers, scheme.pp, time=time, tokens=tokens, min_tokens=min_tokens
@@ -320,21 +326,26 @@ class AnalyticCostModel(TrainedModel):
 
     def terms_by_stage(self, scheme: Scheme) -> list[dict[str, CostTerm]]:
         """`stage_terms` of every stage; raises as `coefficients`."""
-        *before, last = scheme.layers_per_stage(self.shape.num_layers)
-        inner = {num: self.stage_terms(scheme, num, is_last=False) for num in set(before)}
-        return [*(inner[num] for num in before), self.stage_terms(scheme, last, is_last=True)]
+        *before, last = (self.stage_layers(scheme, stage) for stage in range(scheme.pp))
+        inner = {each: self.stage_terms(scheme, each, is_last=False) for each in set(before)}
+        return [*(inner[each] for each in before), self.stage_terms(scheme, last, is_last=True)]
 
-    def stage_terms(self, scheme: Scheme, num_layers: int, *, is_last: bool) -> dict[str, CostTerm]:
-        """Forward and backward of a micro-batch on a stage of num_layers layers, by cause.
+    def stage_terms(
+        self, scheme: Scheme, layers: StageLayers, *, is_last: bool
+    ) -> dict[str, CostTerm]:
+        """Forward and backward of a micro-batch on a stage of these layers, by cause.
 
         Messages to the neighbours and, on the last stage, output layer and loss included. The
         embedding's lookup is free.
         """
         forward = self.forward_terms(scheme)
-        weights_s = self.kernels.weight_passes * self._trained_bytes(scheme)
-        frozen = CostTerm()
-        if self.lora is not None:
-            frozen = self._products(scheme, *self._layer_matrices(scheme))
+        num_layers = layers.number
+        num_backwards = num_layers - layers.idle
+        # Mean over the layers that have a backward.
+        share_frozen = layers.frozen / max(1, num_backwards)
+        share_trained = 1.0 if self.lora else 1.0 - share_frozen
+        weights_s = share_trained * self.kernels.weight_passes * self._trained_bytes(scheme)
+        frozen = share_frozen * self._products(scheme, *self._layer_matrices(scheme))
         backward = {
             "matmul": _BACKWARD_FORWARDS * forward["matmul"] + -1.0 * frozen,
             "attention": self.backward_attentions * forward["attention"],
@@ -346,12 +357,15 @@ class AnalyticCostModel(TrainedModel):
             "expert_parallel": forward["expert_parallel"],
             "context_parallel": self.context_terms(scheme)[1],
         }
-        terms = {cause: num_layers * (term + backward[cause]) for cause, term in forward.items()}
+        terms = {
+            cause: num_layers * term + num_backwards * backward[cause]
+            for cause, term in forward.items()
+        }
         again = self.recompute_of(scheme)
         terms["recompute"] = (
-            again.num_layers_again(num_layers) * sum(forward.values(), CostTerm())
+            again.num_layers_again(num_backwards) * sum(forward.values(), CostTerm())
             if again.granularity == "full"
-            else num_layers * self._selected_again(scheme, forward)
+            else num_backwards * self._selected_again(scheme, forward)
         )
         if scheme.shares_weights:
             terms["shared_weights"] = CostTerm(constant_s=sum(shared_weights_s(self, scheme)))
@@ -619,7 +633,7 @@ class AnalyticCostModel(TrainedModel):
         product = self._products(scheme, output)
         num_moved = self.kernels.logit_passes * self.shape.vocab_size / (scheme.tp * scheme.cp)
         # Frozen, its weight needs no gradient; an adapter's products are neglected.
-        num_products = self.kernels.logit_products - (self.lora is not None)
+        num_products = self.kernels.logit_products - self.frozen.has_output_matrix(shape)
         return num_products * product + self._moved(num_moved)
 
     def tp_collectives(self, scheme: Scheme, number: float) -> CostTerm:

@@ -32,13 +32,13 @@ from megatron.hydraulis.cost_model.profile import (
     ProfiledModel,
     ProfiledScheme,
     experts_setting,
-    lora_setting,
+    frozen_settings,
 )
 from megatron.hydraulis.cost_model.regrouping import wire_bytes
 from megatron.hydraulis.cost_model.staging import PoolFootprint
 from megatron.hydraulis.errors import ConfigurationError, StrategyError
+from megatron.hydraulis.frozen import Frozen
 from megatron.hydraulis.json_object import write_output
-from megatron.hydraulis.lora import Lora
 from megatron.hydraulis.model_shape import ModelShape
 from megatron.hydraulis.strategy import Pool, Scheme, Strategy
 from megatron.hydraulis.strategy.notation import parse_scheme
@@ -97,7 +97,7 @@ def run(namespace: argparse.Namespace) -> int:
     settings = given_settings(namespace, shape)
     with shown_while("estimate"):
         schemes, num_ranks, ranks_per_node, pool = _schemes(
-            namespace, shape, gradient_bytes=num_gradient_bytes, lora=settings.get("lora")
+            namespace, shape, gradient_bytes=num_gradient_bytes, frozen=settings["frozen"]
         )
         model = AnalyticCostModel(
             shape=shape,
@@ -175,7 +175,7 @@ def estimated_profile(
             dtype=model.precision,
             recompute=str(model.recompute),
             experts=experts_setting(model.shape, groups_experts=model.groups_experts),
-            lora=lora_setting(model.lora),
+            **frozen_settings(model.frozen, is_estimate=True),
         ),
         schemes=tuple(rows),
     )
@@ -254,7 +254,7 @@ def powers_of_two(most: int) -> list[int]:
 
 
 def _schemes(
-    namespace: argparse.Namespace, shape: ModelShape, *, gradient_bytes: int, lora: Lora | None
+    namespace: argparse.Namespace, shape: ModelShape, *, gradient_bytes: int, frozen: Frozen
 ) -> tuple[list[Scheme] | None, int, int, PoolFootprint | None]:
     """The distinct schemes that are given, with all groups of ``cp8~``; ranks of the job and of a
     node; footprint of the pool if one was given."""
@@ -268,7 +268,7 @@ def _schemes(
         pool = Pool.read(namespace.pool)
         found = [scheme for strategy in pool.strategies for scheme in strategy.schemes]
         num_ranks, ranks_per_node = pool.num_ranks, pool.ranks_per_node
-        footprint = PoolFootprint.of(pool, shape, gradient_bytes=gradient_bytes, lora=lora)
+        footprint = PoolFootprint.of(pool, shape, gradient_bytes=gradient_bytes, frozen=frozen)
     else:
         if namespace.num_ranks is None:
             raise ConfigurationError(

@@ -51,11 +51,12 @@ from megatron.hydraulis.cost_model.profile import (
     ProfileCostModel,
     ProfiledModel,
     ProfiledScheme,
-    lora_setting,
+    frozen_settings,
 )
 from megatron.hydraulis.cost_model.regrouping import Hiding, wire_bytes
 from megatron.hydraulis.cost_model.trained_model import EXPERT_LOAD
 from megatron.hydraulis.errors import ConfigurationError, StrategyError
+from megatron.hydraulis.frozen import NOTHING_FROZEN
 from megatron.hydraulis.model_shape import ModelShape
 from megatron.hydraulis.strategy import Pool, Scheme, Strategy
 from megatron.hydraulis.strategy.strategy import RANKS_PER_NODE, ranks_of_node
@@ -105,7 +106,9 @@ class JobOptions:
             precision = self.precision(None if profile.model is None else profile.model.dtype)
             layers = dict(self.layers(shape))
             used = ProfiledModel(
-                shape=shape, dtype=precision, lora=lora_setting(layers.get("lora"))
+                shape=shape,
+                dtype=precision,
+                **frozen_settings(layers.get("frozen", NOTHING_FROZEN)),
             )
             profile.check_model(used, where, speaks=True)
         if device is None and self.link_bytes_per_s:

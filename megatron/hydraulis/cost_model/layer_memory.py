@@ -57,11 +57,16 @@ class LayerMemory:
 
     model: TrainedModel
     scheme: Scheme
+    is_frozen: bool = False
 
     @cached_property
     def recompute(self) -> Recompute:
         """Which activations the backward computes again."""
         return self.model.recompute_of(self.scheme)
+
+    def keeps_input(self, module: str) -> bool:
+        """See `TrainedModel.keeps_input`; those of trained layers do."""
+        return not self.is_frozen or self.model.keeps_input(module)
 
     @cached_property
     def hidden(self) -> float:
@@ -146,7 +151,7 @@ class LayerMemory:
         """What so many layers keep without recompute."""
         model, shape = self.model, self.model.shape
         num_states = 2 + 2 * model.widening
-        num_states += model.keeps_input("linear_qkv") + model.keeps_input("linear_fc1")
+        num_states += self.keeps_input("linear_qkv") + self.keeps_input("linear_fc1")
         kept = num_states * self.hidden_part + 2 * _NORM_BYTES / self.num_shares
         kept += self._kept_by_attention
         if shape.kv_lora_rank:  # latents, before and after their norms
@@ -174,7 +179,7 @@ class LayerMemory:
     @cached_property
     def kept_by_mlp(self) -> float:
         """What an MLP keeps."""
-        num_tensors = self.model.num_inside_tensors - (not self.model.keeps_input("linear_fc2"))
+        num_tensors = self.model.num_inside_tensors - (not self.keeps_input("linear_fc2"))
         return num_tensors * self.mlp
 
     @cached_property

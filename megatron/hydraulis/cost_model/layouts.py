@@ -39,8 +39,8 @@ from megatron.hydraulis.cost_model.pipeline import StageCosts, equal_micro_batch
 from megatron.hydraulis.cost_model.regrouping import RegroupCosts
 from megatron.hydraulis.cost_model.trained_model import EVERY_LAYER, NO_RECOMPUTE
 from megatron.hydraulis.errors import PlanError, StrategyError
-from megatron.hydraulis.lora import Lora
-from megatron.hydraulis.model_shape import ModelShape, entry_flops
+from megatron.hydraulis.frozen import NOTHING_FROZEN, Frozen
+from megatron.hydraulis.model_shape import ModelShape
 from megatron.hydraulis.strategy import Scheme, Strategy
 from megatron.hydraulis.strategy.strategy import RANKS_PER_NODE, replica_scheme
 from megatron.hydraulis.terminal import print_json, print_next, results_console, shown_while
@@ -66,19 +66,14 @@ class FixedLengthJob:
     def model_flops(self) -> float:
         """Floating-point operations of a step that MFU counts, forward and backward.
 
-        `entry_flops` of the parameters that a token passes, embedding included, and 12·layers·q·s
-        per token for attention, not halved for being causal (arXiv 2204.02311, appendix B);
-        recomputation does not count.
+        `Frozen.token_flops`, embedding included, and 12·layers·q·s per token for attention, not
+        halved for being causal (arXiv 2204.02311, appendix B); recomputation does not count.
         """
-        shape, lora = self.shape, self.layers.get("lora")
-        num_ends = 1 if shape.tied_embeddings else 2
-        num_entries = (
-            shape.num_layers * shape.num_matrix_parameters_per_layer
-            + num_ends * shape.num_embedding_parameters
-        )
-        attention = 12 * shape.num_layers * shape.score_size * self.sequence_tokens
-        num_adapted = None if lora is None else lora.num_parameters(shape)
-        of_token = entry_flops(num_entries, num_adapted) + attention
+        shape = self.shape
+        frozen: Frozen = self.layers.get("frozen", NOTHING_FROZEN)
+        num_looked_up = 0 if shape.tied_embeddings else 1
+        attention = 12 * frozen.attention_layers(shape) * shape.score_size * self.sequence_tokens
+        of_token = frozen.token_flops(shape, num_looked_up=num_looked_up) + attention
         return self.num_sequences * self.sequence_tokens * of_token
 
 
@@ -235,7 +230,7 @@ def _step_time(
     busy_s = equal_micro_batches_time_ms(stages_ms, num_micro_batches, share) / _MS_PER_S
     halves_ms = [(share * stage_ms, (1.0 - share) * stage_ms) for stage_ms in stages_ms]
     regroup = _regroup_costs(
-        job.shape, model.device, model.cluster, layout.tp, model.parameter_bytes, model.lora
+        job.shape, model.device, model.cluster, layout.tp, model.parameter_bytes, model.frozen
     )
     exposed_ms = regroup.exposed_ms(layout.strategy(job), lambda _: halves_ms)
     host_s = num_micro_batches * max(each.host_ms for each in coefficients) / _MS_PER_S
@@ -293,11 +288,11 @@ def _regroup_costs(
     cluster: Cluster,
     tp: int,
     parameter_bytes: int,
-    lora: Lora | None,
+    frozen: Frozen,
 ) -> RegroupCosts:
     """Costs that remember the strategies they were asked for: layouts differ by micro-batch too."""
     return RegroupCosts.of(
-        shape, device, cluster, num_atoms=tp, parameter_bytes=parameter_bytes, lora=lora
+        shape, device, cluster, num_atoms=tp, parameter_bytes=parameter_bytes, frozen=frozen
     )
 
 

@@ -8,7 +8,8 @@ Between iterations a tensor-parallel rank holds its *state* (`state_bytes`):
   layers, and of embedding or output layer; and what it receives of a gradient;
 - its canonical shard: fp32 master weights, two moments and the gradient over all ranks of the job;
   with one stage the gradient takes the place of gradients that have been sent. Of frozen parameters
-  there is one copy in the training precision, here and above;
+  there is one copy in the training precision, here and above. Those of layers with and without
+  experts count as the smaller ones;
 - staging of transfers (`PoolFootprint`);
 - workspaces of cuBLAS.
 
@@ -65,6 +66,7 @@ from megatron.hydraulis.cost_model.layer_memory import LayerMemory
 from megatron.hydraulis.cost_model.regrouping import FP32_BYTES
 from megatron.hydraulis.cost_model.staging import PoolFootprint, footprint_of_scheme
 from megatron.hydraulis.cost_model.trained_model import SAFE_EXPERT_LOAD, TrainedModel
+from megatron.hydraulis.frozen import StageLayers
 from megatron.hydraulis.strategy import Scheme
 from megatron.hydraulis.transfer.canonical import DEFAULT_BUCKET_CAP_ELEMENTS
 from megatron.hydraulis.transfer.role import NUM_GRADIENT_SLOTS
@@ -203,18 +205,26 @@ class MemoryModel(TrainedModel):
         final_norm = is_last * shape.hidden_size
         num_parameters += num_embeddings * embedding + final_norm
         gradient_bytes = self.has_optimizer * FP32_BYTES
+        num_trained = self._num_trained_of_role(scheme, stage, num_layers)
         adapters = self.num_adapter_parameters(num_layers, are_first=is_first, has_output=is_last)
         # Few, so they count whole, with their slots, where ranks share them.
         of_adapters = adapters * (self.parameter_bytes + gradient_bytes)
         if self.lora is not None:
             gradient_bytes = 0
         if not scheme.shares_weights:
-            return num_parameters * (self.parameter_bytes + gradient_bytes) + of_adapters
-        kept = num_parameters / scheme.fs
-        if scheme.ep > 1:
-            routed = shape.num_expert_layers * shape.num_routed_entries / scheme.ep
-            kept += routed / scheme.num_holders - routed / scheme.fs
-        num_bytes = kept * (self.parameter_bytes + gradient_bytes) + of_adapters
+            held_bytes = num_parameters * self.parameter_bytes
+            return held_bytes + num_trained * gradient_bytes + of_adapters
+
+        def kept(number: float, num_layers: int) -> float:
+            if scheme.ep == 1:
+                return number / scheme.fs
+            num_with_experts = min(num_layers, shape.num_expert_layers)
+            routed = num_with_experts * shape.num_routed_entries / scheme.ep
+            return (number - routed) / scheme.fs + routed / scheme.num_holders
+
+        num_bytes = kept(num_parameters, num_layers) * self.parameter_bytes + of_adapters
+        layers = self._layers(scheme, stage, num_layers)
+        num_bytes += kept(num_trained, layers.trained) * gradient_bytes
         of_kinds = [
             self.shared_parameters(scheme, has_experts=has_experts)
             for has_experts in self.kinds_of_layers
@@ -223,13 +233,33 @@ class MemoryModel(TrainedModel):
         num_slots = min(1 + self.fs_prefetch, num_layers)
         weights = num_slots * layer + num_embeddings * embedding + final_norm
         # Gradients of embedding and output layer take turns.
-        gradients = NUM_GRADIENT_SLOTS * layer + embedding + final_norm
+        if self.frozen.embedding and self.frozen.has_output_matrix(shape):
+            embedding = 0.0
+        gradients = min(NUM_GRADIENT_SLOTS, layers.trained) * layer + embedding + final_norm
         if (wire_bytes := self.footprint(scheme).gradient_bytes) == FP32_BYTES:
             shares = (sum(part / num for num, part in shared.items()) for shared in of_kinds)
             received = max(*shares, embedding / scheme.fs)
         else:  # also what is sent, in that precision
             received = 2 * max(layer, embedding) * wire_bytes / FP32_BYTES
         return num_bytes + weights * self.parameter_bytes + (gradients + received) * gradient_bytes
+
+    def _layers(self, scheme: Scheme, stage: int, num_layers: int) -> StageLayers:
+        """Those of a stage, or as many as another one may have."""
+        found = self.stage_layers(scheme, stage)
+        return found if found.number == num_layers else self.usual_layers(num_layers)
+
+    def _num_trained_of_role(self, scheme: Scheme, stage: int, num_layers: int) -> float:
+        """Elements of a rank's gradients, without adapters."""
+        shape, frozen = self.shape, self.frozen
+        layers = self._layers(scheme, stage, num_layers)
+        are_first = stage == 0 and layers.trained == num_layers
+        number = self.num_layer_parameters(scheme, layers.trained, are_first=are_first)
+        embedding = shape.num_embedding_parameters / scheme.tp
+        is_last = stage == scheme.pp - 1
+        number += (stage == 0 and not frozen.embedding) * embedding
+        if is_last and not (shape.tied_embeddings and stage == 0):
+            number += (not frozen.has_output_matrix(shape)) * embedding
+        return number + (is_last and not frozen.output) * shape.hidden_size
 
     def activation_bytes(self, scheme: Scheme, stage: int, num_tokens: int) -> float:
         """What micro-batches in flight keep for their backward, of num_tokens over all cp ranks."""
@@ -245,7 +275,7 @@ class MemoryModel(TrainedModel):
         canonical = per_parameter * self._owned
         canonical += self.parameter_bytes * self.num_frozen / self.num_ranks
         if self.has_optimizer and not self.accumulates and scheme.pp == 1 and scheme.fs == 1:
-            canonical -= FP32_BYTES * self._gradients_in_place(scheme, role)
+            canonical -= FP32_BYTES * self._gradients_in_place(scheme)
         footprint = self.footprint(scheme)
         products: float = _WORKSPACE_BYTES
         if self.has_te_layers or self.groups_experts:
@@ -256,13 +286,13 @@ class MemoryModel(TrainedModel):
             num_entries *= footprint.weight_shapes
             # One expert, which ep leaves whole.
             num_entries += shape.num_routed_entries / max(shape.num_experts, 1)
-            num_entries *= self.lora is None
+            num_entries *= len(self.frozen.layers) < shape.num_layers
             workspaces = _TE_WORKSPACE_BYTES * (1 + _TE_STREAMS * self.groups_experts)
             products += workspaces + num_entries * self.parameter_bytes
         staging = footprint.staging_bytes(shape.num_parameters_per_layer, self.parameter_bytes)
         return role + canonical + staging + products
 
-    def _gradients_in_place(self, scheme: Scheme, role_bytes: float) -> float:
+    def _gradients_in_place(self, scheme: Scheme) -> float:
         """Elements of the shard's gradient that lie where the arena's gradients were sent from;
         those of adapters, which are few, are neglected.
 
@@ -273,12 +303,13 @@ class MemoryModel(TrainedModel):
         shape = self.shape
         if self.lora is not None:
             return 0.0
-        held, owned = role_bytes / (self.parameter_bytes + FP32_BYTES), self._owned
+        held, owned = self._num_trained_of_role(scheme, 0, shape.num_layers), self._owned
         last = min(shape.num_embedding_parameters, DEFAULT_BUCKET_CAP_ELEMENTS) / self.num_ranks
         behind = shape.num_parameters_per_layer
-        behind += 0 if shape.tied_embeddings else shape.num_embedding_parameters
+        has_output = not (shape.tied_embeddings or self.frozen.output)
+        behind += has_output * shape.num_embedding_parameters
         layer = self.num_layer_parameters(scheme, 1)
-        moved = layer - (held - owned) * behind / shape.num_parameters
+        moved = layer - (held - owned) * behind / self.num_trained
         return max(0.0, owned - max(last, moved))
 
     @property
@@ -290,7 +321,7 @@ class MemoryModel(TrainedModel):
         """The footprint of the job's pool, or of a job that the scheme fills."""
         ranks_per_node = self.ranks_per_node or self.num_ranks
         return self.pool or footprint_of_scheme(
-            scheme, self.shape, self.num_ranks, ranks_per_node, self.gradient_bytes, self.lora
+            scheme, self.shape, self.num_ranks, ranks_per_node, self.gradient_bytes, self.frozen
         )
 
     def moments(
@@ -301,7 +332,10 @@ class MemoryModel(TrainedModel):
         Each has a list of what is alive, in bytes per token; what was freed is negative.
         """
         num_layers = num_layers or self._num_layers(scheme, stage)
-        shape, layer = self.shape, self._layer(scheme)
+        shape, layers = self.shape, self._layers(scheme, stage, num_layers)
+        layer = self._layer(scheme, is_frozen=not layers.trained)
+        # Whether the gradient of a matrix exists outside the arena.
+        has_weight_gradients = layers.trained > 0 and not self.has_te_layers
         is_last = stage == scheme.pp - 1
         state = self.state_bytes(scheme, stage, num_layers)
         state += self._adapter_copies_bytes(scheme, stage, num_layers)
@@ -340,16 +374,16 @@ class MemoryModel(TrainedModel):
             expert = shape.expert_ffn_hidden_size * share * self.parameter_bytes
             is_one = scheme.ep == 1 and not self.groups_experts
             chosen = expert * (1 if is_one else self.num_copies(scheme))
-            weight = shape.hidden_size * expert if self._has_weight_gradients else 0.0
+            weight = shape.hidden_size * expert if has_weight_gradients else 0.0
             # Grouped products scale gradients after those of the outputs are freed.
             scaled = max(layer.copies, chosen) if self.groups_experts else layer.copies
             alive = sum((*in_layer, scaled, num_tensors * chosen))
             yield Moment("an expert", state + weight, alive)
         if shape.num_expert_layers < shape.num_layers:
-            weight = shape.hidden_size * layer.mlp if self._has_weight_gradients else 0.0
+            weight = shape.hidden_size * layer.mlp if has_weight_gradients else 0.0
             second = sum((*in_layer, whole, layer.mlp))
             yield Moment("second matrix of the MLP", state + weight, second)
-            num_tensors += not self.keeps_input("linear_fc2")  # which is not freed
+            num_tensors += not layer.keeps_input("linear_fc2")  # which is not freed
             activation = sum((*in_layer, num_tensors * layer.mlp))
             yield Moment("activation of the MLP", state, activation)
         if self.has_te_layers:
@@ -359,7 +393,7 @@ class MemoryModel(TrainedModel):
             first = sum((*in_layer, -layer.kept_by_mlp, of_output, inputs))
             yield Moment("first matrix of the MLP", state, first)
         last_mlp = layer.kept_by_last_mlp(num_layers, are_first=stage == 0)
-        last_mlp += (1 + self.keeps_input("linear_fc1")) * layer.hidden_part
+        last_mlp += (1 + layer.keeps_input("linear_fc1")) * layer.hidden_part
         attention = sum((*in_layer, -last_mlp, layer.needed_by_attention))
         if self.has_te_attention:
             rounded, num_rows = layer.rounded
@@ -371,11 +405,6 @@ class MemoryModel(TrainedModel):
             above = _INDEXED_BYTES / layer.gradients_by_head
             sums = layer.keys_at_once * layer.key * FP32_BYTES / self.parameter_bytes
             yield Moment("attention to many keys", state, attention + sums, above_tokens=above)
-
-    @property
-    def _has_weight_gradients(self) -> bool:
-        """Whether the gradient of a matrix exists outside the arena."""
-        return not self.has_te_layers and self.lora is None
 
     def _adapter_copies_bytes(self, scheme: Scheme, stage: int, num_layers: int) -> float:
         """What micro-batches in flight keep of adapters: those of one of Megatron's layers are
@@ -395,15 +424,21 @@ class MemoryModel(TrainedModel):
         num_copies = (scheme.pp - stage) * num_kept + recompute.num_layers_at_once(num_layers)
         return num_copies * most * self.parameter_bytes
 
-    def _layer(self, scheme: Scheme) -> LayerMemory:
-        return LayerMemory(model=self, scheme=scheme)
+    def _layer(self, scheme: Scheme, *, is_frozen: bool = False) -> LayerMemory:
+        return LayerMemory(model=self, scheme=scheme, is_frozen=is_frozen)
 
     def _kept_per_token(self, scheme: Scheme, stage: int, num_layers: int) -> float:
         """What one micro-batch keeps on a stage."""
         recompute, layer = self.recompute_of(scheme), self._layer(scheme)
+        by_backward = self._layers(scheme, stage, num_layers)
+        num_layers -= by_backward.idle
         num_again = recompute.num_layers_again(num_layers)
+        num_trained = min(by_backward.trained, num_layers - num_again)
         layers = recompute.num_inputs_kept(num_layers) * layer.hidden_part
-        layers += layer.kept_by(num_layers - num_again, are_first=stage == 0 and not num_again)
+        for is_frozen, number in enumerate((num_trained, num_layers - num_again - num_trained)):
+            layers += self._layer(scheme, is_frozen=bool(is_frozen)).kept_by(
+                number, are_first=stage == 0 and number == by_backward.number
+            )
         # In fp32, norms keep a copy of the stage's first input and of the last stage's output.
         num_outputs = 2 if stage == scheme.pp - 1 else 1
         outputs = num_outputs * (1 + self.widening) * layer.hidden_part

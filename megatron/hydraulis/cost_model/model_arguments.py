@@ -21,6 +21,7 @@ from megatron.hydraulis.cost_model.trained_model import (
     kept_modules,
 )
 from megatron.hydraulis.errors import ConfigurationError
+from megatron.hydraulis.frozen import Frozen
 from megatron.hydraulis.lora import DEFAULT_ALPHA, Lora
 from megatron.hydraulis.model_shape import (
     ModelShape,
@@ -243,6 +244,11 @@ _LAYERS = (
         "--offer-recompute", "estimate tp8r too, where it holds a quarter more tokens than tp8"
     ),
     ModelFlag("--fs-prefetch", "layers gathered ahead where cp ranks share weights", default=1),
+    ModelFlag(
+        "--frozen",
+        "what a model provider freezes: embedding, output, layers such as 0-30 (default: nothing)",
+        form={"nargs": "+", "metavar": "PART"},
+    ),
     ModelFlag("--lora-rank", "train adapters of this rank, and freeze all else"),
     _number(
         "--lora-alpha",
@@ -559,17 +565,17 @@ def core_attention_of(attention_backend: str) -> str:
 
 
 def layer_settings(
-    args: argparse.Namespace, shape: ModelShape, core_attention: str, lora: Lora | None
+    args: argparse.Namespace, shape: ModelShape, core_attention: str, frozen: Frozen
 ) -> dict[str, Any]:
     """Fields of `AnalyticCostModel` about layers, for training.
 
     args: completed arguments, in which a model without experts has none of their options.
     """
     has_te = args.transformer_impl == TE_LAYERS
-    has_te_layers = has_te and lora is None  # adapters are of local layers
+    has_te_layers = has_te and frozen.lora is None  # adapters are of local layers
     takes_te = has_te and args.softmax_type == "vanilla"
     return {
-        "lora": lora,
+        "frozen": frozen,
         "qk_norms": args.qk_layernorm,
         "num_gate_tensors": num_gate_tensors(args),
         "softmax_type": args.softmax_type,
@@ -597,11 +603,12 @@ def given_layers(namespace: argparse.Namespace, shape: ModelShape) -> dict[str, 
             setattr(args, dest, False)
     args.transformer_impl = asked_layers(args, args.transformer_impl)
     attention = args.core_attention or core_attention_of(args.attention_backend or "auto")
-    lora = None
+    frozen = Frozen.parse(namespace.frozen or (), shape)
     if namespace.lora_rank is not None:
         alpha = DEFAULT_ALPHA if namespace.lora_alpha is None else namespace.lora_alpha
         lora = Lora.resolve(namespace.lora_rank, alpha, namespace.lora_targets or (), shape)
-    settings = layer_settings(args, shape, attention, lora)
+        frozen = Frozen.around(lora, shape)
+    settings = layer_settings(args, shape, attention, frozen)
     others = ("loss_chunk_tokens", "fs_prefetch", "offer_recompute")
     given = {name: getattr(namespace, name) for name in others}
     return settings | {name: value for name, value in given.items() if value is not None}

@@ -23,6 +23,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from megatron.hydraulis.cost_model.kernels import Operation
+from megatron.hydraulis.frozen import StageLayers
 from megatron.hydraulis.strategy import Scheme
 
 if TYPE_CHECKING:
@@ -63,26 +64,34 @@ class CostTerm:
 
 def hidden_by_stage(model: AnalyticCostModel, scheme: Scheme) -> list[list[CostTerm]]:
     """What each form hides of `AnalyticCostModel.stage_terms`: shape (num_forms, pp)."""
-    layers = scheme.layers_per_stage(model.shape.num_layers)
+    layers = [model.stage_layers(scheme, stage) for stage in range(scheme.pp)]
     rings, again = list(_by_ring(model, scheme)), model.recompute_of(scheme)
     overlap = model.kernels.overlap
 
-    def num_again(num_layers: int) -> int:
+    def num_again(layers: StageLayers) -> int:
+        num_layers = layers.number - layers.idle
         return again.num_layers_again(num_layers) + num_layers * again.drops("core_attn")
 
     if not (scheme.shares_weights and model.fs_prefetch):
         return [
-            [overlap * ((num + num_again(num)) * forward + num * backward) for num in layers]
+            [
+                overlap
+                * ((each.number + num_again(each)) * forward + (each.number - each.idle) * backward)
+                for each in layers
+            ]
             for forward, backward in rings
         ]
     # In each pass compute hides weights, and a ring, or messages hide all compute of the layers.
-    (num,) = layers
+    (only,) = layers
     in_forward, in_backward = (
         CostTerm(constant_s=messages_s) for messages_s in shared_weights_s(model, scheme)
     )
-    forwards = [num * ring + in_forward for ring, _ in rings]
-    backwards = [num_again(num) * ring + num * back + in_backward for ring, back in rings]
-    compute, compute_back = _compute(model, scheme, num)
+    forwards = [only.number * ring + in_forward for ring, _ in rings]
+    backwards = [
+        num_again(only) * ring + (only.number - only.idle) * back + in_backward
+        for ring, back in rings
+    ]
+    compute, compute_back = _compute(model, scheme, only)
     pairs = itertools.product([*forwards, compute], [*backwards, compute_back])
     return [[overlap * (forward + backward)] for forward, backward in dict.fromkeys(pairs)]
 
@@ -102,11 +111,11 @@ def _by_ring(model: AnalyticCostModel, scheme: Scheme) -> Iterator[tuple[CostTer
 
 
 def _compute(
-    model: AnalyticCostModel, scheme: Scheme, num_layers: int
+    model: AnalyticCostModel, scheme: Scheme, layers: StageLayers
 ) -> tuple[CostTerm, CostTerm]:
-    """Forward and backward of so many layers, the only stage, without messages."""
+    """Forward and backward of the layers of the only stage, without messages."""
     again, forward = model.recompute_of(scheme), model.forward_terms(scheme)
-    terms = model.stage_terms(scheme, num_layers, is_last=False)
+    terms = model.stage_terms(scheme, layers, is_last=False)
     in_forward, both = CostTerm(), terms["recompute"]
     messages_again = again.drops("core_attn") * forward["context_parallel"]
     if again.drops("mlp"):
@@ -115,9 +124,9 @@ def _compute(
         messages_again = sum((forward[cause] for cause in _MESSAGES), CostTerm())
     for cause, term in forward.items():
         if cause not in _MESSAGES:
-            in_forward += num_layers * term
+            in_forward += layers.number * term
             both += terms[cause]
-    num_again = again.num_layers_again(num_layers) or num_layers
+    num_again = again.num_layers_again(layers.number) or layers.number
     return in_forward, both + -1.0 * (in_forward + num_again * messages_again)
 
 
@@ -126,7 +135,7 @@ def shared_weights_s(model: AnalyticCostModel, scheme: Scheme) -> tuple[float, f
     others precede and follow, in s."""
     shape, num_others = model.shape, model.shape.num_layers - 1
     num_gathered = max(0, num_others - model.fs_prefetch)
-
+    frozen, layers = model.frozen, model.stage_layers(scheme, 0)
     adapters = model.num_adapter_parameters(shape.num_layers) / shape.num_layers
 
     def of_layer_s(operation: Operation, entry_bytes: int) -> float:
@@ -146,14 +155,17 @@ def shared_weights_s(model: AnalyticCostModel, scheme: Scheme) -> tuple[float, f
         return num_bytes and _collective_s(model, scheme, "reduce_scatter", scheme.fs, num_bytes)
 
     gathers_s = num_gathered * of_layer_s("all_gather", model.parameter_bytes)
-    if model.lora is None:
-        scatter_s = of_layer_s("reduce_scatter", model.gradient_bytes)
-        embedding_s = scattered_s(shape.num_embedding_parameters / scheme.tp)
-        outputs_s = 0.0 if shape.tied_embeddings else embedding_s
-    else:
-        scatter_s, embedding_s = scattered_s(adapters), 0.0
+    scatter_s = scattered_s(adapters)
+    if layers.trained:
+        share = layers.trained / shape.num_layers
+        scatter_s += share * of_layer_s("reduce_scatter", model.gradient_bytes)
+    of_end_s = scattered_s(shape.num_embedding_parameters / scheme.tp)
+    embedding_s = 0.0 if frozen.embedding else of_end_s
+    outputs_s = 0.0 if shape.tied_embeddings or frozen.output else of_end_s
+    if model.lora is not None:
         outputs_s = scattered_s(model.lora.num_in(model.lora.of_output(shape)))
     in_forward_s = gathers_s + scatter_s + embedding_s
+    gathers_s *= 1 - layers.idle / shape.num_layers
     return in_forward_s, gathers_s + num_others * scatter_s + outputs_s
 
 

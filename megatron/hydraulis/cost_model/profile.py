@@ -44,8 +44,8 @@ from megatron.hydraulis.cost_model.interface import (
 from megatron.hydraulis.cost_model.pipeline import StageCosts
 from megatron.hydraulis.cost_model.regrouping import BF16_BYTES, FP32_BYTES, Hiding, RegroupCosts
 from megatron.hydraulis.errors import ConfigurationError, StrategyError
+from megatron.hydraulis.frozen import Frozen
 from megatron.hydraulis.json_object import JsonObject, read_json
-from megatron.hydraulis.lora import Lora
 from megatron.hydraulis.model_shape import AttentionWindow, ModelShape
 from megatron.hydraulis.strategy import Pool, Scheme, Strategy
 
@@ -153,6 +153,8 @@ class ProfiledModel:
     lora: str = _NO_ADAPTERS
     """The text of a `Lora` if only adapters are trained. Without, a frozen matrix has two products
     more, so times of one are not those of the other."""
+    frozen: str | None = None
+    """The text of a `Frozen` if the rows depend on it; without, they hold whatever is frozen."""
 
     def to_json(self) -> dict[str, Any]:
         """The sizes and the known settings; from_json is its inverse."""
@@ -192,9 +194,12 @@ def experts_setting(shape: ModelShape, *, groups_experts: bool) -> str | None:
     return "grouped" if groups_experts else "single"
 
 
-def lora_setting(lora: Lora | None) -> str:
-    """The value of `ProfiledModel.lora`."""
-    return _NO_ADAPTERS if lora is None else str(lora)
+def frozen_settings(frozen: Frozen, *, is_estimate: bool = False) -> dict[str, Any]:
+    """`ProfiledModel.lora` and `ProfiledModel.frozen`, of an estimate or of a model that is to be
+    trained."""
+    if frozen.lora is not None:
+        return {"lora": str(frozen.lora)}
+    return {"frozen": str(frozen) or (None if is_estimate else "nothing")}
 
 
 _LATER = tuple(each.name for each in fields(ModelShape) if each.default is not MISSING)

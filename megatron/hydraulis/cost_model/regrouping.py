@@ -22,7 +22,7 @@ from megatron.hydraulis.cluster import Cluster, Link
 from megatron.hydraulis.cost_model.device import DeviceConstants, Precision
 from megatron.hydraulis.cost_model.pipeline import stage_parts
 from megatron.hydraulis.errors import ConfigurationError
-from megatron.hydraulis.lora import Lora
+from megatron.hydraulis.frozen import NOTHING_FROZEN, Frozen
 from megatron.hydraulis.model_shape import ModelShape
 from megatron.hydraulis.strategy import Replica, Scheme, Strategy
 from megatron.hydraulis.transfer.amounts import (
@@ -161,8 +161,7 @@ class RegroupCosts:
     hiding: Hiding = Hiding.ONE_QUEUE
     factor: float = 1.0
     """Measured over computed times, see `calibrated`; all times are multiplied by it."""
-    lora: Lora | None = None
-    """The adapters, if all other parameters are frozen."""
+    frozen: Frozen = NOTHING_FROZEN
     _known: dict[tuple[tuple[Replica, ...], ...], RegroupTimes] = field(
         default_factory=dict, init=False, repr=False, compare=False
     )
@@ -178,7 +177,7 @@ class RegroupCosts:
         parameter_bytes: int,
         gradient_bytes: int = FP32_BYTES,
         overlaps: bool = True,
-        lora: Lora | None = None,
+        frozen: Frozen = NOTHING_FROZEN,
     ) -> RegroupCosts:
         """Costs on devices of one kind; overlaps is false for --no-regroup-overlap."""
         hiding = Hiding.THREADS if device.name == "cpu" else Hiding.MANY_QUEUES
@@ -191,7 +190,7 @@ class RegroupCosts:
             parameter_bytes=parameter_bytes,
             gradient_bytes=gradient_bytes,
             hiding=hiding if overlaps else Hiding.NOTHING,
-            lora=lora,
+            frozen=frozen,
         )
 
     def __post_init__(self) -> None:
@@ -227,7 +226,7 @@ class RegroupCosts:
             self.num_atoms,
             cluster.num_ranks,
             cluster.ranks_per_node,
-            self.lora,
+            self.frozen,
         )
 
     def times(self, strategy: Strategy, after: Strategy | None = None) -> RegroupTimes:
@@ -244,7 +243,7 @@ class RegroupCosts:
                 f"regrouping: strategy {strategy.name!r} is for {strategy.num_ranks} ranks but the "
                 f"cluster has {self.cluster.num_ranks}; describe the cluster of the strategies"
             )
-        if after is None or self.lora is None:
+        if after is None or self.frozen == NOTHING_FROZEN:
             after = strategy
         key = strategy.replicas, after.replicas
         if key not in self._known:
@@ -403,7 +402,7 @@ class RegroupCosts:
         routed /= scheme.tp if scheme.ep == 1 else scheme.ep
         num_received = int((1 - 1 / scheme.fs) * others + (1 - 1 / scheme.num_holders) * routed)
         seconds = self._time_s(self.parameter_bytes * num_received, link)
-        if self.lora is None:  # gradients of adapters are small
+        if self.frozen.lora is None:  # gradients of adapters are small
             seconds += self._time_s(self.gradient_bytes * num_received, link)
         return self.factor * _MS_PER_S * seconds
 

@@ -19,6 +19,7 @@ import numpy as np
 import numpy.typing as npt
 
 from megatron.hydraulis.cost_model.regrouping import FP32_BYTES
+from megatron.hydraulis.frozen import NOTHING_FROZEN, Frozen
 from megatron.hydraulis.lora import Lora
 from megatron.hydraulis.model_shape import ModelShape
 from megatron.hydraulis.strategy import Pool, Scheme, Strategy
@@ -68,12 +69,12 @@ class PoolFootprint:
         shape: ModelShape,
         *,
         gradient_bytes: int = FP32_BYTES,
-        lora: Lora | None = None,
+        frozen: Frozen = NOTHING_FROZEN,
     ) -> "PoolFootprint":
-        """The largest needs of all strategies of a pool for a model, or with adapters."""
+        """The largest needs of all strategies of a pool for a model."""
         in_fp32 = gradient_bytes == FP32_BYTES
         shares = [
-            _shares(strategy, pool.tp_lcm, shape, lora, in_fp32=in_fp32)
+            _shares(strategy, pool.tp_lcm, shape, frozen, in_fp32=in_fp32)
             for strategy in pool.strategies
         ]
         as_owner, as_role, sent, relayed, num_peers = (
@@ -88,7 +89,7 @@ class PoolFootprint:
             num_communicators=num_communicators(pool),
             num_peers=int(num_peers),
             gradient_bytes=gradient_bytes,
-            num_adapted=0 if lora is None else _most_adapted(shape, lora),
+            num_adapted=0 if frozen.lora is None else _most_adapted(shape, frozen.lora),
         )
 
     def staging_bytes(self, num_parameters_of_layer: int, parameter_bytes: int) -> float:
@@ -114,14 +115,14 @@ def footprint_of_scheme(
     num_ranks: int,
     ranks_per_node: int,
     gradient_bytes: int,
-    lora: Lora | None,
+    frozen: Frozen,
 ) -> PoolFootprint:
     """The needs of a job that replicas of one scheme fill, in whole nodes.
 
     Stages have equal shares of the layers, so that a choice of layers can ask for each stage alone.
     """
     whole = replace(scheme.as_replica, layers=None, splits_cp=False, recomputes=False)
-    return _footprint_of_job(whole, shape, num_ranks, ranks_per_node, gradient_bytes, lora)
+    return _footprint_of_job(whole, shape, num_ranks, ranks_per_node, gradient_bytes, frozen)
 
 
 @lru_cache(_MAX_CACHED)
@@ -131,19 +132,19 @@ def _footprint_of_job(
     num_ranks: int,
     ranks_per_node: int,
     gradient_bytes: int,
-    lora: Lora | None,
+    frozen: Frozen,
 ) -> PoolFootprint:
     num_replicas, num_idle = divmod(num_ranks, scheme.num_ranks)
     text = f"{num_replicas}*{scheme}" + (f"+{num_idle}*idle" if num_idle else "")
     strategy = Strategy.parse(text, num_ranks, ranks_per_node=ranks_per_node)
-    return PoolFootprint.of(Pool.of(strategy), shape, gradient_bytes=gradient_bytes, lora=lora)
+    return PoolFootprint.of(Pool.of(strategy), shape, gradient_bytes=gradient_bytes, frozen=frozen)
 
 
 def _shares(
     strategy: Strategy,
     num_atoms: int,
     shape: ModelShape,
-    lora: Lora | None,
+    frozen: Frozen,
     *,
     in_fp32: bool,
 ) -> tuple[float, ...]:
@@ -152,7 +153,7 @@ def _shares(
     schemes = strategy.schemes
     num_ranks, num_groups = strategy.num_ranks, math.lcm(*(scheme.ep for scheme in schemes))
     per_node = strategy.ranks_per_node
-    counted = amounts_of_model(shape, num_groups, num_atoms, num_ranks, per_node, lora)
+    counted = amounts_of_model(shape, num_groups, num_atoms, num_ranks, per_node, frozen)
     roles = roles_of(strategy, shape.num_layers, shape.tied_embeddings, shape.num_experts)
     amounts = StrategyAmounts(counted, roles)
     buckets = counted.layout.buckets

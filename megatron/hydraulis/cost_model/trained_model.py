@@ -8,6 +8,7 @@ from megatron.hydraulis.cost_model.device import DeviceConstants, Precision
 from megatron.hydraulis.cost_model.regrouping import FP32_BYTES
 from megatron.hydraulis.cost_model.staging import PoolFootprint
 from megatron.hydraulis.errors import ConfigurationError
+from megatron.hydraulis.frozen import NOTHING_FROZEN, Frozen, StageLayers
 from megatron.hydraulis.lora import Adapter, Lora
 from megatron.hydraulis.model_shape import ModelShape
 from megatron.hydraulis.strategy import Scheme
@@ -187,9 +188,8 @@ class TrainedModel:
     """True to offer schemes with ``r`` where they hold more tokens; it has no other effect."""
     fs_prefetch: int = 1
     """Layers whose shared weights are gathered before they are used; time and memory."""
-    lora: Lora | None = None
-    """The adapters that are trained, while all other parameters are frozen; None if all are
-    trained. Time and memory."""
+    frozen: Frozen = NOTHING_FROZEN
+    """The parts that are not trained, and adapters; time and memory."""
 
     @property
     def parameter_bytes(self) -> int:
@@ -258,31 +258,60 @@ class TrainedModel:
         return self.rank_load(scheme) * self.shape.experts_per_token / scheme.tp
 
     @property
+    def lora(self) -> Lora | None:
+        """The adapters that are trained; None without any."""
+        return self.frozen.lora
+
+    def stage_layers(self, scheme: Scheme, stage: int) -> StageLayers:
+        """The layers of a stage by their backward; that of a later stage goes through all of them.
+
+        With recomputation the first stage's do, unless it is frozen altogether: recomputed modules
+        need an input with a gradient (runtime/strategy_runtime.py).
+        """
+        numbers = scheme.layers_per_stage(self.shape.num_layers)
+        start = sum(numbers[:stage])
+        found = self.frozen.among(range(start, start + numbers[stage]))
+        is_frozen = found.idle == found.number and (stage < scheme.pp - 1 or self.frozen.output)
+        if self.recompute_of(scheme).granularity is None or is_frozen:
+            return found
+        return StageLayers(found.trained, found.frozen + found.idle)
+
+    def usual_layers(self, num_layers: int) -> StageLayers:
+        """So many layers of any stage, as if what a model provider freezes was trained."""
+        return StageLayers(num_layers) if self.lora is None else StageLayers(0, num_layers)
+
+    @property
     def num_trained(self) -> int:
-        """Parameters of the whole model that are trained."""
-        shape, lora = self.shape, self.lora
-        return shape.num_parameters if lora is None else lora.num_parameters(shape)
+        """Parameters of the whole model that are trained; of layers with and without experts, at
+        most."""
+        shape, frozen = self.shape, self.frozen
+        if self.lora is not None:
+            return self.lora.num_parameters(shape)
+        number = shape.num_parameters_of_layers(shape.num_layers - len(frozen.layers))
+        number += (not frozen.embedding) * shape.num_embedding_parameters
+        if not frozen.output:
+            number += shape.hidden_size
+            number += (not shape.tied_embeddings) * shape.num_embedding_parameters
+        return number
 
     @property
     def num_frozen(self) -> int:
         """Parameters of the whole model that are not."""
-        return 0 if self.lora is None else self.shape.num_parameters
+        num_parameters = self.shape.num_parameters
+        return num_parameters - self.num_trained if self.lora is None else num_parameters
 
     def adapters_of_layer(self, *, has_experts: bool) -> list[Adapter]:
         """The adapters of a layer."""
         return [] if self.lora is None else self.lora.of_layer(self.shape, has_experts=has_experts)
 
     def keeps_input(self, module: str) -> bool:
-        """Whether ``linear_qkv``, ``linear_fc1`` or ``linear_fc2`` keeps its input for the
-        backward, which one without adapters does not need if it is frozen; true where that was
-        not measured: with experts, latents or a gate of several kernels."""
-        others = (self.shape.num_experts, self.shape.kv_lora_rank, self.num_gate_tensors)
+        """Whether ``linear_qkv``, ``linear_fc1`` or ``linear_fc2`` of a frozen layer keeps its
+        input for the backward, which one without adapters does not need; true where that was not
+        measured: with experts, latents, a gate of several kernels or Transformer Engine."""
+        shape = self.shape
+        others = (shape.num_experts, shape.kv_lora_rank, self.num_gate_tensors, self.has_te_layers)
         adapters = self.adapters_of_layer(has_experts=False)
-        return (
-            self.lora is None
-            or any(others)
-            or any(each.module.endswith(module) for each in adapters)
-        )
+        return any(others) or any(each.module.endswith(module) for each in adapters)
 
     def num_adapter_parameters(
         self, num_layers: int, *, are_first: bool = False, has_output: bool = False

@@ -49,7 +49,7 @@ from megatron.hydraulis.flags.defaults import (
 )
 from megatron.hydraulis.flags.parser import FlagParser, ParsedFlags
 from megatron.hydraulis.flags.samples import evaluation_sizes, read_for_sizes, training_sizes
-from megatron.hydraulis.lora import Lora
+from megatron.hydraulis.frozen import Frozen
 from megatron.hydraulis.model_shape import ModelShape
 from megatron.hydraulis.strategy import Pool
 from megatron.hydraulis.strategy.megatron_layout import SIZES
@@ -97,8 +97,8 @@ class Resolved:
     """Settings as given where args have nominal values, or upstream completes them."""
     shape: ModelShape
     vocabulary: Vocabulary
-    lora: Lora | None
-    """Adapters that are trained; None if the model is."""
+    frozen: Frozen
+    """What is not trained, as far as flags say."""
 
     @property
     def explicit(self) -> frozenset[str]:
@@ -224,7 +224,7 @@ def parse_arguments(
         as_given={name: before[name] for name in COMPLETED},
         shape=shape,
         vocabulary=vocabulary,
-        lora=lora,
+        frozen=Frozen.around(lora, shape),
     )
 
 

@@ -79,8 +79,8 @@ def model_config[Config: HydraulisModelConfig](
     config.core_attention = core_attention
     config.decays_qk_norms = resolved.args.apply_wd_to_qk_layernorm
     config.loss_chunk_tokens = resolved.hydraulis.loss_chunk_tokens
-    if resolved.lora is not None:
-        config.lora, config.adapters = resolved.lora, tuple(adapters(resolved.shape))
+    if resolved.frozen.lora is not None:
+        config.lora, config.adapters = resolved.frozen.lora, tuple(adapters(resolved.shape))
         # The biases of routers are the model's, not the adapters'.
         config.transformer.moe_router_bias_update_rate = 0.0
     return config

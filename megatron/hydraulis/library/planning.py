@@ -24,7 +24,7 @@ from megatron.hydraulis.cost_model.profile import (
     ProfileCostModel,
     ProfiledModel,
     experts_setting,
-    lora_setting,
+    frozen_settings,
     proposed_profile_path,
 )
 from megatron.hydraulis.cost_model.staging import PoolFootprint
@@ -54,7 +54,7 @@ def profiled_model(resolved: Resolved, core_attention: str | None = None) -> Pro
         recompute=str(recompute_of(args)),
         core_attention=core_attention,
         experts=experts_setting(resolved.shape, groups_experts=groups_experts(args)),
-        lora=lora_setting(resolved.lora),
+        **frozen_settings(resolved.frozen),
     )
 
 
@@ -311,10 +311,10 @@ def analytic_cost_model(
         fs_prefetch=hydraulis.fs_prefetch,
         gradient_bytes=gradient_bytes(args),
         pool=PoolFootprint.of(
-            pool, resolved.shape, gradient_bytes=gradient_bytes(args), lora=resolved.lora
+            pool, resolved.shape, gradient_bytes=gradient_bytes(args), frozen=resolved.frozen
         ),
         **layer_settings(
-            args, resolved.shape, core_attention or hydraulis.core_attention, resolved.lora
+            args, resolved.shape, core_attention or hydraulis.core_attention, resolved.frozen
         ),
     )
 

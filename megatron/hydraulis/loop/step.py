@@ -107,8 +107,7 @@ class TrainingLoop:
         self._make_iterators = make_iterators
         self._metrics = parts.metrics
         self._eta = EtaEstimator()
-        self._shape, lora = resolved.shape, resolved.lora
-        self._num_adapted = None if lora is None else lora.num_parameters(resolved.shape)
+        self._shape, self._frozen = resolved.shape, resolved.frozen
         self._is_compact = hydraulis.console == "compact"
         self._interval = LogInterval(resolved.shape.window)
         self._num_sequences = 0
@@ -428,7 +427,7 @@ class TrainingLoop:
             scatter_wait_s=outcome.scatter_wait_s,
             column_bytes=outcome.column_bytes,
             column_wait_s=outcome.column_wait_s,
-            model_flops=self._shape.causal_flops(planned.batch.lengths, self._num_adapted),
+            model_flops=self._frozen.causal_flops(self._shape, planned.batch.lengths),
             strategy_times_s={
                 one.name: {"bound_s": one.bound_s, "found_s": one.found_s}
                 for one in plan.strategy_times_s

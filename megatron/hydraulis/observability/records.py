@@ -120,7 +120,7 @@ class IterationRecord:
     router_bias_range: tuple[float, float] | None = None
     """Smallest and largest bias of a router, after the update; None as above and without biases."""
     model_flops: float | None = None
-    """Operations that the sequences need, see `ModelShape.causal_flops`; None as above."""
+    """Operations that the sequences need, see `Frozen.causal_flops`; None as above."""
     strategy_times_s: Mapping[str, Mapping[str, float]] = dataclasses.field(default_factory=dict)
     """The planner's ``bound_s`` and ``found_s`` of each strategy that holds the batch; empty where
     there was no choice, and as above."""

@@ -14,7 +14,7 @@ import math
 import re
 import sys
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,6 +25,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from megatron.hydraulis.errors import ConfigurationError, listed
+from megatron.hydraulis.frozen import Frozen
 from megatron.hydraulis.optimizer.shards import CanonicalShards
 from megatron.hydraulis.runtime.adapters import check_all_found
 from megatron.hydraulis.runtime.model_building import ModelDefinition, build_model
@@ -126,6 +127,18 @@ def _check_no_hooks(parameters: Mapping[str, Any]) -> None:
             f"model provider registers hooks on {len(hooked)} of {len(parameters)}: "
             f"{listed(hooked)}; put what they do into the loss or a module's forward"
         )
+
+
+def frozen_parts(specs: Iterable[ParameterSpec]) -> Frozen:
+    """The parts of a model that are frozen as a whole."""
+    units = {spec.unit for spec in specs}
+    frozen = {each.trained for each in units if each.is_frozen} - units
+    embeddings = {each.trained for each in units} & {Unit.embedding(), Unit.first_stage()}
+    return Frozen(
+        frozenset(each.order for each in frozen if each.is_layer),
+        embedding=embeddings <= frozen,
+        output=Unit.output() in frozen,
+    )
 
 
 def check_frozen(specs: Sequence[ParameterSpec], *, trains: bool) -> None:

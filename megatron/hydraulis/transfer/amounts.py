@@ -13,7 +13,7 @@ from functools import cached_property, lru_cache
 
 import numpy as np
 
-from megatron.hydraulis.lora import Lora
+from megatron.hydraulis.frozen import NOTHING_FROZEN, Frozen
 from megatron.hydraulis.model_shape import ModelShape
 from megatron.hydraulis.transfer.canonical import Bucket, CanonicalLayout, model_parameters
 from megatron.hydraulis.transfer.ranges import (
@@ -105,10 +105,10 @@ def amounts_of_model(
     num_atoms: int,
     num_ranks: int,
     ranks_per_node: int,
-    lora: Lora | None = None,
+    frozen: Frozen = NOTHING_FROZEN,
 ) -> LayoutAmounts:
     """The amounts of a model's layout, whose experts are grouped as ranks hold them."""
-    parameters = model_parameters(shape, num_expert_groups, lora)
+    parameters = model_parameters(shape, num_expert_groups, frozen)
     layout = CanonicalLayout.build(parameters, num_atoms=num_atoms, num_ranks=num_ranks)
     return LayoutAmounts(layout, ranks_per_node)
 

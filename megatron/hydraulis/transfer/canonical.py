@@ -23,7 +23,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from megatron.hydraulis.errors import ConfigurationError, PlanError
-from megatron.hydraulis.lora import Lora
+from megatron.hydraulis.frozen import NOTHING_FROZEN, Frozen
 from megatron.hydraulis.model_shape import ModelShape
 
 DEFAULT_BUCKET_CAP_ELEMENTS = 40_000_000
@@ -491,7 +491,7 @@ def _running_sums(sizes: Iterable[int]) -> tuple[int, ...]:
 
 
 def model_parameters(
-    shape: ModelShape, num_expert_groups: int = 1, lora: Lora | None = None
+    shape: ModelShape, num_expert_groups: int = 1, frozen: Frozen = NOTHING_FROZEN
 ) -> list[ParameterSpec]:
     """Every parameter of a Llama-like model with sequence parallelism and without biases.
 
@@ -500,7 +500,7 @@ def model_parameters(
     Args:
         num_expert_groups: a multiple of the ep degrees in use; experts of a layer that the same
             ranks hold are one parameter, as bytes and their places are the same.
-        lora: adapters, with which all others are frozen.
+        frozen: its parts that are, and adapters.
     """
     hidden, sharded, partial = shape.hidden_size, Contribution.SHARDED, Contribution.PARTIAL
     num_halves = 2 if shape.gated_mlp else 1
@@ -539,6 +539,11 @@ def model_parameters(
     parameters.append(ParameterSpec("norm", (hidden,), Unit.output(), partial, decays=False))
     if not shape.tied_embeddings:
         parameters.append(ParameterSpec("output", ends, Unit.output(), sharded, tp_dim=0))
+    lora = frozen.lora
+    parameters = [
+        dataclasses.replace(each, unit=each.unit.frozen) if _is_in(frozen, each.unit) else each
+        for each in parameters
+    ]
     if lora is None:
         return parameters
     num_dense = shape.num_layers - shape.num_expert_layers
@@ -548,7 +553,7 @@ def model_parameters(
         for each in lora.of_layer(shape, has_experts=layer >= num_dense)
     ]
     trained += [(Unit.output(), each) for each in lora.of_output(shape)]
-    return [dataclasses.replace(each, unit=each.unit.frozen) for each in parameters] + [
+    return parameters + [
         ParameterSpec(f"{unit.name}.{each.module}.{each.target}.{name}", size, unit, partial)
         for unit, each in trained
         for name, size in (
@@ -556,6 +561,12 @@ def model_parameters(
             ("B", (each.num_outputs, lora.rank)),
         )
     ]
+
+
+def _is_in(frozen: Frozen, unit: Unit) -> bool:
+    if unit.is_layer:
+        return unit.order in frozen.layers
+    return frozen.output if unit == Unit.output() else frozen.embedding
 
 
 def _projections(shape: ModelShape, unit: Unit, prefix: str) -> list[ParameterSpec]:

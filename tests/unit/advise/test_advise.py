@@ -15,6 +15,7 @@ from megatron.hydraulis.advise import command
 from megatron.hydraulis.advise.command import least_makespan_ms
 from megatron.hydraulis.cost_model import ProfileCostModel
 from megatron.hydraulis.flags.arguments import parse_arguments
+from megatron.hydraulis.frozen import NOTHING_FROZEN
 from megatron.hydraulis.strategy import Pool
 
 SHAPE = llama_shape()
@@ -253,7 +254,7 @@ def test_the_next_proposal_has_the_settings_of_the_advice(
 def test_flops_of_causal_attention() -> None:
     entries = 4 * SHAPE.num_matrix_parameters_per_layer + SHAPE.num_embedding_parameters
     expected = 6 * entries * 30 + 6 * 4 * 256 * (10**2 + 20**2)
-    assert SHAPE.causal_flops([10, 20]) == pytest.approx(expected)
+    assert NOTHING_FROZEN.causal_flops(SHAPE, [10, 20]) == pytest.approx(expected)
 
 
 @pytest.mark.parametrize(

@@ -13,6 +13,7 @@ from megatron.hydraulis.cost_model.device import device_constants
 from megatron.hydraulis.cost_model.memory import MemoryModel
 from megatron.hydraulis.cost_model.regrouping import Hiding
 from megatron.hydraulis.cost_model.staging import PoolFootprint
+from megatron.hydraulis.frozen import Frozen
 from megatron.hydraulis.lora import Lora
 from megatron.hydraulis.model_shape import ModelShape
 from megatron.hydraulis.strategy import Pool, Scheme, Strategy
@@ -36,8 +37,14 @@ WITH_EXPERTS = replace(
 )
 
 
+def around(lora: Lora | None, shape: ModelShape = LLAMA_7B) -> Frozen:
+    return Frozen.around(lora, shape)
+
+
 def model(lora: Lora | None = LORA) -> AnalyticCostModel:
-    return AnalyticCostModel(shape=LLAMA_7B, device=H100, cluster=H100.cluster(8, 8), lora=lora)
+    return AnalyticCostModel(
+        shape=LLAMA_7B, device=H100, cluster=H100.cluster(8, 8), frozen=around(lora)
+    )
 
 
 def memory(lora: Lora | None = LORA) -> MemoryModel:
@@ -47,7 +54,7 @@ def memory(lora: Lora | None = LORA) -> MemoryModel:
 @pytest.mark.parametrize("shape", [SMALL_SHAPE, WITH_EXPERTS])
 def test_all_but_the_adapters_is_frozen(shape: ModelShape) -> None:
     lora = Lora.resolve(4, 8, ("all-linear", "output_layer"), shape)
-    parameters = model_parameters(shape, lora=lora)
+    parameters = model_parameters(shape, frozen=around(lora, shape))
     trained = [each for each in parameters if not each.is_frozen]
     frozen = [each.num_elements for each in parameters if each.is_frozen]
     assert sum(frozen) == sum(each.num_elements for each in model_parameters(shape))
@@ -67,7 +74,9 @@ class TestMemory:
         for found in (memory(), replace(memory(), accumulates=True)):
             role_bytes = found.role_bytes(Scheme(), 0)
             assert role_bytes == 2 * frozen + 6 * trained
-            pool = PoolFootprint.of(Pool.of(Strategy.parse("8*tp1", 8)), LLAMA_7B, lora=LORA)
+            pool = PoolFootprint.of(
+                Pool.of(Strategy.parse("8*tp1", 8)), LLAMA_7B, frozen=around(LORA)
+            )
             others = found.state_bytes(Scheme(), 0) - role_bytes - 2 * 2**25
             staging = pool.staging_bytes(LLAMA_7B.num_parameters_per_layer, 2)
             assert others - staging == pytest.approx((2 * frozen + 16 * trained) / 8)
@@ -88,7 +97,7 @@ class TestMemory:
         large = Lora.resolve(1024, 32, (), LLAMA_7B)
         pool = Pool.of(Strategy.parse("tp8", 8))
         per_layer = LLAMA_7B.num_parameters_per_layer
-        staged = PoolFootprint.of(pool, LLAMA_7B, lora=large).staging_bytes(per_layer, 2)
+        staged = PoolFootprint.of(pool, LLAMA_7B, frozen=around(large)).staging_bytes(per_layer, 2)
         # An owner receives an eighth of each rank's gradient, after the rank has sent all of it.
         assert staged == 2 * 4 * large.num_parameters(LLAMA_7B) / 32
 
@@ -99,7 +108,7 @@ class TestTimes:
         for scheme in (Scheme(), Scheme(tp=4), Scheme(cp=2)):
             forward = model(few).forward_terms(scheme)["matmul"].per_token_s
             both, of_all = (
-                each.stage_terms(scheme, 1, is_last=False)["matmul"].per_token_s
+                each.stage_terms(scheme, each.usual_layers(1), is_last=False)["matmul"].per_token_s
                 for each in (model(few), model(None))
             )
             assert both == pytest.approx(2 * forward, rel=0.05)
@@ -119,12 +128,12 @@ class TestTimes:
         trained = SMALL_LORA.num_parameters(SMALL_SHAPE)
         assert trained == NUM_TRAINED
         attention = 6 * 4 * 32 * 10**2
-        found = SMALL_SHAPE.causal_flops([10], trained)
+        found = around(SMALL_LORA, SMALL_SHAPE).causal_flops(SMALL_SHAPE, [10])
         assert found == 10 * (4 * entries + 6 * trained) + attention
 
 
 class TestRegrouping:
-    costs = replace(regroup_costs(4, ranks_per_node=4), lora=SMALL_LORA)
+    costs = replace(regroup_costs(4, ranks_per_node=4), frozen=around(SMALL_LORA, SMALL_SHAPE))
 
     @pytest.mark.parametrize("text", ["2*tp2", "tp4"])
     def test_adapters_alone_travel_while_a_strategy_stays(self, text: str) -> None:
@@ -156,7 +165,7 @@ class TestRegrouping:
 
     @pytest.mark.parametrize("hiding", Hiding)
     def test_simulated_iterations_take_longer_after_a_change(self, hiding: Hiding) -> None:
-        costs = replace(regroup_costs(4, hiding=hiding), lora=SMALL_LORA)
+        costs = replace(regroup_costs(4, hiding=hiding), frozen=around(SMALL_LORA, SMALL_SHAPE))
         tp, dp = (
             work_of(text, [[1]] * num, num_ranks=4) for text, num in (("2*tp2", 2), ("4*tp1", 4))
         )

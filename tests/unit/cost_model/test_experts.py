@@ -14,6 +14,7 @@ from megatron.hydraulis.cost_model.estimate_command import estimated_profile, po
 from megatron.hydraulis.cost_model.host import LOCAL_LAYERS
 from megatron.hydraulis.cost_model.job_costs import JobCosts
 from megatron.hydraulis.cost_model.trained_model import NO_RECOMPUTE, SAFE_EXPERT_LOAD, Recompute
+from megatron.hydraulis.frozen import StageLayers
 from megatron.hydraulis.proposal.candidates import Candidates
 from megatron.hydraulis.simulator.ways import FIXED_ROWS, MEGATRON_CP, PACKING, Ways
 from megatron.hydraulis.strategy import Pool, Scheme, Strategy
@@ -231,7 +232,7 @@ def test_copies_for_experts_move_through_memory() -> None:
     load = _MODEL.rank_load(Scheme(4, 2, ep=8))
     expected = (5 + 6 * load) * 8 / 4 / 2 * s_per_state
     assert _terms("tp4cp2ep8")["expert_copies"] == pytest.approx(expected)
-    stage = _MODEL.stage_terms(Scheme(4), 3, is_last=False)
+    stage = _MODEL.stage_terms(Scheme(4), StageLayers(3), is_last=False)
     assert stage["expert_copies"].per_token_s == pytest.approx(3 * 2 * 7 * 8 * s_per_state)
     half = replace(QWEN3_30B_A3B, num_expert_layers=QWEN3_30B_A3B.num_layers // 2)
     mixed = replace(_MODEL, shape=half).forward_terms(Scheme(8))

@@ -17,6 +17,7 @@ from megatron.hydraulis.cost_model.staging import PoolFootprint
 from megatron.hydraulis.cost_model.trained_model import EVERY_LAYER, NO_RECOMPUTE, Recompute
 from megatron.hydraulis.data.sampler import BatchSizes
 from megatron.hydraulis.errors import StrategyError
+from megatron.hydraulis.frozen import Frozen
 from megatron.hydraulis.lengths.counts import LengthCounts
 from megatron.hydraulis.lora import Lora
 from megatron.hydraulis.proposal.candidates import Candidates
@@ -125,7 +126,9 @@ def test_messages_of_a_micro_batch_by_hand() -> None:
     adapters = 16 * (4 * 2 * 4096 + 3 * (4096 + 11008))
     gather_adapted = seconds("all_gather", 2 * (layer + adapters))
     scatter_adapters = seconds("reduce_scatter", 4 * adapters)
-    adapted_forward, adapted_backward = shared_weights_s(replace(of_8, lora=lora), scheme("cp8fs"))
+    adapted_forward, adapted_backward = shared_weights_s(
+        replace(of_8, frozen=Frozen.around(lora, of_8.shape)), scheme("cp8fs")
+    )
     assert adapted_forward == pytest.approx(30 * gather_adapted + scatter_adapters)
     of_output = seconds("reduce_scatter", 4 * 16 * (4096 + LLAMA_7B.vocab_size))
     assert adapted_backward == pytest.approx(

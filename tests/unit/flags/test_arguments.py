@@ -453,8 +453,8 @@ def test_blends_with_and_without_weights(tmp_path: Path) -> None:
 
 def test_adapters_are_resolved_and_described_for_checkpoints(tmp_path: Path) -> None:
     resolved = parse(tmp_path, "--lora-rank", "8", "--lora-targets", "linear_qkv", "up_proj")
-    assert resolved.lora == Lora(8, 32.0, ("q_proj", "k_proj", "v_proj", "up_proj"))
-    assert resolved.lora.arguments.items() <= model_of(resolved.args).items()
+    assert resolved.frozen.lora == Lora(8, 32.0, ("q_proj", "k_proj", "v_proj", "up_proj"))
+    assert resolved.frozen.lora.arguments.items() <= model_of(resolved.args).items()
     (difference,) = model_differences(
         model_of(resolved.args),
         model_of(parse(tmp_path, "--lora-rank=8", *_TARGETS, "--lora-alpha", "4").args),

@@ -10,6 +10,7 @@ import torch
 
 from megatron.hydraulis.data.sampler import BatchSizes
 from megatron.hydraulis.errors import HydraulisError
+from megatron.hydraulis.frozen import NOTHING_FROZEN
 from megatron.hydraulis.loop import step
 from megatron.hydraulis.loop.checkpoints import LoopCounters
 from megatron.hydraulis.loop.step import RunParts, TrainingLoop, count_skipped
@@ -194,7 +195,7 @@ def test_the_line_of_an_iteration_is_upstreams_or_ours(
         hydraulis=MagicMock(console=console),
         sizes=BatchSizes.constant(num_sequences=8),
         shape=SimpleNamespace(window=None),
-        lora=None,
+        frozen=NOTHING_FROZEN,
     )
     unused: Any = MagicMock()
     loop = TrainingLoop(resolved, RunParts(None, None, unused, None, unused, MagicMock()), unused)
