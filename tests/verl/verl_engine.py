@@ -18,7 +18,8 @@ import pytest
 import ray
 import torch
 import torch.distributed as dist
-from omegaconf import open_dict
+from hydra.errors import InstantiationException
+from omegaconf import OmegaConf, open_dict
 from tensordict import TensorDict
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoModelForTokenClassification, AutoTokenizer
@@ -486,6 +487,23 @@ def test_workers_of_ray_train_as_one_process(folder: Path, workers: RayWorkerGro
 def test_an_engine_refuses_what_it_cannot_do(changes: dict[str, Any], text: str) -> None:
     with pytest.raises(ConfigurationError, match=re.escape(text)):
         HydraulisEngineConfig(**{"pool": "4*tp1", **changes})
+
+
+@pytest.mark.parametrize("role", ["actor_rollout_ref.actor", "critic"])
+@pytest.mark.parametrize("strategy", ["fsdp", "hydralis"])
+def test_no_other_engine_gets_our_configuration(role: str, strategy: str, folder: Path) -> None:
+    config = composed(
+        "ppo_trainer",
+        [
+            *engine_overrides("actor_rollout_ref.actor.fsdp_config", "4*tp1"),
+            *engine_overrides("critic.fsdp", "4*tp1"),
+            *(f"{role}.strategy={strategy}", f"{role}.use_dynamic_bsz=True"),
+            *(f"critic.model.path={folder}", "actor_rollout_ref.rollout.n=1"),
+        ],
+    )
+    text = f"has strategy={strategy}; set strategy=hydraulis"
+    with pytest.raises(InstantiationException, match=text):
+        omega_conf_to_dataclass(OmegaConf.select(config, role))
 
 
 @pytest.mark.parametrize(

@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -78,6 +78,26 @@ _NOT_IN_BATCHES = (
 """Keys that ask for more than log-probabilities and entropies of text."""
 
 
+class _Strategy:
+    """The field that chooses the engine, which is always `BACKEND`.
+
+    verl sets it twice: to "fsdp" of its file of defaults, which has no effect, and then to the
+    strategy of the actor or critic. Raises ConfigurationError if that is another one: verl would
+    train with its own engine, which ignores the pool.
+    """
+
+    def __get__(self, config: Any, owner: Any = None) -> str:
+        return BACKEND
+
+    def __set__(self, config: Any, strategy: str) -> None:
+        if "strategy" in vars(config) and strategy != BACKEND:
+            raise ConfigurationError(
+                f"the configuration with a pool is that of verl's engine '{BACKEND}' but its actor "
+                f"or critic has strategy={strategy}; set strategy={BACKEND} there"
+            )
+        vars(config)["strategy"] = BACKEND
+
+
 @dataclass
 class HydraulisEngineConfig(FSDPEngineConfig):
     """FSDP's configuration, of which dtype, offloading and ``forward_only`` apply, and the pool.
@@ -85,7 +105,7 @@ class HydraulisEngineConfig(FSDPEngineConfig):
     Raises ConfigurationError for what the engine cannot do.
     """
 
-    strategy: str = BACKEND
+    strategy: str = cast(str, _Strategy())
     pool: Any = None
     """Pool for `Engine.from_hf`: a strategy, several, or the path of a pool file."""
     cost_profile: str | None = None
@@ -93,7 +113,6 @@ class HydraulisEngineConfig(FSDPEngineConfig):
     options: list[str] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "strategy", BACKEND)  # FSDP's file of defaults says "fsdp"
         super(FSDPEngineConfig, self).__post_init__()
         if not self.pool:
             raise ConfigurationError(
