@@ -31,7 +31,7 @@ _MEANT_OTHERWISE = (
 leaves out."""
 _FOR_A_MODEL = ("estimate", "advise", "propose", "simulate", "recommend-layout", "plan")
 """Commands that a launch script's options may follow, as they say which model is trained."""
-_FOLDER = "--hf"
+_FOLDER, _ADAPTERS = "--hf", ("--lora-rank", "--lora-alpha", "--lora-targets")
 _EXIT_BAD_INPUT = 2
 _EXIT_INTERRUPTED = 130
 """128 + SIGINT, as shells report it."""
@@ -195,10 +195,14 @@ def _flags_of_folder(parser: CommandParser, arguments: Sequence[str]) -> list[st
     help_text = "Hugging Face folder whose model it is; of it only config.json is read"
     parser.add_argument(_FOLDER, metavar="DIR", help=help_text)
     reader = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
-    reader.add_argument(_FOLDER, nargs="?")
-    folder = reader.parse_known_args(arguments)[0].hf
+    reader.add_argument(_FOLDER, nargs="?", dest=_FOLDER)
+    for option in _ADAPTERS:
+        reader.add_argument(option, nargs="*", dest=option)
+    given = vars(reader.parse_known_args(arguments)[0])
+    folder = given.pop(_FOLDER)
     if not folder:
         return []
+    adapters = [word for option, values in given.items() if values for word in (option, *values)]
     from megatron.hydraulis.checkpoint.hugging_face.config import read_model
     from megatron.hydraulis.checkpoint.hugging_face.model import model_flags
 
@@ -207,7 +211,9 @@ def _flags_of_folder(parser: CommandParser, arguments: Sequence[str]) -> list[st
     precisions = {"bfloat16": "--bf16", "float32": "--fp32"}
     if dtype_name in precisions and not {*precisions.values()} & {*arguments}:
         flags.append(precisions[dtype_name])
-    parser.set_defaults(training_words=(_FOLDER, folder, PLACEHOLDER), flags_of_folder=flags)
+    parser.set_defaults(
+        training_words=(_FOLDER, folder, *adapters, PLACEHOLDER), flags_of_folder=flags
+    )
     return shlex.split(" ".join(flags))
 
 

@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from megatron.hydraulis.__main__ import main
+from megatron.hydraulis.__main__ import _flags_of_folder, main
+from megatron.hydraulis.command_line import CommandParser
 
 CONFIG = {
     "architectures": ["Qwen3ForCausalLM"],
@@ -58,6 +59,14 @@ def test_a_folder_is_its_models_flags(folder: Path, capsys: pytest.CaptureFixtur
     assert more == output(capsys, *FLAGS, "--num-layers", "8").partition(NEXT)[0]  # given flags win
     in_fp32, _, _ = output(capsys, "--hf", str(folder), "--fp32").partition(NEXT)
     assert in_fp32 != table
+
+
+def test_commands_that_follow_have_the_adapters(folder: Path) -> None:
+    parser = CommandParser()
+    parser.add_argument("--num-layers")
+    words = ["--lora-rank", "4", "--lora-targets", "q_proj", "fc1"]
+    assert _flags_of_folder(parser, ["--hf", str(folder), *words, "--fp32"])
+    assert parser.get_default("training_words")[:-1] == ("--hf", str(folder), *words)
 
 
 def test_folders_that_are_no_model(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -34,7 +34,9 @@ from megatron.hydraulis.cost_model.trained_model import NO_RECOMPUTE, Recompute
 from megatron.hydraulis.data.dataset import LongSequences
 from megatron.hydraulis.data.sampler import BatchSizes
 from megatron.hydraulis.errors import ConfigurationError, DataError, StrategyError
+from megatron.hydraulis.frozen import Frozen
 from megatron.hydraulis.lengths.counts import LengthCounts, read_length_counts
+from megatron.hydraulis.lora import Lora
 from megatron.hydraulis.model_shape import ModelShape
 from megatron.hydraulis.planner.planned import PlannedBatch, plan_batch
 from megatron.hydraulis.planner.solver import native_prints_to_stderr
@@ -67,6 +69,7 @@ def estimate(
     ranks_per_node: int | None = None,
     fp32: bool = False,
     recompute: Recompute = NO_RECOMPUTE,
+    lora: Lora | None = None,
 ) -> ProfileCostModel:
     """A cost profile without measurements, as ``hydraulis estimate``.
 
@@ -80,15 +83,16 @@ def estimate(
         fp32: train in fp32 instead of bf16.
         recompute: activations that the backward computes again; as in training, the MLPs of a
             model with experts keep theirs.
+        lora: adapters that are trained instead of the model.
 
     Raises ConfigurationError for an unknown device, a job without ranks, and if nothing fits;
     StrategyError for a scheme that cannot divide the model.
     """
     shape, constants = as_shape(model), device_constants(device)
-    footprint = wanted = None
+    frozen, footprint, wanted = _frozen(lora, shape), None, None
     if isinstance(schemes, Pool):
         num_ranks, ranks_per_node = schemes.num_ranks, schemes.ranks_per_node
-        footprint = PoolFootprint.of(schemes, shape)
+        footprint = PoolFootprint.of(schemes, shape, frozen=frozen)
         wanted = [scheme for strategy in schemes.strategies for scheme in strategy.schemes]
     elif num_ranks is None:
         raise ConfigurationError(
@@ -106,6 +110,7 @@ def estimate(
         recompute=recompute,
         cp_comm_type="auto",
         pool=footprint,
+        frozen=frozen,
     )
     given = None if wanted is None else schemes_of_job(wanted, num_ranks)
     return estimated_profile(analytic, given, keeps_all=given is not None)
@@ -120,6 +125,7 @@ def plan(
     device: str | None = None,
     ranks_per_node: int | None = None,
     grad_reduce_in_bf16: bool = False,
+    lora: Lora | None = None,
     row_quantum: int = 1,
     seed: int = 0,
     time_limit_s: float | None = None,
@@ -135,6 +141,7 @@ def plan(
         device: likewise.
         ranks_per_node: of strategies in notation; None for the default of the commands.
         grad_reduce_in_bf16: gradients travel in bf16.
+        lora: adapters that are trained instead of the model.
         row_quantum: to which rows are rounded up, in tokens.
         seed: for the solver's tie-breaking.
         time_limit_s: after which the best plan so far is used and marked.
@@ -144,7 +151,7 @@ def plan(
     """
     sizes = _lengths(lengths)
     found, known = _pool_and_profile(pool, profile, ranks_per_node)
-    costs = _options(model, device, grad_reduce_in_bf16).costs_of_pool(
+    costs = _options(model, device, grad_reduce_in_bf16, lora).costs_of_pool(
         known, found, tp_degrees=(found.tp_lcm,)
     )
     warn_of_unknown_overheads(costs.profile, found.strategies)
@@ -175,6 +182,7 @@ def propose(
     model: ModelLike | None = None,
     device: str | None = None,
     grad_reduce_in_bf16: bool = False,
+    lora: Lora | None = None,
     row_quantum: int = 1,
     seed: int = 0,
 ) -> Proposal:
@@ -212,7 +220,7 @@ def propose(
         seed=seed,
         row_quantum_tokens=row_quantum,
     )
-    costs = _options(model, device, grad_reduce_in_bf16).costs(
+    costs = _options(model, device, grad_reduce_in_bf16, lora).costs(
         as_profile(profile), num_ranks=num_ranks, ranks_per_node=ranks_per_node
     )
     warn_of_unknown_overheads(costs.profile)
@@ -236,6 +244,7 @@ def simulate(
     device: str | None = None,
     ranks_per_node: int | None = None,
     grad_reduce_in_bf16: bool = False,
+    lora: Lora | None = None,
     plan_ahead: int = SimulationRequest.plan_ahead,
     plan_time_s: float | None = None,
     num_processes: int = 1,
@@ -255,7 +264,7 @@ def simulate(
     Raises the errors of `plan`.
     """
     found, known = _pool_and_profile(pool, profile, ranks_per_node)
-    options = _options(model, device, grad_reduce_in_bf16)
+    options = _options(model, device, grad_reduce_in_bf16, lora)
     request = SimulationRequest(
         corpus=_counts(lengths),
         sizes=_sizes(global_batch_size, global_batch_tokens),
@@ -351,8 +360,18 @@ def _sizes(num_sequences: int | None, num_tokens: int | None) -> BatchSizes:
     return BatchSizes.constant(num_sequences=num_sequences, num_tokens=num_tokens)
 
 
-def _options(model: ModelLike | None, device: str | None, grad_reduce_in_bf16: bool) -> JobOptions:
+def _frozen(lora: Lora | None, shape: ModelShape) -> Frozen:
+    """All but adapters with any of their names."""
+    if lora is not None:
+        lora = Lora.resolve(lora.rank, lora.alpha, lora.targets, shape)
+    return Frozen.around(lora, shape)
+
+
+def _options(
+    model: ModelLike | None, device: str | None, grad_reduce_in_bf16: bool, lora: Lora | None
+) -> JobOptions:
     return JobOptions(
+        layers=lambda shape: {"frozen": _frozen(lora, shape)},
         shape=None if model is None else as_shape(model),
         device=None if device is None else device_constants(device),
         grad_reduce_in_bf16=grad_reduce_in_bf16,

@@ -277,8 +277,8 @@ class RuntimeEngine:
             raise ConfigurationError(
                 f"losses that balance experts are divided with those of all tokens of one call of "
                 f"forward_backward but this is call {len(self._accumulated) + 1} since the last "
-                f"update{', with a divisor of its own' if is_divided else ''}; give all sequences "
-                "to one call, without a divisor"
+                f"update{', with a divisor or of batch_loss' if is_divided else ''}; give all "
+                "sequences to one call, without a divisor"
             )
         if not self._accumulated:
             self.gather_timer.forget()

@@ -165,7 +165,7 @@ def test_commands_name_flags_and_what_to_choose(
     message = capsys.readouterr().err
     assert all(word in message for word in ("q_proj, v_proj, up_proj", "--adapter", "--merge"))
     assert main(["export-hf", str(mega), str(back), "--adapter"]) == 0
-    assert "adapters of q_proj, v_proj, up_proj (rank 4)" in capsys.readouterr().out
+    assert "adapters of 3 layers, rank 4" in capsys.readouterr().out
     assert json.loads((back / "adapter_config.json").read_text())["base_model_name_or_path"] is None
     import_folder(base, tmp_path / "plain")
     for option in ("--adapter", "--merge"):

@@ -185,6 +185,23 @@ def test_a_hugging_face_folder_is_a_model(tmp_path: Path) -> None:
     assert found.shape == hydraulis.ModelShape(**{**SHAPE, "num_query_groups": 2})
 
 
+def test_adapters_have_a_profile_and_plans() -> None:
+    shape, lora = hydraulis.ModelShape(**SHAPE), hydraulis.Lora(rank=4)
+    found, whole = (
+        hydraulis.estimate(shape, "h100", ["tp1", "tp2"], num_ranks=4, lora=each)
+        for each in (lora, None)
+    )
+    assert found.schemes[0] != whole.schemes[0]
+    planned, without = (
+        hydraulis.plan([50, 40], "2*tp2", profile, ranks_per_node=4, lora=each).plan
+        for profile, each in ((found, lora), (whole, None))
+    )
+    assert planned.predicted_time_s != without.predicted_time_s
+    for profile, given in ((found, None), (whole, lora)):
+        with pytest.raises(ConfigurationError, match=r"rank 4 of q_proj k_proj"):
+            hydraulis.plan([50, 40], "2*tp2", profile, ranks_per_node=4, lora=given)
+
+
 def test_columns_that_share_experts_are_planned_and_simulated() -> None:
     """Groups of a wave narrower than ep are no replicas, neither in a pool nor in other ways."""
     experts = {

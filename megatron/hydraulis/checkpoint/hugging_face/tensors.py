@@ -316,7 +316,7 @@ class Converted:
 
     def __str__(self) -> str:
         model, lora = self.model, self.lora
-        has = "" if lora is None else f"adapters of {', '.join(lora.targets)} (rank {lora.rank}), "
+        has = "" if lora is None else f"adapters of {len(lora.targets)} layers, rank {lora.rank}, "
         return (
             f"{model.family}, {model.num_layers} layers, {model.vocab_size} tokens, {has}"
             f"{size_text(self.num_bytes)} of {self.dtype_name}"
