@@ -9,7 +9,7 @@ import itertools
 import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 from megatron.hydraulis.errors import ConfigurationError
 from megatron.hydraulis.model_shape import ModelShape
@@ -35,6 +35,13 @@ class Adapter:
     """Last part of Hugging Face's name: ``q_proj``."""
     num_inputs: int
     num_outputs: int
+
+    @property
+    def tp_cuts(self) -> Literal["inputs", "outputs"] | None:
+        """Of what tp ranks have a part each; None if they have the layer whole."""
+        if self.module.endswith("_down_proj"):
+            return None
+        return "inputs" if self.module.endswith(("linear_proj", "linear_fc2")) else "outputs"
 
     def num_parameters(self, rank: int) -> int:
         """Entries of A and B."""

@@ -134,7 +134,9 @@ BOTH = Recompute(granularity="selective", modules=("core_attn", "mlp"))
 MIXED = "tp16+2*tp8pp3"
 
 FIRST_PARTS = Frozen(frozenset({0}), embedding=True)
-SMALL_ADAPTERS = Frozen.around(Lora.resolve(16, 32, (), M8), M8)
+SMALL_ADAPTERS, LARGE_ADAPTERS = (
+    Frozen.around(Lora.resolve(rank, 32, (), M8), M8) for rank in (16, 256)
+)
 ALL_BUT_LAST = Frozen(frozenset(range(31)), embedding=True, output=True)
 
 # The kernel is torch's varlen_attn, or sdpa for fp32, which the former does not support.
@@ -151,19 +153,23 @@ FEW = (
     Role(shape=SHARED_EXPERTS, strategy="4*tp2cp8fsep4", gradient_bytes=2),
     Role(shape=M8, strategy="2*tp4", num_ranks=8, frozen=FIRST_PARTS),
     Role(shape=M8, strategy="2*tp4", num_ranks=8, frozen=ALL_BUT_LAST),
-    Role(
-        shape=M8,
-        strategy="2*tp4",
-        num_ranks=8,
-        frozen=Frozen.around(Lora.resolve(16, 32, (), M8), M8),
-    ),
+    Role(shape=M8, strategy="2*tp4", num_ranks=8, frozen=SMALL_ADAPTERS),
 )
-LARGE_ADAPTERS = Frozen.around(Lora.resolve(256, 32, (), M8), M8)
 ADAPTED = (
     Role(shape=M8, strategy="8*tp1", num_ranks=8, frozen=LARGE_ADAPTERS),
     Role(shape=M8, strategy="2*pp4", num_ranks=8, frozen=LARGE_ADAPTERS),
-    Role(shape=M8, strategy="tp8", num_ranks=8, frozen=LARGE_ADAPTERS),
+    Role(shape=M8, strategy="tp8", num_ranks=8, frozen=SMALL_ADAPTERS),
     Role(shape=M8, strategy="cp8", num_ranks=8, frozen=LARGE_ADAPTERS, recompute=EVERY_LAYER),
+    Role(shape=M8, strategy="tp8", num_ranks=8, frozen=SMALL_ADAPTERS, recompute=EVERY_LAYER),
+    *(
+        Role(
+            shape=M8,
+            strategy="2*pp4",
+            num_ranks=8,
+            frozen=Frozen.around(Lora.resolve(256, 32, target, M8), M8),
+        )
+        for target in ("linear_fc1", "linear_proj", "linear_fc2")
+    ),
 )
 """Adapters alone are trained."""
 FROZEN = tuple(

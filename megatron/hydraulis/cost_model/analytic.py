@@ -44,7 +44,6 @@ What runs at the same time does not add up: `overlap` says what is hidden in eac
 `Coefficients`.
 """
 
-import itertools
 import math
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, fields, replace
@@ -76,6 +75,7 @@ from megatron.hydraulis.cost_model.trained_model import (
     kept_modules,
 )
 from megatron.hydraulis.frozen import NOTHING_FROZEN, StageLayers
+from megatron.hydraulis.lora import Adapter
 from megatron.hydraulis.strategy import Scheme, Strategy
 
 _MS_PER_S = 1e3
@@ -404,7 +404,7 @@ class AnalyticCostModel(TrainedModel):
             "elementwise": self._moved(row + added / scheme.cp)
             + self._activation(scheme, shape.mlp_width / scheme.tp),
             "launch": CostTerm(constant_s=self._launches_s(scheme) / (1.0 + _BACKWARD_FORWARDS)),
-            "tensor_parallel": self._tp_messages(scheme),
+            "tensor_parallel": self._tp_messages(scheme) + self._adapter_messages(scheme),
             "expert_copies": self._expert_copies(scheme),
             "expert_parallel": self._expert_exchange(scheme),
             "context_parallel": self.context_terms(scheme)[0],
@@ -458,25 +458,30 @@ class AnalyticCostModel(TrainedModel):
         yield from self._attention_matrices(scheme)
         yield from self._mlp_matrices(scheme)
 
+    def _adapted_linears(self) -> Iterator[tuple[float, list[Adapter], int]]:
+        """Adapters of one of Megatron's linear layers each, with the share of the layers that have
+        them and the channels between their products."""
+        rank = 0 if self.lora is None else self.lora.rank
+        for has_experts, number in self.kinds_of_layers.items():
+            for parts in self.adapted_linears(has_experts=has_experts):
+                yield number / self.shape.num_layers, parts, rank * len(parts)
+
     def _adapter_matrices(self, scheme: Scheme) -> Iterator[_Matrices]:
         """Those of a layer's adapters on a rank, mean over the layers. Where several are of one of
         Megatron's layers they are two products together (runtime/adapters.py)."""
-        shape, tp, rank = self.shape, scheme.tp, 0 if self.lora is None else self.lora.rank
-        for has_experts, number in self.kinds_of_layers.items():
-            adapters = self.adapters_of_layer(has_experts=has_experts)
-            share = number / shape.num_layers
-            for module, group in itertools.groupby(adapters, key=lambda each: each.module):
-                parts = list(group)
-                inputs, rows, width = float(parts[0].num_inputs), 1.0, rank * len(parts)
-                outputs = float(sum(each.num_outputs for each in parts))
-                if module.endswith("down_proj"):
-                    rows /= tp
-                elif module.endswith(("linear_proj", "linear_fc2")):
+        tp, num_shares = scheme.tp, scheme.tp if self.sequence_parallel else 1
+        for share, parts, width in self._adapted_linears():
+            inputs, of_a, of_b = float(parts[0].num_inputs), 1.0, 1.0
+            outputs = float(sum(each.num_outputs for each in parts))
+            match parts[0].tp_cuts:
+                case "inputs":
                     inputs /= tp
-                else:
-                    outputs /= tp
-                yield _Matrices(share, rows, width, inputs)
-                yield _Matrices(share, rows, outputs, width)
+                case "outputs":
+                    outputs, of_a = outputs / tp, 1 / num_shares
+                case None:
+                    of_a = of_b = 1 / num_shares
+            yield _Matrices(share, of_a, width, inputs)
+            yield _Matrices(share, of_b, outputs, width)
 
     def _attention_matrices(self, scheme: Scheme) -> Iterator[_Matrices]:
         """Those of a layer's attention on a rank."""
@@ -573,10 +578,18 @@ class AnalyticCostModel(TrainedModel):
             return self.tp_collectives(scheme, number)
         num_gathered = shape.q_lora_rank or shape.hidden_size
         num_gathered += shape.kv_lora_rank + shape.qk_pos_emb_head_dim
+        num_channels = num_gathered / _NUM_LATENT_GATHERS
         others = self.tp_collectives(scheme, number - 1)
-        messages = self.tp_collectives(scheme, _NUM_LATENT_GATHERS)
-        share = num_gathered / shape.hidden_size / _NUM_LATENT_GATHERS
-        return others + replace(messages, per_token_s=share * messages.per_token_s)
+        return others + self.tp_collectives(scheme, _NUM_LATENT_GATHERS, num_channels)
+
+    def _adapter_messages(self, scheme: Scheme) -> CostTerm:
+        """What a layer's adapters gather in the forward with sequence parallelism: between both
+        products, where tp ranks have a part of the outputs."""
+        total = CostTerm()
+        for share, parts, width in self._adapted_linears() if self.sequence_parallel else ():
+            if parts[0].tp_cuts == "outputs":
+                total += share * self.tp_collectives(scheme, 1, width)
+        return total
 
     def _products(self, scheme: Scheme, *matrices: _Matrices) -> CostTerm:
         """One product with each of the matrices."""
@@ -636,18 +649,20 @@ class AnalyticCostModel(TrainedModel):
         num_products = self.kernels.logit_products - self.frozen.has_output_matrix(shape)
         return num_products * product + self._moved(num_moved)
 
-    def tp_collectives(self, scheme: Scheme, number: float) -> CostTerm:
-        """All-gathers or reduce-scatters of a hidden state over the tp ranks."""
+    def tp_collectives(
+        self, scheme: Scheme, number: float, num_channels: float | None = None
+    ) -> CostTerm:
+        """All-gathers or reduce-scatters over the tp ranks, of a hidden state or num_channels."""
         tp, device = scheme.tp, self.device
         if tp == 1:
             return CostTerm()
+        num_bytes = (num_channels or self.shape.hidden_size) * self.parameter_bytes
         if device.kernels is not None and not self.cluster.uses_network(tp):
-            num_bytes: float = self.shape.hidden_size * self.parameter_bytes
             line = collective_line(device.kernels, self.rates, "all_gather", tp, num_bytes)
             return number / self.kernels.tp_link_share * _of_context_rank(scheme, *line)
         link = self.collective_link(tp)
         share = 1.0 if self.cluster.uses_network(tp) else self.kernels.tp_link_share
-        num_bytes = (tp - 1) / tp * self.shape.hidden_size * self.parameter_bytes / scheme.cp
+        num_bytes *= (tp - 1) / tp / scheme.cp
         return number * CostTerm(0.0, num_bytes / (link.bytes_per_s * share), link.latency_s)
 
     def collective_link(self, num_ranks: int, stride: int = 1) -> Link:

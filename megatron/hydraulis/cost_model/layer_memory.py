@@ -16,8 +16,6 @@ _ROUTING_BYTES_PER_EXPERT = 8 + 1
 _ROUTING_BYTES_PER_CHOICE = 2 * 8 + 2 * FP32_BYTES
 # Mean and inverse deviation of a norm; one of them for RMSNorm.
 _NORM_BYTES = 2 * FP32_BYTES
-# Layers whose inputs are gathered over the tp ranks.
-_GATHERING = ("linear_qkv", "linear_fc1", "_up_proj")
 OFFSET_CHANNELS = 8
 """Channels that carry a learnable offset through the kernel: CUDA's take a multiple of 8."""
 QUERY_BLOCK = 512
@@ -43,8 +41,8 @@ class LayerMemory:
     what an MLP keeps. Routing keeps the places of tokens sorted by expert, and scores. Which
     experts tokens choose does not matter to ranks that hold a part of each.
 
-    Between its two products an adapter keeps as many channels as its rank; sequence parallelism
-    gathers its input, which it keeps whole. Frozen matrices without adapters keep no input.
+    Between its two products an adapter keeps as many channels as its rank. Frozen matrices without
+    adapters keep no input, and the model's first layer nothing before its first adapter.
 
     Layers of Transformer Engine keep the same, but norms of queries and keys keep copies of these,
     not the fused output; so do local ones in fp32.
@@ -163,18 +161,28 @@ class LayerMemory:
         if shape.output_gate:  # its sigmoid, in fp32, and the product with attention's output
             kept += self.query * (FP32_BYTES / model.parameter_bytes + 1)
         if model.lora is not None:
-            kept += max(self._kept_by_adapters(each) for each in model.kinds_of_layers)
-        return num_layers * kept + self.kept_by_mlps(num_layers, are_first=are_first)
+            kinds = (model.adapters_of_layer(has_experts=each) for each in model.kinds_of_layers)
+            kept += model.lora.rank * max(map(len, kinds)) * model.parameter_bytes
+        spared = self._kept_before_adapters if are_first else 0.0
+        return num_layers * kept - spared + self.kept_by_mlps(num_layers, are_first=are_first)
 
-    def _kept_by_adapters(self, has_experts: bool) -> float:
-        """What adapters of a layer keep: the channels of their ranks, and gathered inputs."""
-        model, adapters = self.model, self.model.adapters_of_layer(has_experts=has_experts)
-        assert model.lora is not None
-        gathered = {each.module for each in adapters if each.module.endswith(_GATHERING)}
-        num_channels = model.lora.rank * len(adapters)
-        return num_channels * model.parameter_bytes + len(gathered) * (
-            self.hidden - self.hidden_part
-        )
+    @property
+    def _kept_before_adapters(self) -> float:
+        """What others than the model's first layer keep before their first adapter: that has no
+        gradient there, unless something is recomputed."""
+        model = self.model
+        if model.lora is None or self.recompute.granularity:
+            return 0.0
+        norm = (1 + model.widening) * self.hidden_part + _NORM_BYTES / self.num_shares
+        if model.keeps_input("linear_qkv"):
+            return norm
+        kept = norm + self._kept_by_attention
+        if model.keeps_input("linear_proj"):
+            return kept - self.query * model.value_share
+        kept += norm
+        if model.keeps_input("linear_fc1"):
+            return kept
+        return kept + self.kept_by_mlp - model.keeps_input("linear_fc2") * self.mlp
 
     @cached_property
     def kept_by_mlp(self) -> float:

@@ -57,7 +57,6 @@ The model was compared with what torch's allocator counts for roles of 1 to 70 b
 (docs/results/memory.md).
 """
 
-import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -342,7 +341,8 @@ class MemoryModel(TrainedModel):
         whole = layer.hidden if layer.num_shares > 1 else 0.0
         in_flight = (scheme.pp - stage) * self._kept_per_token(scheme, stage, num_layers)
         received = 2 * layer.hidden_part if stage > 0 else 0.0  # with its gradient
-        gathered = 0.0 if self.has_te_layers else whole  # the buffer
+        # The buffer; products of frozen weights gather into memory that is freed, too.
+        gathered = 0.0 if self.has_te_layers or self.lora is not None else whole
         always = (in_flight, received, gathered)
         final_norm = 0.0
         if is_last:
@@ -413,10 +413,8 @@ class MemoryModel(TrainedModel):
             return 0.0
         recompute, most = self.recompute_of(scheme), 0
         for has_experts in self.kinds_of_layers:
-            adapters = self.adapters_of_layer(has_experts=has_experts)
             num_entries = 0
-            for _, group in itertools.groupby(adapters, key=lambda each: each.module):
-                parts = list(group)
+            for parts in self.adapted_linears(has_experts=has_experts):
                 width = sum(each.num_outputs for each in parts) + parts[0].num_inputs
                 num_entries += len(parts) * self.lora.rank * width
             most = max(most, num_entries)

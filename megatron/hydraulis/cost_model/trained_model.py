@@ -1,5 +1,6 @@
 """A model on a device and how it is trained: what its time and its memory depend on."""
 
+import itertools
 import math
 from dataclasses import dataclass, replace
 from typing import Literal, get_args
@@ -304,10 +305,16 @@ class TrainedModel:
         """The adapters of a layer."""
         return [] if self.lora is None else self.lora.of_layer(self.shape, has_experts=has_experts)
 
+    def adapted_linears(self, *, has_experts: bool) -> list[list[Adapter]]:
+        """The adapters of a layer by Megatron's linear layers, which apply theirs together."""
+        adapters = self.adapters_of_layer(has_experts=has_experts)
+        by_module = itertools.groupby(adapters, key=lambda each: each.module)
+        return [list(group) for _, group in by_module]
+
     def keeps_input(self, module: str) -> bool:
-        """Whether ``linear_qkv``, ``linear_fc1`` or ``linear_fc2`` of a frozen layer keeps its
-        input for the backward, which one without adapters does not need; true where that was not
-        measured: with experts, latents, a gate of several kernels or Transformer Engine."""
+        """Whether a linear layer, such as ``linear_qkv``, of a frozen layer keeps its input for the
+        backward, which one without adapters does not need; true where that was not measured: with
+        experts, latents, a gate of several kernels or Transformer Engine."""
         shape = self.shape
         others = (shape.num_experts, shape.kv_lora_rank, self.num_gate_tensors, self.has_te_layers)
         adapters = self.adapters_of_layer(has_experts=False)

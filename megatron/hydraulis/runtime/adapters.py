@@ -1,9 +1,10 @@
 """Adapters of low rank in a built model: A and B beside frozen linear layers, and nothing else.
 
 Every tp rank holds every adapter whole and uses those rows of B, or columns of A, that belong to
-its part of the layer. The layer gathers its input, or adds its output up over the ranks, for both
-products together. So a rank has a part of the sum of every gradient, with and without sequence
-parallelism, and an adapter adds no collective.
+its part of the layer. A row layer adds its output up over the ranks for both products together.
+With sequence parallelism a column layer applies A to the rank's part of its input, which alone is
+kept for the backward, and gathers A·x, which has few channels. So a rank has a part of the sum of
+every gradient, with and without sequence parallelism.
 """
 
 from __future__ import annotations
@@ -134,15 +135,16 @@ class Adapted(torch.nn.Module):
         **named: Any,
     ) -> Tensor:
         """Upstream's product of a parallel layer, before the sum over tp ranks if there is one."""
-        if sequence_parallel:
-            input = gather_from_sequence_parallel_region(input, group=self.tp_group)
-        elif allreduce_dgrad:
+        if allreduce_dgrad:
             input = copy_to_tensor_model_parallel_region(input, group=self.tp_group)
+        low, rows = self.adapters(input)
+        if sequence_parallel:
+            low = gather_from_sequence_parallel_region(low, group=self.tp_group)
         upstream: Any = super()
         output = upstream._forward_impl(
-            input, weight, allreduce_dgrad=False, sequence_parallel=False, **named
+            input, weight, allreduce_dgrad=False, sequence_parallel=sequence_parallel, **named
         )
-        return _plus_product(output, *self.adapters(input))
+        return _plus_product(output, low, rows)
 
 
 class AdaptedColumnParallelLinear(Adapted, ColumnParallelLinear):
@@ -163,10 +165,25 @@ class AdaptedDuplicatedLinear(Adapted, DuplicatedLinear):
         return _plus_product(output, *self.adapters(given)), None
 
 
+class _PlusProduct(torch.autograd.Function):
+    """(…, outputs) + (…, rank) · (outputs, rank)ᵀ, in the memory of the first."""
+
+    @staticmethod
+    def forward(ctx: Any, output: Tensor, low: Tensor, rows: Tensor) -> Tensor:
+        output.view(-1, output.size(-1)).addmm_(low.flatten(0, -2), rows.t())
+        ctx.save_for_backward(low, rows)
+        ctx.mark_dirty(output)
+        return output
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        low, rows = ctx.saved_tensors
+        return gradient, gradient @ rows, gradient.flatten(0, -2).t() @ low.flatten(0, -2)
+
+
 def _plus_product(output: Tensor, low: Tensor, rows: Tensor) -> Tensor:
-    """(…, outputs) + (…, rank) · (outputs, rank)ᵀ, in one kernel."""
-    added = torch.addmm(output.flatten(0, -2), low.flatten(0, -2), rows.t())
-    return added.view_as(output)
+    result: Tensor = _PlusProduct.apply(output, low, rows)
+    return result
 
 
 _ADAPTED: dict[type, type[Adapted]] = {

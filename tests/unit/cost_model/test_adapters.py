@@ -93,6 +93,22 @@ class TestMemory:
         of_output = Lora.resolve(256, 32, ("all-linear", "output_layer"), LLAMA_7B)
         assert memory(of_output).max_tokens(scheme) < memory().max_tokens(scheme)
 
+    def test_column_layers_keep_the_part_of_their_input_that_sequence_parallelism_leaves(
+        self,
+    ) -> None:
+        of_one = replace(LORA, rank=1)
+        kept = [memory(lora).activation_bytes(Scheme(tp=4), 0, 1024) for lora in (of_one, None)]
+        assert kept[0] < kept[1]
+
+    def test_the_first_layer_keeps_nothing_before_its_first_adapter(self) -> None:
+        found = memory(Lora.resolve(16, 32, "linear_fc1", LLAMA_7B))
+        first, second = (found.activation_bytes(Scheme(pp=2), stage, 1024) for stage in (0, 1))
+        # In flight are twice as many micro-batches, of which a token keeps bf16 and fp32 numbers:
+        # queries, keys, values, the output and inputs of both norms; per head, and of norms.
+        spared = 6 * 4096 * 2 + 32 * 4 + 2 * 8
+        final_norm = 4096 * 2
+        assert first / 2 == second - 1024 * (spared + final_norm)
+
     def test_adapters_that_are_larger_than_a_layer_of_the_wire_have_room(self) -> None:
         large = Lora.resolve(1024, 32, (), LLAMA_7B)
         pool = Pool.of(Strategy.parse("tp8", 8))
@@ -122,6 +138,22 @@ class TestTimes:
         ]
         assert of_rank == sorted(of_rank)
         assert of_rank[1] < model(None).coefficients(Scheme()).b_ms_per_token < of_rank[2]
+
+    def test_column_layers_gather_the_channels_between_both_products(self) -> None:
+        def messages_s(lora: Lora | None, **changes: bool) -> float:
+            found = replace(model(lora), **changes)  # type: ignore[arg-type]
+            return found.forward_terms(Scheme(tp=4))["tensor_parallel"].per_token_s
+
+        hidden_s = messages_s(None) / 4
+        channels = 5 * LORA.rank  # of queries, keys and values, gate and up
+        added_s = messages_s(LORA) - messages_s(None)
+        share = channels / 4096  # smaller messages take longer for a byte
+        assert share * hidden_s < added_s < 4 * share * hidden_s
+        for lora, changes in (
+            (replace(LORA, targets=("o_proj", "down_proj")), {}),
+            (LORA, {"sequence_parallel": False}),
+        ):
+            assert messages_s(lora, **changes) == messages_s(None, **changes)
 
     def test_operations_that_mathematics_needs(self) -> None:
         entries = 4 * SMALL_SHAPE.num_matrix_parameters_per_layer + 64 * 32
