@@ -14,7 +14,7 @@ import torch
 from megatron.hydraulis.checkpoint.hugging_face.model import HuggingFaceModel
 from megatron.hydraulis.checkpoint.names import StoredModel
 from megatron.hydraulis.library.engine import Engine
-from megatron.hydraulis.library.hugging_face import hf_tensors
+from megatron.hydraulis.library.hugging_face import hf_shards, hf_tensors
 from tests.cuda_stand_in.device import events_never_ready
 from tests.cuda_stand_in.lone_ranks import log_of
 from tests.cuda_stand_in.order import check_order, read_log
@@ -116,7 +116,10 @@ def _peak_bytes_of_tensors(engine: Engine) -> int:
     places = StoredModel.of(engine.runtime.definition, separate_layers=True).parameters
     for _ in hf_tensors(engine.runtime, HUGGING_FACE_MODEL, places):
         pass
-    return torch.cuda.max_memory_allocated() - before
+    peak_bytes = torch.cuda.max_memory_allocated() - before
+    for shard in hf_shards(engine.runtime, HUGGING_FACE_MODEL, places):
+        assert shard.places(torch.arange(len(shard.values), device="cuda")).is_cuda
+    return peak_bytes
 
 
 def _allocated_bytes() -> int:
