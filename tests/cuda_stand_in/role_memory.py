@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import torch
 import torch.nn.functional as F
+from megatron.core.fusions.fused_bias_geglu import quick_gelu
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
@@ -64,6 +65,8 @@ class Role:
     has_te: bool = False
     """Whether layers and core attention are those of Transformer Engine."""
     has_separate_gate: bool = False
+    has_biases: bool = False
+    """Whether a gated MLP and the experts have biases, and a sigmoid of quick GELU: GPT-OSS."""
     """Whether the gate of the MLP has an offset and a limit, for which no kernel is fused."""
     softmax_type: str = "vanilla"
     has_wide_norms: bool = False
@@ -98,6 +101,7 @@ class Role:
             "output gate" if self.shape.output_gate else "",
             f"windows of {self.shape.window_tokens}" if self.shape.num_windowed_layers else "",
             "separate gate" if self.has_separate_gate else "",
+            "biases" if self.has_biases else "",
             f"softmax {self.softmax_type}" if self.softmax_type != "vanilla" else "",
             "norms around one" if self.has_wide_norms else "",
             f"{self.shape.experts_per_token} of {self.shape.num_experts} experts"
@@ -262,7 +266,7 @@ def definition_of(role: Role) -> ModelDefinition:
         normalization=normalization,
         qk_layernorm=role.qk_norms,
         gated_linear_unit=shape.gated_mlp,
-        activation_func=F.silu if shape.gated_mlp else F.gelu,
+        activation_func=_activation_of(role),
         glu_linear_offset=1.0 if role.has_separate_gate else 0.0,
         activation_func_clamp_value=7.0 if role.has_separate_gate else None,
         layernorm_zero_centered_gamma=role.has_wide_norms,
@@ -274,7 +278,7 @@ def definition_of(role: Role) -> ModelDefinition:
             if has_windows
             else None
         ),
-        add_bias_linear=not shape.gated_mlp,
+        add_bias_linear=role.has_biases or not shape.gated_mlp,
         attention_dropout=0.0,
         hidden_dropout=0.0,
         bias_activation_fusion=not role.has_separate_gate,
@@ -338,6 +342,12 @@ def _frozen_stage(definition: ModelDefinition, frozen: Frozen, **options: Any) -
     for name, parameter in stage.named_parameters():
         parameter.requires_grad_(not name.startswith(tuple(beginnings)))
     return stage
+
+
+def _activation_of(role: Role) -> Callable[..., torch.Tensor]:
+    if role.has_biases:
+        return quick_gelu
+    return F.silu if role.shape.gated_mlp else F.gelu
 
 
 def _expert_settings(role: Role) -> dict[str, Any]:

@@ -126,6 +126,17 @@ LATENT_EXPERTS = dataclasses.replace(
 )
 """And with its attention."""
 MOONLIGHT = dataclasses.replace(LATENT_EXPERTS, num_layers=27, num_expert_layers=26)
+GPT_OSS = dataclasses.replace(
+    llama(24, 2880, 2880, 64, 8, 201088),
+    kv_channels=64,
+    num_windowed_layers=12,
+    window_tokens=128,
+    num_experts=32,
+    num_expert_layers=24,
+    experts_per_token=4,
+    expert_ffn_hidden_size=2880,
+)
+"""GPT-OSS of 20B parameters."""
 CHUNKS = Recompute(granularity="full", method="uniform", num_layers=4)
 BLOCK = Recompute(granularity="full", method="block", num_layers=30)
 MLP = Recompute(granularity="selective", modules=("mlp",))
@@ -291,6 +302,21 @@ MORE = (
     Role(shape=WINDOWED, strategy="32*tp2"),
     Role(shape=WINDOWED, strategy="32*tp2", softmax_type="learnable", has_separate_gate=True),
     Role(shape=WINDOWED, strategy="4*tp4cp4"),
+    *(
+        Role(
+            shape=GPT_OSS,
+            strategy=strategy,
+            recompute=recompute,
+            softmax_type="learnable",
+            has_separate_gate=True,
+            has_biases=True,
+        )
+        for strategy, recompute in (
+            ("8*tp8", NO_RECOMPUTE),
+            ("8*tp2cp4ep8", NO_RECOMPUTE),
+            ("8*tp8", EVERY_LAYER),
+        )
+    ),
     Role(shape=M7, strategy="16*tp4", precision=Precision.FP32, has_wide_norms=True),
     Role(shape=M8, strategy="16*tp2pp2", has_wide_norms=True),
     Role(shape=M8, strategy="16*tp2pp2", rank=2, has_wide_norms=True),
@@ -312,7 +338,7 @@ def model_of(role: Role) -> MemoryModel:
         recompute=role.recompute,
         cp_comm_type=role.cp_comm_type,
         qk_norms=role.qk_norms,
-        num_gate_tensors=6 if role.has_separate_gate else 0,
+        num_gate_tensors=6 + role.has_biases if role.has_separate_gate else 0,
         softmax_type=role.softmax_type,
         has_wide_norms=role.has_wide_norms,
         router_bytes=4 if role.has_wide_router else 0,

@@ -11,6 +11,7 @@ from unittest.mock import patch
 import numpy as np
 import pytest
 import torch
+from megatron.core.fusions.fused_bias_geglu import quick_gelu
 from megatron.core.transformer.moe.moe_layer import MoELayer
 
 from megatron.hydraulis.errors import ConfigurationError
@@ -97,6 +98,17 @@ MODELS = {
         moe_router_bias_update_rate=1 / 16,
     ),
     "the first layer dense": _model(moe_layer_freq=(0, 1), moe_token_dispatcher_type="allgather"),
+    "biases, as GPT-OSS": replace(
+        _model(
+            activation_func=quick_gelu,
+            glu_linear_offset=1.0,
+            activation_func_clamp_value=0.05,
+            softmax_type="learnable",
+            window_size=(6, 0),
+            window_attn_skip_freq=2,
+        ),
+        bias=True,
+    ),
     "recomputed": _model(
         recompute_granularity="full", recompute_method="uniform", recompute_num_layers=1
     ),

@@ -33,6 +33,7 @@ _FEW_EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_si
 _CLASSES = {
     "deepseek_v2": "DeepseekV2",
     "deepseek_v3": "DeepseekV3",
+    "gpt_oss": "GptOss",
     "llama": "Llama",
     "qwen2": "Qwen2",
     "qwen3": "Qwen3",
@@ -105,6 +106,35 @@ VARIANTS: dict[str, dict[str, Any]] = {
     | {"q_lora_rank": 14, "n_group": 4, "topk_group": 2, "num_mtp_layers": 0},
     "deepseek_v3, as Moonlight": _LATENTS
     | {"n_group": 1, "topk_group": 1, "num_mtp_layers": 0, "n_shared_experts": 1},
+    "gpt_oss": {
+        "head_dim": 8,
+        "num_local_experts": 4,
+        "num_experts_per_tok": 2,
+        "sliding_window": 7,
+    },
+    "gpt_oss, other layers, rounded": {
+        "head_dim": 12,
+        "num_local_experts": 3,
+        "num_experts_per_tok": 2,
+        "sliding_window": 9,
+        "layer_types": ["full_attention", "full_attention", "sliding_attention"],
+        "swiglu_limit": 0.5,
+        "rope_parameters": {
+            "rope_type": "yarn",
+            "rope_theta": 10000,
+            "factor": 4.0,
+            "original_max_position_embeddings": 64,
+            "beta_fast": 16.0,
+        },
+    },
+    "qwen2, YaRN": {
+        "rope_parameters": {
+            "rope_type": "yarn",
+            "rope_theta": 1e6,
+            "factor": 4.0,
+            "original_max_position_embeddings": 64,
+        }
+    },
     "mixtral": {"num_local_experts": 4},
     "mixtral, window, tied": {
         "num_local_experts": 3,

@@ -6,6 +6,7 @@ after sequence, unpadded and unpacked, torch's plain AdamW and clipping.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
@@ -88,6 +89,10 @@ def build_upstream_model(
             pg_collection=collection,
         ).to(dtype)
     give_missing_groups(reference, collection.tp)
+    for name, module in reference.named_modules():
+        if model.bias and re.search(r"local_experts\.\d+\.linear_fc2$", name):
+            # Upstream adds biases to it in place, which autograd refuses for a view.
+            module.register_forward_hook(lambda _module, _inputs, out: (out[0].clone(), out[1]))
     values = initial_parameters(model, seed)
     if model.lora is not None:
         _add_adapters(reference, model, values)

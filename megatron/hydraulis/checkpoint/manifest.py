@@ -104,12 +104,23 @@ LATENT_ARGUMENTS = (
 )
 """Further `MODEL_ARGUMENTS` of a model with latent attention."""
 
+YARN_ARGUMENTS = (
+    "mscale",
+    "mscale_all_dim",
+    "rotary_scaling_factor",
+    "yarn_beta_fast",
+    "yarn_beta_slow",
+    "yarn_correction_range_round_to_int",
+    "yarn_original_max_position_embeddings",
+)
+"""Further `MODEL_ARGUMENTS` of a model whose positions are stretched by YaRN, latents aside."""
+
 ADAPTER_ARGUMENTS = ("lora_alpha", "lora_rank", "lora_targets")
 """Further `MODEL_ARGUMENTS` of a model with adapters."""
 
 MODEL_SETTINGS = frozenset(
     ("group_query_attention", *MODEL_ARGUMENTS, *OFF_BY_DEFAULT, *EXPERT_ARGUMENTS)
-).union(LATENT_ARGUMENTS, ADAPTER_ARGUMENTS)
+).union(LATENT_ARGUMENTS, YARN_ARGUMENTS, ADAPTER_ARGUMENTS)
 """All these arguments. `model_differences` compares those that have an effect."""
 
 _EARLIER_NAMES = {
@@ -285,6 +296,7 @@ def model_of(args: Any, vocab_size: int | None = None) -> dict[str, Any]:
         *MODEL_ARGUMENTS,
         *(EXPERT_ARGUMENTS if given.get("num_experts") else ()),
         *(LATENT_ARGUMENTS if given.get("multi_latent_attention") else ()),
+        *(YARN_ARGUMENTS if given.get("position_embedding_type") == "yarn" else ()),
         *(ADAPTER_ARGUMENTS if given.get("lora_rank") else ()),
     ]
     model = {name: given[name] for name in names if name in given}

@@ -91,7 +91,7 @@ def check_model(args: argparse.Namespace) -> None:
             f"{args.num_attention_heads}; change one of them or give --kv-channels"
         )
     num_channels = args.kv_channels or args.hidden_size // args.num_attention_heads
-    option, is_rotated = "--kv-channels", args.position_embedding_type == "rope"
+    option, is_rotated = "--kv-channels", args.position_embedding_type in ("rope", "yarn")
     if args.multi_latent_attention:
         num_channels, option, is_rotated = args.qk_pos_emb_head_dim, "--qk-pos-emb-head-dim", True
     if is_rotated and num_channels % 2:
@@ -201,12 +201,12 @@ def check_experts(args: argparse.Namespace) -> None:
 
 
 def check_expert_biases(args: argparse.Namespace) -> None:
-    """Raise ConfigurationError for experts with biases: commands plan them, training refuses."""
-    if args.num_experts is not None and args.add_bias_linear:
+    """Raise ConfigurationError for shared experts with biases, which upstream does not have."""
+    width = args.moe_shared_expert_intermediate_size
+    if args.num_experts is not None and args.add_bias_linear and width is not None:
         raise ConfigurationError(
-            f"--num-experts {args.num_experts}: experts with biases are not supported, as every tp "
-            "rank would add them again; only a model whose layers have none "
-            "(--disable-bias-linear) trains here"
+            f"shared experts have no biases but --moe-shared-expert-intermediate-size is {width} "
+            "and all linear layers have them; add --disable-bias-linear or leave shared experts out"
         )
 
 
@@ -658,7 +658,7 @@ SHAPE_CHECKS: Mapping[Callable[[argparse.Namespace], None], str] = {
 }
 """Checks of the model's layers -> the settings that they read."""
 SETTINGS_CHECKS: Mapping[Callable[[argparse.Namespace], None], str] = {
-    check_expert_biases: "num_experts add_bias_linear",
+    check_expert_biases: "num_experts add_bias_linear moe_shared_expert_intermediate_size",
     check_model: "kv_channels hidden_size num_attention_heads position_embedding_type "
     "multi_latent_attention qk_pos_emb_head_dim rotary_percent max_position_embeddings seq_length",
     check_recompute: "recompute_granularity recompute_activations recompute_method "

@@ -52,6 +52,8 @@ _TOPICS = {
         --position-embedding-type --use-rotary-position-embeddings --no-position-embedding
         --rotary-base --rotary-percent --rotary-interleaved
         --rotary-seq-len-interpolation-factor --use-rope-scaling --rope-scaling-factor
+        --yarn-original-max-position-embeddings --yarn-beta-fast --yarn-beta-slow
+        --yarn-correction-range-round-to-int --no-yarn-correction-range-round-to-int
         --normalization --norm-epsilon --swiglu --disable-bias-linear --add-qkv-bias
         --qk-layernorm --apply-layernorm-1p --squared-relu --quick-geglu --glu-linear-offset
         --activation-func-clamp-value --window-size --window-attn-skip-freq --softmax-type
@@ -212,9 +214,9 @@ _PROMPT_FORMATS = ("nemotron-h-aligned", "nemotron-nano-v2", "identity", "defaul
 _RESTRICTED = {
     "--position-embedding-type": Honoured(
         "positions restart in every sequence",
-        only=("rope", "learned_absolute", "none"),
+        only=("rope", "yarn", "learned_absolute", "none"),
         otherwise="this position embedding was not shown to work on packed sequences; "
-        "use rope, learned_absolute or none",
+        "use rope, yarn, learned_absolute or none",
     ),
     "--hidden-dropout": _NO_DROPOUT,
     "--attention-dropout": _NO_DROPOUT,
@@ -267,18 +269,31 @@ def _tokenizer(*names: str) -> Need:
 
 # Options of any of these tables that have an effect only with another one.
 _NEEDS = {
-    Need("position_embedding_type", "--position-embedding-type rope", values=("rope",)): """
-        --rotary-interleaved --rotary-seq-len-interpolation-factor --use-rope-scaling
-        --no-rope-freq""",
+    Need("position_embedding_type", "--position-embedding-type rope", values=("rope",)): (
+        "--rotary-interleaved --rotary-seq-len-interpolation-factor --use-rope-scaling"
+    ),
+    Need(
+        "position_embedding_type",
+        "--position-embedding-type rope or yarn",
+        values=("rope", "yarn"),
+    ): "--no-rope-freq",
+    Need("position_embedding_type", "--position-embedding-type yarn", values=("yarn",)): """
+        --yarn-original-max-position-embeddings --yarn-beta-fast --yarn-beta-slow
+        --yarn-correction-range-round-to-int --no-yarn-correction-range-round-to-int""",
     Need(
         "position_embedding_type multi_latent_attention",
-        "--position-embedding-type rope or --multi-latent-attention",
-        values=("rope", True),
+        "--position-embedding-type rope or yarn, or --multi-latent-attention",
+        values=("rope", "yarn", True),
     ): "--rotary-base --rotary-percent",
+    Need(
+        "position_embedding_type multi_latent_attention",
+        "--position-embedding-type yarn or --multi-latent-attention",
+        values=("yarn", True),
+    ): "--rotary-scaling-factor --mscale --mscale-all-dim",
     Need("window_size", "--window-size"): "--window-attn-skip-freq",
     Need("multi_latent_attention", "--multi-latent-attention"): """
         --q-lora-rank --kv-lora-rank --qk-head-dim --qk-pos-emb-head-dim --v-head-dim
-        --rotary-scaling-factor --mscale --mscale-all-dim --rope-type""",
+        --rope-type""",
     Need("bf16", "--bf16"): "--grad-reduce-in-bf16",
     Need("qk_layernorm", "--qk-layernorm"): (
         "--apply-wd-to-qk-layernorm --no-weight-decay-cond-type"

@@ -267,7 +267,7 @@ class FlagParser:
             if isinstance(row, Honoured) and row.need is not None and not _is_met(row.need, args):
                 needs = f"it has an effect only with {row.need.flag}"
                 taken[given.option] = (str(given), needs)
-                setattr(args, given.dest, self._actions[given.option].default)
+                setattr(args, given.dest, self._parser.get_default(given.dest))
                 honoured.remove(given)
         if problems is None:
             mine.raise_any()

@@ -16,6 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from hydraulis_patches.cpu_backend import apply_cpu_backend
+from megatron.hydraulis.checkpoint.hugging_face.folder import stack_experts
 from megatron.hydraulis.checkpoint.hugging_face.import_hf import assembled, open_folder
 from megatron.hydraulis.checkpoint.hugging_face.model import HuggingFaceModel, model_flags
 from megatron.hydraulis.checkpoint.hugging_face.tensors import (
@@ -303,7 +304,7 @@ def hf_tensors(
     lora = engine.definition.lora if content == "merged" else None
     added = {} if lora is None else dict(tensors(of_adapters=True))
     pairs = {} if lora is None else adapter_rows(model, lora)
-    for name, tensor in tensors(of_adapters=False):
+    for name, tensor in stack_experts(model, tensors(of_adapters=False)):
         if lora is not None and name in pairs:
             a, b = (widened(added.pop(each.name)) for each in pairs[name])
             tensor = (widened(tensor) + lora.scale * (b @ a)).to(tensor.dtype)

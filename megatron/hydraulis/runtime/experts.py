@@ -47,6 +47,26 @@ def hand_rows_to_routers(model: torch.nn.Module) -> None:
             layer.register_forward_hook(partial(_drop_row, router))
 
 
+def add_biases_once(model: torch.nn.Module, tp: int) -> None:
+    """Let each of ``tp`` ranks that cut the experts of a model add its share of their biases.
+
+    Upstream adds the whole bias of an expert's last layer on every rank, before the sum over them,
+    and, without tp, to a tensor that autograd does not let it change.
+    """
+    for layer in model.modules():
+        experts = getattr(getattr(layer, "mlp", None), "experts", None)
+        for expert in getattr(experts, "local_experts", (experts,)):
+            if expert is not None:
+                expert.linear_fc2.register_forward_hook(partial(_share_of_bias, tp))
+
+
+def _share_of_bias(tp: int, layer: Any, inputs: Any, outputs: Any) -> Any:
+    output, bias = outputs
+    if isinstance(bias, list):  # of grouped layers
+        return output, [each / tp for each in bias]
+    return (output.clone(), bias) if tp == 1 else (output, bias / tp)
+
+
 _KEPT_BY_DISPATCHERS = ("sort_input_by_local_experts", "restore_output_by_local_experts")
 """Tensors of a dispatcher that do not depend on the row."""
 

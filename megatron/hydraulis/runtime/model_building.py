@@ -37,7 +37,7 @@ from megatron.hydraulis.model_shape import require_no_dropout
 from megatron.hydraulis.runtime.adapters import adapt
 from megatron.hydraulis.runtime.core_attention import MODULE_OF, CoreAttentionName
 from megatron.hydraulis.runtime.executor import widened
-from megatron.hydraulis.runtime.experts import SequenceRouter, hand_rows_to_routers
+from megatron.hydraulis.runtime.experts import SequenceRouter, add_biases_once, hand_rows_to_routers
 from megatron.hydraulis.runtime.latent_attention import LatentAttention
 from megatron.hydraulis.runtime.packed_rows import follow_rows
 from megatron.hydraulis.runtime.token_loss import PackedGPTModel
@@ -188,6 +188,8 @@ def build_role_model(
             numbered.layer_number += role.first_layer
     follow_rows(model)
     hand_rows_to_routers(model)
+    if role.experts is None and config.add_bias_linear:
+        add_biases_once(model, role.tp)
     model.config = config
     return model
 

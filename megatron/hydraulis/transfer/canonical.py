@@ -126,11 +126,10 @@ class ParameterSpec:
                 f"parameter '{self.name}': tensor-parallel dim {self.tp_dim} does not go with "
                 f"contribution {self.contribution.name}; exactly the cut parameters are SHARDED"
             )
-        if self.experts is not None and self.contribution is not Contribution.SHARDED:
+        if self.experts is not None and self.contribution is Contribution.REPLICATED:
             raise ConfigurationError(
-                f"parameter '{self.name}': tensor parallelism cuts every parameter of an expert "
-                f"but this one is {self.contribution.name}; every rank that holds an expert sends "
-                "its gradients"
+                f"parameter '{self.name}': every rank that holds an expert sends its gradients but "
+                f"those of this one are {self.contribution.name}; cut it, or add up its gradients"
             )
         if self.tp_dim is not None and not (
             self.tp_dim == 0 or (self.tp_dim == 1 and len(self.shape) == 2 and self.stride == 1)

@@ -77,13 +77,16 @@ LLAMA3 = {"factor": 8.0, "low_freq_factor": 1.0, "original_max_position_embeddin
 OTHER_LLAMA3 = {"type": "llama3", "high_freq_factor": 8.0} | LLAMA3
 YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0}
 BAD_FOLDERS: dict[str, tuple[Callable[[Path], Any], list[str]]] = {
-    "architecture": (config(model_type="gemma"), ["deepseek_v3, llama, mistral, ", "'gemma'"]),
+    "architecture": (
+        config(model_type="gemma"),
+        ["deepseek_v3, gpt_oss, llama, mistral, ", "'gemma'"],
+    ),
     "task": (config(architectures=["Qwen2ForTokenClassification"]), ["Qwen2ForCausalLM"]),
     "activation": (config(hidden_act="gelu"), ["hidden_act", "silu", "'gelu'"]),
     "window": (config(use_sliding_window=True), ["use_sliding_window", "False"]),
     "layer types": (config(layer_types=["sliding_attention"] * 3), ["layer_types"]),
     "quantized": (config(quantization_config={"bits": 4}), ["quantization_config", "bits"]),
-    "yarn": (config(rope_parameters=YARN), ["rope_type", "'yarn'", "llama3"]),
+    "yarn": (config(rope_parameters=YARN), ["original_max_position_embeddings"]),
     "other limits of llama3": (
         config(rope_parameters=None, rope_scaling=OTHER_LLAMA3),
         ["high_freq_factor", "4.0", "8.0"],
@@ -338,7 +341,10 @@ def test_checkpoints_of_other_models(checkpoint: Path, tmp_path: Path) -> None:
             ["in one way", "--use-rope-scaling and --rotary-seq-len-interpolation-factor"],
         ),
         ({"window_size": (7, 0)}, ["Mistral has", "--add-qkv-bias and --window-size 7,0"]),
-        ({"window_size": (7, 0), "window_attn_skip_freq": 2}, ["window_attn_skip_freq = 2"]),
+        (
+            {"window_size": (7, 0), "window_attn_skip_freq": 2},
+            ["--window-attn-skip-freq '[1,0,1]'"],
+        ),
         ({"no_rope_freq": [0, 1, 0]}, ["SmolLM3", "biases in all linear layers but"]),
         ({"softmax_type": "learnable"}, ["--softmax-type must be vanilla"]),
         ({"squared_relu": True}, ["--normalization must be LayerNorm but is RMSNorm"]),
@@ -399,6 +405,14 @@ def test_options_that_latent_attention_ignores_do_not_hinder_an_export(tmp_path:
             "deepseek_v3",
             {"rope_parameters": {"rope_type": "linear", "rope_theta": 1e4, "factor": 4.0}},
             ["rope_type can only be default or yarn but is 'linear'"],
+        ),
+        ("gpt_oss", {"rope_parameters": None}, ["YaRN, as transformers has it by default"]),
+        ("gpt_oss", {"swiglu_alpha": 2.0}, ["swiglu_alpha", "1.702"]),
+        ("gpt_oss", {"layer_types": ["sliding_attention"] * 2}, ["layer_types", "3 layers"]),
+        (
+            "gpt_oss",
+            {"quantization_config": {"quant_method": "mxfp4"}},
+            ["'mxfp4'", "Mxfp4Config", "dequantize=True"],
         ),
         ("mixtral", {"num_experts_per_tok": 1}, ["norm_topk_prob", "passes 1 expert"]),
         ("mixtral", {"num_experts_per_tok": 5}, ["num_experts is 4", "experts_per_token 5"]),

@@ -143,7 +143,10 @@ _BAD_INPUT = [
     ),
     ("--multi-latent-attention --qk-pos-emb-head-dim 5", ["a head has 5", "give an even --qk"]),
     ("--multi-latent-attention --v-head-dim 0", ["--v-head-dim must be at least 1 but is 0"]),
-    ("--num-experts 4", ["experts with biases are not supported", "--disable-bias-linear"]),
+    (
+        "--num-experts 4 --moe-shared-expert-intermediate-size 8",
+        ["shared experts have no biases", "--disable-bias-linear"],
+    ),
     (f"{_EXPERTS} --moe-router-score-function sqrtsoftplus", ["not honoured", "use softmax or"]),
     (f"{_EXPERTS} --expert-model-parallel-size 8", ["is 8 and --num-experts 4", "that divides 4"]),
     (

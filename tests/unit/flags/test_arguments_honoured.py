@@ -57,6 +57,7 @@ def _latents(typed: str, value: Any) -> Row:
 
 
 _ROPE = "--position-embedding-type rope"
+_YARN = "--position-embedding-type yarn --rotary-scaling-factor 4"
 _EXPERTS = "--num-experts 8 --disable-bias-linear"
 _FULL = "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1"
 _CHANGING_DECAY = "--weight-decay-incr-style linear --start-weight-decay 0.1 --end-weight-decay 0.3"
@@ -95,6 +96,13 @@ ROWS: dict[str, Row] = {
     ),
     "--use-rope-scaling": Row("", "model.rope_scaling", True, also=_ROPE),
     "--rope-scaling-factor": _model("4", 4.0, also=f"{_ROPE} --use-rope-scaling"),
+    "--yarn-original-max-position-embeddings": _model("64", 64, also=_YARN),
+    "--yarn-beta-fast": _model("16", 16.0, also=_YARN),
+    "--yarn-beta-slow": _model("2", 2.0, also=_YARN),
+    "--yarn-correction-range-round-to-int": _model("", True, also=_YARN, always=True),
+    "--no-yarn-correction-range-round-to-int": Row(
+        "", "model.yarn_correction_range_round_to_int", False, also=_YARN
+    ),
     "--normalization": _model("RMSNorm", "RMSNorm"),
     "--norm-epsilon": Row("1e-6", "model.layernorm_epsilon", 1e-6),
     "--swiglu": Row("", "model.gated_linear_unit", True),

@@ -250,7 +250,7 @@ def test_unknown_options_are_left_out_and_listed_when_asked_for() -> None:
         ("--hidden-dropout 0.1", "; use 0"),
         ("--attention-dropout 0.1", "; use 0"),
         ("--optimizer sgd", "; use adam"),
-        ("--position-embedding-type yarn", "; use rope, learned_absolute or none"),
+        ("--position-embedding-type mrope", "; use rope, yarn, learned_absolute or none"),
         ("--tokenizer-type MultimodalTokenizer", "; use GPT2BPETokenizer"),
         ("--transformer-impl inference_optimized", "; use local or transformer_engine"),
         ("--dataloader-type external", "; use single or cyclic"),

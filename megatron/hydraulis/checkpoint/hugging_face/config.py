@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from megatron.hydraulis.checkpoint.hugging_face.families import (
     BIASES,
     FAMILIES,
+    WINDOWED_LAYERS,
     ExpertNames,
     Family,
 )
@@ -37,6 +38,14 @@ _YARN: Mapping[str, float] = {
     "original_max_position_embeddings": 4096,
 }
 """YaRN as fixed in Megatron's latent attention."""
+_SIZES_OF_YARN = {
+    "rotary_scaling_factor": "factor",
+    "yarn_original_max_position_embeddings": "original_max_position_embeddings",
+    "yarn_beta_fast": "beta_fast",
+    "yarn_beta_slow": "beta_slow",
+    "yarn_correction_range_round_to_int": "truncate",
+}
+"""Fields of `Yarn` outside of latent attention, and their names in ``config.json``."""
 _SIZES = {
     "num_layers": "num_hidden_layers",
     "hidden_size": "hidden_size",
@@ -57,7 +66,10 @@ _NUMBER = "num_local_experts"
 """Name that transformers (5.23) writes for the number of experts of some families."""
 _NUM_PREDICTING = "num_nextn_predict_layers"
 _PARTIAL = "partial_rotary_factor"
+_ORIGINAL = "original_max_position_embeddings"
+_LIMIT = "swiglu_limit"
 _FULL_ATTENTION = "full_attention"
+_WINDOWED_ATTENTION = "sliding_attention"
 TOKEN_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
 
 
@@ -74,7 +86,8 @@ def config_of(model: HuggingFaceModel, dtype: str) -> dict[str, Any]:
     elif (factor := model.rotary_seq_len_interpolation_factor) is not None:
         rope_scaling = {"rope_type": "linear", "factor": factor}
     elif (yarn := model.yarn) is not None:
-        rope_scaling = {"rope_type": "yarn", "factor": yarn.rotary_scaling_factor, **_YARN}
+        stretching = {key: getattr(yarn, name) for name, key in _SIZES_OF_YARN.items()}
+        rope_scaling = {"rope_type": "yarn", **stretching}
         rope_scaling |= {"mscale": yarn.mscale, "mscale_all_dim": yarn.mscale_all_dim}
     config: dict[str, Any] = {
         "architectures": [family.architecture],
@@ -96,12 +109,16 @@ def config_of(model: HuggingFaceModel, dtype: str) -> dict[str, Any]:
     if model.has_value_head:
         head = family.architecture.replace("CausalLM", "TokenClassification")
         config |= {"architectures": [head], "num_labels": 1}
-    if BIASES in family.parts:
+    if BIASES in family.may_have:
         config |= dict.fromkeys(("attention_bias", "mlp_bias"), model.add_bias_linear)
     if "--rotary-percent" in family.parts:
         config[_PARTIAL] = model.rotary_percent
     if "--window-size" in family.parts:
         config["sliding_window"] = model.window_tokens
+    if WINDOWED_LAYERS in family.parts:
+        kinds = _FULL_ATTENTION, _WINDOWED_ATTENTION
+        config["layer_types"] = [kinds[is_windowed] for is_windowed in model.window_attn_skip_freq]
+        config[_LIMIT] = model.activation_func_clamp_value
     if "--no-rope-freq" in family.parts:
         config["no_rope_layers"] = [1 - skips for skips in model.no_rope_freq]
     if family.qkv_bias_key is not None:
@@ -158,10 +175,16 @@ def model_from_config(content: Any, what: str) -> HuggingFaceModel:
     if config.has("quantization_config"):
         content_of_it = config.value("quantization_config")
         method = content_of_it.get("quant_method") if isinstance(content_of_it, Mapping) else None
+        fix = "convert them to bf16, or take the model without quantization"
+        if method == "mxfp4":
+            fix = (
+                'convert them: python -c "from transformers import AutoModelForCausalLM as M, '
+                "Mxfp4Config as C; M.from_pretrained('FOLDER', dtype='bfloat16', "
+                "quantization_config=C(dequantize=True)).save_pretrained('NEW')\""
+            )
         raise ConfigurationError(
             f"{what}: weights must not be quantized but quantization_config says "
-            f"{method or content_of_it!r}; convert them to bf16, or take the model without "
-            "quantization"
+            f"{method or content_of_it!r}; {fix}"
         )
     for key, value in ({"hidden_act": "silu"} | dict(family.settings)).items():
         if key != _NUM_PREDICTING:
@@ -170,10 +193,13 @@ def model_from_config(content: Any, what: str) -> HuggingFaceModel:
     num_layers, heads = sizes["num_layers"], sizes["num_attention_heads"]
     check_range("--num-layers", num_layers, f"{what}: num_hidden_layers")
     types = config.array("layer_types") if config.has("layer_types") else []
-    if any(kind != _FULL_ATTENTION for kind in types):
+    windowed_layers: tuple[int, ...] = ()
+    if WINDOWED_LAYERS in family.parts:
+        windowed_layers = _windowed_layers(config, types, num_layers)
+    elif any(kind != _FULL_ATTENTION for kind in types):
         raise _wrong(config, "layer_types", [_FULL_ATTENTION, "…"])
-    has_biases = False
-    if BIASES in family.parts:
+    has_biases = BIASES in family.needs
+    if BIASES in family.may_have:
         has_biases = config.flag("attention_bias", default=False)
         if config.flag("mlp_bias", default=False) != has_biases:
             raise _wrong(config, "mlp_bias", f"attention_bias, which is {has_biases}")
@@ -216,8 +242,10 @@ def model_from_config(content: Any, what: str) -> HuggingFaceModel:
         add_qkv_bias=has_qkv_biases,
         qk_layernorm="--qk-layernorm" in family.parts,
         window_tokens=window_tokens,
+        window_attn_skip_freq=windowed_layers,
         no_rope_freq=skips_rope,
         squared_relu="--squared-relu" in family.parts,
+        **(_gpt_oss(config) if "--quick-geglu" in family.parts else {}),
         experts=_experts(config, family, num_layers),
         latents=latents,
     )
@@ -287,6 +315,16 @@ def _experts(config: JsonObject, family: Family, num_layers: int) -> Experts | N
     )
 
 
+def _gpt_oss(config: JsonObject) -> dict[str, Any]:
+    """What GPT-OSS has besides experts and windows."""
+    return {
+        "softmax_type": "learnable",
+        "quick_geglu": True,
+        "glu_linear_offset": 1.0,
+        "activation_func_clamp_value": config.number(_LIMIT, default=7.0),
+    }
+
+
 def _no_rope_layers(config: JsonObject, family: Family, num_layers: int) -> tuple[int, ...]:
     """SmolLM3's list has 1 for a layer with positions, and may be longer than the model."""
     if not config.has("no_rope_layers"):
@@ -323,7 +361,7 @@ def _rope(config: JsonObject, family: Family) -> dict[str, Any]:
     kind = kinds.pop() if len(kinds) == 1 else "default" if not kinds else str(kinds)
     fields: dict[str, Any] = {"rotary_base": int(theta), "rotary_percent": percent}
     is_latent = "--multi-latent-attention" in family.parts
-    known = ("default", "yarn") if is_latent else ("default", "linear", "llama3")
+    known = ("default", "yarn") if is_latent else ("default", "linear", "llama3", "yarn")
     if kind not in known:
         raise _wrong(config, "rope_type", " or ".join(known), kind)
     if kind == "llama3":
@@ -334,14 +372,40 @@ def _rope(config: JsonObject, family: Family) -> dict[str, Any]:
     elif kind == "linear":
         fields["rotary_seq_len_interpolation_factor"] = rope.number("factor")
     elif kind == "yarn":
-        fields["yarn"] = _yarn(rope)
+        fields["yarn"] = _yarn(rope, is_latent=is_latent)
+    elif family.has_yarn:
+        raise _wrong(config, "rope_parameters", "YaRN, as transformers has it by default", kind)
     rope.check_all_read()
     return fields
 
 
-def _yarn(rope: JsonObject) -> Yarn:
+def _windowed_layers(
+    config: JsonObject, types: Sequence[object], num_layers: int
+) -> tuple[int, ...]:
+    """1 for a layer with a window, which by default every other one has, beginning with the
+    first."""
+    kinds = types or [_WINDOWED_ATTENTION, _FULL_ATTENTION] * num_layers
+    if len(kinds) < num_layers or not set(kinds) <= {_WINDOWED_ATTENTION, _FULL_ATTENTION}:
+        raise _wrong(
+            config, "layer_types", f"one of two kinds of attention for {num_layers} layers"
+        )
+    return tuple(int(kind == _WINDOWED_ATTENTION) for kind in kinds[:num_layers])
+
+
+def _yarn(rope: JsonObject, *, is_latent: bool) -> Yarn:
     """transformers rotates with a scale of 1 if one of the two scales is absent or 0."""
-    for key, value in _YARN.items():
+    rounds = rope.flag("truncate", default=True)
+    settings: dict[str, Any] = {}
+    if not is_latent:
+        settings = {
+            "yarn_original_max_position_embeddings": rope.integer(_ORIGINAL),
+            "yarn_beta_fast": rope.number("beta_fast", default=32.0),
+            "yarn_beta_slow": rope.number("beta_slow", default=1.0),
+            "yarn_correction_range_round_to_int": rounds,
+        }
+    elif not rounds:
+        raise _wrong(rope, "truncate", True)
+    for key, value in _YARN.items() if is_latent else ():
         if (rope.has(key) or key not in ("beta_fast", "beta_slow")) and rope.number(key) != value:
             raise _wrong(rope, key, value)
     mscale, all_dims = (rope.number(key, default=0.0) for key in ("mscale", "mscale_all_dim"))
@@ -350,7 +414,7 @@ def _yarn(rope: JsonObject) -> Yarn:
     if not all_dims:
         mscale = 1.0
     factor = rope.number("factor")
-    return Yarn(rotary_scaling_factor=factor, mscale=mscale, mscale_all_dim=all_dims)
+    return Yarn(rotary_scaling_factor=factor, mscale=mscale, mscale_all_dim=all_dims, **settings)
 
 
 def _wrong(config: JsonObject, key: str, only: object, value: object = None) -> ConfigurationError:

@@ -164,11 +164,10 @@ def export_checkpoint(
         CheckpointError: the checkpoint is damaged or incomplete, or the folder cannot be written.
         ConfigurationError: the model has no counterpart, or its content is another.
     """
-    import torch
-
     from megatron.hydraulis.checkpoint.hugging_face.folder import (
         companions_of,
         new_folder,
+        stack_experts,
         write_safetensors,
     )
 
@@ -178,8 +177,8 @@ def export_checkpoint(
     files, token_ids = ([], {}) if like is None else companions_of(like, model.vocab_size)
     made = _adapter(opened, like) if content is Content.ADAPTER else _model(opened, token_ids)
     forms = {
-        row.name: (row.shape, torch.float32 if row.place.key == ROUTER_BIAS else made.dtype)
-        for row in made.rows
+        name: (tuple(each.shape), each.dtype)
+        for name, each in stack_experts(model, ((row.name, made.form(row)) for row in made.rows))
     }
     num_bytes = sum(math.prod(shape) * each.itemsize for shape, each in forms.values())
     while_writing = output.parent / f".{output.name}.exporting"
@@ -188,7 +187,9 @@ def export_checkpoint(
         new_folder(output, while_writing, num_bytes) as folder,
     ):
         merged = lora if content is Content.MERGED else None
-        tensors = _tensors(opened, made.rows, merged, progress)
+        names = (row.name for row in made.rows)
+        stored = zip(names, _tensors(opened, made.rows, merged, progress), strict=True)
+        tensors = (tensor for _, tensor in stack_experts(model, stored))
         write_safetensors(folder, forms, tensors, max_file_bytes=max_file_bytes, stem=made.stem)
         for file in files:
             shutil.copyfile(file, folder / file.name)
@@ -220,6 +221,13 @@ class _Folder:
     """Beginning of the names of files with tensors."""
     rows: list[TensorRows]
     dtype: torch.dtype
+
+    def form(self, row: TensorRows) -> torch.Tensor:
+        """A tensor without values."""
+        import torch
+
+        dtype = torch.float32 if row.place.key == ROUTER_BIAS else self.dtype
+        return torch.empty(row.shape, dtype=dtype, device="meta")
 
 
 def _model(opened: _Opened, token_ids: dict[str, Any]) -> _Folder:

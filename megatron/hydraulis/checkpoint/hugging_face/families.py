@@ -11,6 +11,8 @@ from typing import Any
 
 BIASES = "biases in all linear layers"
 """The only part that Megatron has without a flag."""
+WINDOWED_LAYERS = "--window-attn-skip-freq"
+"""The part of a family in which only some layers have windows."""
 _NO_WINDOW = {"use_sliding_window": False}
 _NO_BIAS = {"attention_bias": False}
 
@@ -27,8 +29,13 @@ class ExpertNames:
     ffn_hidden_size: str = "moe_intermediate_size"
     module: str = "mlp"
     """Name of the module that has router and experts."""
+    router: str = "gate"
+    """Name of the router in it."""
     projections: tuple[str, str, str] = DENSE_PROJECTIONS
     """Names of an expert's layers."""
+    is_stacked: bool = False
+    """Whether a folder has tensors of all experts of a layer, (experts, inputs, outputs), in which
+    outputs of gate and up take turns."""
     shared_module: str = "shared_expert"
     shared_ffn_hidden_size: str | None = None
     """Key of their width, if the family has shared experts with a gate."""
@@ -63,6 +70,8 @@ class Family:
     rope_theta: float = 10000.0
     rotary_percent: float = 1.0
     window_tokens: int | None = None
+    has_yarn: bool = False
+    """Whether YaRN stretches positions by default, so that ``config.json`` must say how."""
     no_rope_layer_interval: int = 0
     """Period of the layers without positions; 0 if all have them."""
     qkv_bias_key: str | None = None
@@ -116,6 +125,25 @@ FAMILIES: Mapping[str, Family] = {
         | {"norm_topk_prob": False, "scoring_func": "softmax", "topk_method": "greedy"}
         | {"mlp_bias": False, "moe_layer_freq": 1},
         experts=_DEEPSEEK,
+    ),
+    "gpt_oss": Family(
+        architecture="GptOssForCausalLM",
+        marks={"--quick-geglu"},
+        needs={"--num-experts", "--softmax-type", "--window-size", WINDOWED_LAYERS, BIASES}
+        | {"--glu-linear-offset", "--activation-func-clamp-value"},
+        settings={"attention_bias": True, "swiglu_alpha": 1.702},
+        needs_head_dim=True,
+        norm_epsilon=1e-5,
+        rope_theta=150000.0,
+        has_yarn=True,
+        window_tokens=128,
+        experts=ExpertNames(
+            number="num_local_experts",
+            ffn_hidden_size="intermediate_size",
+            router="router",
+            is_stacked=True,
+            normalizes=True,
+        ),
     ),
     "nemotron": Family(
         architecture="NemotronForCausalLM",

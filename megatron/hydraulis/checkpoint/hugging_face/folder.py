@@ -11,6 +11,7 @@ import fnmatch
 import json
 import math
 import os
+import re
 import shutil
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -23,6 +24,7 @@ from safetensors import SafetensorError, safe_open
 
 from megatron.hydraulis.checkpoint.hugging_face.config import CONFIG_NAME, TOKEN_IDS
 from megatron.hydraulis.checkpoint.hugging_face.families import ExpertNames
+from megatron.hydraulis.checkpoint.hugging_face.model import HuggingFaceModel
 from megatron.hydraulis.errors import CheckpointError, ConfigurationError
 from megatron.hydraulis.json_object import JsonObject, read_json
 from megatron.hydraulis.terminal import size_text
@@ -48,6 +50,7 @@ _COMPANIONS = (
 tokenizers, chat templates, settings of generation and of processors."""
 _COMPANION_SUFFIXES = (".json", ".jinja", ".model", ".tiktoken", ".txt")
 _GENERATION_CONFIG = "generation_config.json"
+_OF_EXPERT = re.compile(r"(.+\.experts)\.(\d+)\.(gate_proj|up_proj|down_proj)\.(weight|bias)")
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,6 +64,8 @@ class _Source:
     """Its number, if the tensor in the file has an axis for experts."""
     rows: slice = slice(None)
     """Rows of the expert that it has."""
+    is_transposed: bool = False
+    """Whether the rows are along the last axis in the file."""
 
 
 class SafetensorsFolder:
@@ -89,8 +94,11 @@ class SafetensorsFolder:
             del self._sources[name]
 
     def split_experts(self, names: ExpertNames) -> None:
-        """Name the experts' tensors as published folders do, which have three for each expert;
-        transformers (5.23) can write two for all experts of a layer."""
+        """Name the experts' tensors as most published folders do, which have three for each expert;
+        transformers (5.24) can write two for all experts of a layer."""
+        if names.is_stacked:
+            self._split_stacked(names)
+            return
         gate, up, down = names.projections
         for fused in [name for name in self._sources if ".mlp." in name]:
             layer, _, kind = fused.rpartition(".mlp.")
@@ -108,12 +116,28 @@ class SafetensorsFolder:
                         name = f"{prefix}experts.{expert}.{part}.weight"
                         self._sources[name] = _Source(file, fused, expert, rows)
 
+    def _split_stacked(self, names: ExpertNames) -> None:
+        gate, up, down = names.projections
+        parts = {down: slice(None)}, {gate: slice(0, None, 2), up: slice(1, None, 2)}
+        for stacked in list(self._sources):
+            experts, found, kind = stacked.partition(f".{names.module}.experts.")
+            projection, _, bias = kind.partition("_proj")
+            if not found or projection not in ("gate_up", "down") or bias not in ("", "_bias"):
+                continue
+            num_experts = self.shape(stacked)[0]
+            file = self._sources.pop(stacked).file
+            for expert in range(num_experts):
+                for part, rows in parts[projection == "gate_up"].items():
+                    name = f"{experts}{found}{expert}.{part}.{bias[1:] or 'weight'}"
+                    self._sources[name] = _Source(file, stacked, expert, rows, True)
+
     def shape(self, name: str) -> tuple[int, ...]:
         shape = tuple(self._slice(name).get_shape())
         source = self._sources[name]
         if source.expert is None:
             return shape
-        return (len(range(*source.rows.indices(shape[1]))), *shape[2:])
+        own = shape[:0:-1] if source.is_transposed else shape[1:]
+        return (len(range(*source.rows.indices(own[0]))), *own[1:])
 
     def dtype(self, name: str) -> torch.dtype:
         """Dtype of a tensor. Raises CheckpointError for a quantized one."""
@@ -130,9 +154,13 @@ class SafetensorsFolder:
         source = self._sources[name]
         try:
             stored = self._slice(name)
-            tensor: torch.Tensor = (
-                stored[:] if source.expert is None else stored[source.expert, source.rows]
-            )
+            tensor: torch.Tensor
+            if source.expert is None:
+                tensor = stored[:]
+            elif source.is_transposed:
+                tensor = stored[source.expert].movedim(0, -1)[source.rows]
+            else:
+                tensor = stored[source.expert, source.rows]
         except (SafetensorError, OSError) as error:
             raise self._damaged(source.file, error) from error
         return tensor
@@ -252,6 +280,38 @@ def write_safetensors(
             },
         }
         (folder / f"{stem}{_SUFFIX}{_INDEX_SUFFIX}").write_text(json.dumps(index, indent=2) + "\n")
+
+
+def stack_experts(
+    model: HuggingFaceModel, tensors: Iterable[tuple[str, torch.Tensor]]
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """Tensors by the names of the family, which may have some of all experts of a layer.
+
+    These are held until all are there; see `ExpertNames.is_stacked`.
+    """
+    experts, names = model.experts, model.of_family.experts
+    if experts is None or names is None or not names.is_stacked:
+        yield from tensors
+        return
+    waiting: dict[str, dict[tuple[int, str], torch.Tensor]] = {}
+    for name, tensor in tensors:
+        found = _OF_EXPERT.fullmatch(name)
+        if found is None:
+            yield name, tensor
+            continue
+        module, number, projection, kind = found.groups()
+        parts = ("down_proj",) if projection == "down_proj" else ("gate_proj", "up_proj")
+        joined = f"{module}.{'down' if len(parts) == 1 else 'gate_up'}_proj"
+        joined += "_bias" if kind == "bias" else ""
+        there = waiting.setdefault(joined, {})
+        there[int(number), projection] = tensor
+        if len(there) == experts.num_experts * len(parts):
+            del waiting[joined]
+            each = (
+                torch.stack([there[expert, part] for part in parts], dim=1).flatten(0, 1)
+                for expert in range(experts.num_experts)
+            )
+            yield joined, torch.stack([rows.movedim(0, -1) for rows in each])
 
 
 def _header(forms: Mapping[str, tuple[tuple[int, ...], torch.dtype]]) -> bytes:

@@ -19,12 +19,16 @@ _DEFAULT_LLAMA3_FACTOR = 8.0
 _SCORES = ("softmax", "sigmoid")
 """Values of ``--moe-router-score-function``, the default first."""
 _SOME_FAMILIES_HAVE = (
+    "activation_func_clamp_value",
+    "glu_linear_offset",
     "layernorm_zero_centered_gamma",
     "moe_router_enable_expert_bias",
     "multi_latent_attention",
     "no_rope_freq",
     "num_experts",
+    "quick_geglu",
     "squared_relu",
+    "window_attn_skip_freq",
     "window_size",
 )
 _MUST_BE_OFF = (
@@ -109,11 +113,26 @@ class Latents:
 
 @dataclass(frozen=True, kw_only=True)
 class Yarn:
-    """Stretching of latent attention's rotary positions from 4,096 (arXiv 2309.00071)."""
+    """Stretching of rotary positions (arXiv 2309.00071), by Megatron's arguments.
+
+    Those called ``yarn_…`` are fixed in latent attention.
+    """
 
     rotary_scaling_factor: float
     mscale: float = 1.0
     mscale_all_dim: float = 0.0
+    yarn_original_max_position_embeddings: int = 4096
+    """Positions that were not stretched."""
+    yarn_beta_fast: float = 32.0
+    yarn_beta_slow: float = 1.0
+    yarn_correction_range_round_to_int: bool = True
+
+    def to_arguments(self, *, of_latents: bool) -> dict[str, Any]:
+        """Megatron's arguments for it."""
+        arguments = asdict(self)
+        if not of_latents:
+            return arguments
+        return {name: value for name, value in arguments.items() if not name.startswith("yarn_")}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -149,11 +168,21 @@ class HuggingFaceModel:
     """Whether projections to query, key and value have biases; always with `add_bias_linear`."""
     qk_layernorm: bool = False
     window_tokens: int | None = None
-    """Tokens to which one attends in every layer, itself included; None for all before it."""
+    """Tokens to which one attends in a layer with a window, itself included; None without any."""
+    window_attn_skip_freq: tuple[int, ...] = ()
+    """1 for a layer with a window and 0 for the others; empty if all have one."""
+    softmax_type: str = "vanilla"
+    """``learnable`` if the softmax has an offset for each head."""
     no_rope_freq: tuple[int, ...] = ()
     """1 for a layer without positions and 0 for the others; empty if all have them."""
     squared_relu: bool = False
     """An MLP without gate and with squared ReLU, and LayerNorm around one: Nemotron."""
+    quick_geglu: bool = False
+    """An MLP with a sigmoid of 1.702 x in place of SiLU's."""
+    glu_linear_offset: float = 0.0
+    """Added to the linear half of such an MLP."""
+    activation_func_clamp_value: float | None = None
+    """Limit of both halves, of the gate from above only."""
     rotary_percent: float = 1.0
     """Part of each head that is rotated."""
     experts: Experts | None = None
@@ -184,6 +213,7 @@ class HuggingFaceModel:
             "--use-rope-scaling": self.rope_scaling_factor,
             "--rotary-seq-len-interpolation-factor": stretch,
             "--multi-latent-attention": self.latents,
+            "--position-embedding-type yarn": None if self.latents else self.yarn,
         }
         given = [option for option, value in scalings.items() if value is not None]
         if len(given) > 1:
@@ -202,6 +232,7 @@ class HuggingFaceModel:
     def shape(self, vocab_multiple: int = 1) -> ModelShape:
         """Its sizes, with the vocabulary padded to a multiple."""
         further_sizes: dict[str, Any] = {}
+        num_windowed = sum(self.window_attn_skip_freq or (1,) * self.num_layers)
         if self.latents is not None:
             rank = self.latents.q_lora_rank or 0
             further_sizes = asdict(self.latents) | {"q_lora_rank": rank}
@@ -224,7 +255,7 @@ class HuggingFaceModel:
             vocab_size=-(-self.vocab_size // vocab_multiple) * vocab_multiple,
             gated_mlp=not self.squared_relu,
             tied_embeddings=not self.untie_embeddings_and_output_weights,
-            num_windowed_layers=self.num_layers if self.window_tokens else 0,
+            num_windowed_layers=num_windowed if self.window_tokens else 0,
             window_tokens=self.window_tokens or 0,
             **further_sizes,
         )
@@ -290,15 +321,16 @@ class HuggingFaceModel:
         experts, latents, yarn = map(arguments.pop, ("experts", "latents", "yarn"))
         arguments |= {
             "group_query_attention": latents is None,
-            "position_embedding_type": "rope",
+            "position_embedding_type": "rope" if latents or yarn is None else "yarn",
             "rotary_interleaved": False,
             "rotary_seq_len_interpolation_factor": None if stretch is None else int(stretch),
             "use_rope_scaling": factor is not None,
             "rope_scaling_factor": factor or _DEFAULT_LLAMA3_FACTOR,
             "normalization": "LayerNorm" if self.squared_relu else "RMSNorm",
             "layernorm_zero_centered_gamma": self.squared_relu,
-            "swiglu": not self.squared_relu,
+            "swiglu": not (self.squared_relu or self.quick_geglu),
             "window_size": None if window_tokens is None else (window_tokens - 1, 0),
+            "window_attn_skip_freq": list(self.window_attn_skip_freq) or None,
             "no_rope_freq": list(self.no_rope_freq) or None,
             "num_experts": None,
         }
@@ -308,9 +340,12 @@ class HuggingFaceModel:
             arguments["moe_layer_freq"] = 1 if all(layers) else list(layers)
             # As transformers computes the logits of DeepSeek.
             arguments["moe_router_dtype"] = None if latents is None else "fp32"
+        if yarn is not None and latents is None:
+            arguments |= yarn.to_arguments(of_latents=False)
         if latents is not None:
             del arguments["num_query_groups"], arguments["kv_channels"]
-            arguments |= asdict(latents) | asdict(yarn or Yarn(rotary_scaling_factor=1.0))
+            stretching = yarn or Yarn(rotary_scaling_factor=1.0)
+            arguments |= asdict(latents) | stretching.to_arguments(of_latents=True)
             arguments |= {
                 "multi_latent_attention": True,
                 "rope_type": "rope" if yarn is None else "yarn",
@@ -332,12 +367,17 @@ def model_from_arguments(
     """
     arguments = known_settings(arguments)
     has_squared_relu = bool(arguments.get("squared_relu"))
+    has_swiglu = not (has_squared_relu or arguments.get("quick_geglu"))
+    is_yarn = arguments.get("position_embedding_type") == "yarn"
     required: dict[str, tuple[object, str]] = {
         "normalization": ("LayerNorm" if has_squared_relu else "RMSNorm", "--normalization"),
         "layernorm_zero_centered_gamma": (has_squared_relu, "--apply-layernorm-1p"),
-        "position_embedding_type": ("rope", "--position-embedding-type"),
-        "softmax_type": ("vanilla", "--softmax-type"),
-        "swiglu": (not has_squared_relu, "--swiglu"),
+        "position_embedding_type": ("yarn" if is_yarn else "rope", "--position-embedding-type"),
+        "softmax_type": (
+            "learnable" if arguments.get("quick_geglu") else "vanilla",
+            "--softmax-type",
+        ),
+        "swiglu": (has_swiglu, "--swiglu"),
     }
     for name, (value, flag) in required.items():
         if arguments.get(name, value) != value:
@@ -362,6 +402,8 @@ def model_from_arguments(
         overruled = {"group_query_attention": False}
         arguments = {**arguments, **dict.fromkeys(NOT_OF_LATENTS), **overruled}
     given = without_nulls(arguments, what)
+    if is_yarn and "latents" not in known:
+        known["yarn"] = _read(Yarn, given)
     num_layers = given.integer("num_layers")
     if not arguments.get("group_query_attention", True):
         known["num_query_groups"] = given.integer("num_attention_heads")
@@ -378,6 +420,7 @@ def model_from_arguments(
         HuggingFaceModel,
         given,
         window_tokens=_window_tokens(arguments.get("window_size")),
+        window_attn_skip_freq=_windowed_layers(arguments.get("window_attn_skip_freq"), num_layers),
         no_rope_freq=layers_without_rope(arguments.get("no_rope_freq"), num_layers),
         **known,
     )
@@ -407,6 +450,13 @@ def _window_tokens(window_size: Sequence[int] | None) -> int | None:
     return None if window_size is None or window_size[0] < 0 else window_size[0] + 1
 
 
+def _windowed_layers(frequency: int | Sequence[int] | None, num_layers: int) -> tuple[int, ...]:
+    """A period or a list of Megatron's; a layer at the end of a period has no window."""
+    if isinstance(frequency, int):
+        frequency = [int(layer % frequency != 0) for layer in range(1, num_layers + 1)]
+    return tuple(frequency or ())
+
+
 def layers_without_rope(frequency: int | Sequence[int] | None, num_layers: int) -> tuple[int, ...]:
     """A period or a list of Megatron's; empty if all layers have positions."""
     if not frequency:
@@ -425,7 +475,13 @@ def without_nulls(content: Any, what: str) -> JsonObject:
 
 def model_flags(model: HuggingFaceModel) -> list[str]:
     """Flags of the training program for this model, each with its value."""
-    defaults = {"rotary_percent": 1.0, "moe_layer_freq": 1, "moe_router_score_function": _SCORES[0]}
+    defaults = {
+        "rotary_percent": 1.0,
+        "moe_layer_freq": 1,
+        "moe_router_score_function": _SCORES[0],
+        "softmax_type": "vanilla",
+        "glu_linear_offset": 0.0,
+    }
     if model.rope_scaling_factor is None:
         defaults["rope_scaling_factor"] = _DEFAULT_LLAMA3_FACTOR
     renamed = {
@@ -433,6 +489,8 @@ def model_flags(model: HuggingFaceModel) -> list[str]:
         "layernorm_zero_centered_gamma": "apply_layernorm_1p",
     }
     flags = [] if model.add_bias_linear else ["--disable-bias-linear"]
+    if model.yarn is not None and not model.yarn.yarn_correction_range_round_to_int:
+        flags.append("--no-yarn-correction-range-round-to-int")
     for name, value in model.to_arguments().items():
         is_off = value is None or value is False or defaults.get(name) == value
         if is_off or name == "add_bias_linear":

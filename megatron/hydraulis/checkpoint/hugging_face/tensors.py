@@ -7,6 +7,9 @@ All differences of layout between the two are about rows, so one table serves bo
 - Megatron's ``linear_fc1`` stacks gate and up, and a tensor of experts has an axis for them.
 - Megatron's vocabulary may be padded.
 
+GPT-OSS has tensors of all experts of a layer; here they are named by expert, as of other families,
+and ``folder.stack_experts`` makes those of the family.
+
 Adapters have no differences: each is of one of Hugging Face's linear layers, with its rows.
 
 Rotary positions are the same: both rotate the first half of a head against the second half.
@@ -36,6 +39,8 @@ FINAL_NORM = "decoder.final_layernorm"
 EXPERTS = "mlp.experts.experts."
 """Start of the keys of tensors that have one more axis, for the experts."""
 ROUTER = "mlp.router"
+SINKS = "self_attention.core_attention.softmax_offset"
+"""Key of the offsets of the softmax, one for each head."""
 ROUTER_BIAS = "mlp.router.expert_bias"
 """Key of a router's bias, which is no weight and in fp32."""
 _BIAS_NAME = "e_score_correction_bias"
@@ -200,6 +205,9 @@ def _layer_rows(model: HuggingFaceModel, layer: int) -> Iterator[TensorRows]:
             for part, runs in module.parts.items():
                 own = (_num_rows(runs), *shape[1:])
                 yield TensorRows(f"{of_layer}.{part}.{kind}", own, place, runs)
+    if model.softmax_type == "learnable":
+        place = Place(SINKS, (model.num_attention_heads,), layer)
+        yield TensorRows.whole(f"{of_layer}.self_attn.sinks", place)
     experts = model.experts
     if experts is None or not experts.moe_layer_freq[layer]:
         return
@@ -222,7 +230,8 @@ def _modules(model: HuggingFaceModel, layer: int) -> Iterator[_Module]:
         yield from _mlp(model, "mlp.", model.ffn_hidden_size, "mlp")
         return
     yield _Module("pre_mlp_layernorm.", hidden, norm)
-    yield _Module(f"{ROUTER}.", (experts.num_experts, *hidden), f"{names.module}.gate")
+    router = f"{names.module}.{names.router}"
+    yield _Module(f"{ROUTER}.", (experts.num_experts, *hidden), router, model.add_bias_linear)
     for expert in range(experts.num_experts):
         module = f"{names.module}.experts.{expert}"
         width = experts.moe_ffn_hidden_size
