@@ -101,7 +101,7 @@ class Role:
             "output gate" if self.shape.output_gate else "",
             f"windows of {self.shape.window_tokens}" if self.shape.num_windowed_layers else "",
             "separate gate" if self.has_separate_gate else "",
-            "biases" if self.has_biases else "",
+            "GPT-OSS layers" if self.has_biases else "",
             f"softmax {self.softmax_type}" if self.softmax_type != "vanilla" else "",
             "norms around one" if self.has_wide_norms else "",
             f"{self.shape.experts_per_token} of {self.shape.num_experts} experts"
