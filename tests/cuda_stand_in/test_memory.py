@@ -306,16 +306,11 @@ MORE = (
         Role(
             shape=GPT_OSS,
             strategy=strategy,
-            recompute=recompute,
             softmax_type="learnable",
             has_separate_gate=True,
             has_biases=True,
         )
-        for strategy, recompute in (
-            ("8*tp8", NO_RECOMPUTE),
-            ("8*tp2cp4ep8", NO_RECOMPUTE),
-            ("8*tp8", EVERY_LAYER),
-        )
+        for strategy in ("16*tp4", "16*tp2cp2ep4")
     ),
     Role(shape=M7, strategy="16*tp4", precision=Precision.FP32, has_wide_norms=True),
     Role(shape=M8, strategy="16*tp2pp2", has_wide_norms=True),

@@ -194,8 +194,10 @@ class LayerMemory:
     def _kept_by_experts(self) -> float:
         """What the experts of a layer keep, and the router."""
         shape = self.model.shape
-        width = self._routed_width + shape.shared_expert_ffn_hidden_size / self.scheme.tp
-        inside = self.model.num_inside_tensors * width * self.model.parameter_bytes
+        inside = self.model.num_expert_tensors * self._routed_width
+        shared_width = shape.shared_expert_ffn_hidden_size / self.scheme.tp
+        inside += self.model.num_inside_tensors * shared_width
+        inside *= self.model.parameter_bytes
         scores = self.model.num_score_tensors * FP32_BYTES
         routing = (_ROUTING_BYTES_PER_EXPERT + scores) * shape.num_experts
         routing += _ROUTING_BYTES_PER_CHOICE * shape.experts_per_token
@@ -213,7 +215,7 @@ class LayerMemory:
         model = self.model
         if not self.recompute.drops("moe_act"):
             return 0.0
-        num_tensors = model.num_inside_tensors - (2 if model.shape.gated_mlp else 1)
+        num_tensors = model.num_expert_tensors - (2 if model.shape.gated_mlp else 1)
         return num_tensors * self._routed_width * model.parameter_bytes
 
     def _num_with_experts(self, num_layers: int, *, are_first: bool) -> int:

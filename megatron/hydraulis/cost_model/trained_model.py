@@ -234,6 +234,12 @@ class TrainedModel:
         """Tensors as wide as an MLP that it keeps: the output of fc1 and the input of fc2."""
         return self.num_gate_tensors or (3 if self.shape.gated_mlp else 2)
 
+    @property
+    def num_expert_tensors(self) -> int:
+        """Likewise of a routed expert, whose output a kernel of its own weighs if the gate has
+        several."""
+        return self.num_inside_tensors + (self.num_gate_tensors > 0)
+
     def recompute_of(self, scheme: Scheme) -> Recompute:
         """Which activations the backward of a scheme computes again."""
         return EVERY_LAYER if scheme.recomputes else self.recompute

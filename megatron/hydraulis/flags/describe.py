@@ -42,7 +42,7 @@ def num_parameters_of_rank(
     if shape.num_experts:
         have_experts = layers_with_experts(shape.num_layers, args.moe_layer_freq)
         num_with_experts = sum(have_experts[first_layer : first_layer + num_layers])
-    num_parameters += (num_layers - num_with_experts) * shape.num_mlp_entries // tp
+    num_parameters += (num_layers - num_with_experts) * _num_mlp_parameters(args, shape, tp)
     num_parameters += num_with_experts * _num_expert_parameters(args, shape, replica.scheme)
     num_embedding = shape.num_embedding_parameters // tp
     if is_first:
@@ -71,10 +71,19 @@ def _num_layer_parameters(
     if args.add_qkv_bias and not shape.kv_lora_rank:
         num += (shape.qkv_size + shape.output_gate * shape.query_size) // tp
     if args.add_bias_linear:
-        fc1_size = (2 if shape.gated_mlp else 1) * shape.ffn_hidden_size
-        # The biases of the row-parallel layers, projection and fc2, are on every tp rank.
-        num += fc1_size // tp + 2 * shape.hidden_size
+        num += shape.hidden_size  # of the projection, on every tp rank
     return num
+
+
+def _num_mlp_parameters(args: argparse.Namespace, shape: ModelShape, tp: int) -> int:
+    return shape.num_mlp_entries // tp + _num_biases(args, shape, shape.ffn_hidden_size, tp)
+
+
+def _num_biases(args: argparse.Namespace, shape: ModelShape, width: int, tp: int) -> int:
+    """Biases of an MLP or an expert; those of the last layer are on every tp rank."""
+    if not args.add_bias_linear:
+        return 0
+    return (2 if shape.gated_mlp else 1) * width // tp + shape.hidden_size
 
 
 def _num_expert_parameters(args: argparse.Namespace, shape: ModelShape, scheme: Scheme) -> int:
@@ -83,8 +92,12 @@ def _num_expert_parameters(args: argparse.Namespace, shape: ModelShape, scheme: 
     num_gate = shape.hidden_size if args.moe_shared_expert_gate else 0
     num_routed = shape.num_routed_entries
     num_shared = shape.num_expert_entries - num_router - num_routed
-    held = num_routed // (scheme.tp if scheme.ep == 1 else scheme.ep) + num_shared // scheme.tp
-    return held + num_router + num_gate
+    tp = scheme.tp if scheme.ep == 1 else 1
+    num_biases = _num_biases(args, shape, shape.expert_ffn_hidden_size, tp)
+    if args.add_bias_linear:
+        num_router += shape.num_experts
+    held = num_routed // tp + shape.num_experts * num_biases
+    return held // scheme.ep + num_shared // scheme.tp + num_router + num_gate
 
 
 def describe(

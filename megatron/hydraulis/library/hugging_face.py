@@ -317,7 +317,16 @@ def hf_shards(
     engine: RuntimeEngine, model: HuggingFaceModel, stored: Mapping[str, StoredParameter]
 ) -> Iterator[HfShard]:
     """This rank's part of every tensor of a model without adapters, without communication; see
-    `hf_tensors`."""
+    `hf_tensors`.
+
+    Raises ConfigurationError for a family that has tensors of all experts of a layer.
+    """
+    names = model.of_family.experts
+    if names is not None and names.is_stacked:
+        raise ConfigurationError(
+            f"a shard is a part of one parameter but {model.of_family.name} has tensors of all "
+            "experts of a layer; use hf_tensors"
+        )
     engine.require_onloaded()
     owned = _owned(engine.shards)
     for spec, parts in _parameters(engine, model, stored):

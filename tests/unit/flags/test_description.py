@@ -109,10 +109,13 @@ def test_parameters_of_a_rank_are_those_of_upstreams_model(
 
 
 def _specs(definition: ModelDefinition) -> list[ParameterSpec]:
-    return [entry.spec for entry in catalogue(definition)]
+    return [entry.spec for entry in catalogue(definition, expert_parallel=True)]
 
 
 _GROUPED = "--group-query-attention --num-query-groups 2"
+_BIASES = "--glu-linear-offset 1"
+_NUM_BIASES = 4 * (128 + 64) + 2 * (2 * 128 + 64) + 2 * (4 + 4 * (2 * 24 + 64))
+"""Of attention, the layers without experts and those with router and four experts."""
 _LATENT = (
     "--multi-latent-attention --kv-lora-rank 16 --qk-head-dim 4 --qk-pos-emb-head-dim 6 "
     "--v-head-dim 8 --qk-layernorm"
@@ -120,25 +123,31 @@ _LATENT = (
 
 
 @pytest.mark.parametrize(
-    ("attention", "num_norms", "ep"),
+    ("attention", "num_more", "ep"),
     [
         (_GROUPED, 0, ""),
         (_GROUPED, 0, "ep2"),
+        (f"{_GROUPED} {_BIASES}", _NUM_BIASES, ""),
+        (f"{_GROUPED} {_BIASES}", _NUM_BIASES, "ep2"),
         (_LATENT, 4 * 16, ""),
         (f"{_LATENT} --q-lora-rank 12", 4 * (16 + 12), "ep2"),
     ],
 )
 def test_parameters_of_a_rank_with_experts_are_those_of_the_catalogue(
-    attention: str, num_norms: int, ep: str, tmp_path: Path
+    attention: str, num_more: int, ep: str, tmp_path: Path
 ) -> None:
     typed = (
         f"{_LLAMA.replace(_GROUPED, attention)} --num-experts 4 --moe-ffn-hidden-size 24 "
-        "--moe-layer-freq [0,1,0,1] --moe-shared-expert-intermediate-size 12 "
-        "--moe-shared-expert-gate"
+        "--moe-layer-freq [0,1,0,1] "
     )
+    if _BIASES in attention:
+        typed = typed.replace("--disable-bias-linear", "")
+    else:
+        typed += "--moe-shared-expert-intermediate-size 12 --moe-shared-expert-gate"
     resolved = parse(tmp_path, *typed.split(), "--strategy", f"tp2{ep}pp2:3,1", num_ranks=4)
     shape = resolved.shape
-    assert num_parameters_of(resolved) == shape.num_parameters + 2 * shape.hidden_size + num_norms
+    num_gates = 2 * shape.hidden_size if shape.shared_expert_ffn_hidden_size else 0
+    assert num_parameters_of(resolved) == shape.num_parameters + num_gates + num_more
     definition = model_definition(model_config(resolved, "sdpa", HydraulisModelConfig))
     specs: list[ParameterSpec] = pool_of(1).run(_specs, definition)[0]
     replica = resolved.pool.strategies[0].replicas[0]
@@ -190,7 +199,8 @@ def test_description_holds_strategy_model_and_flags(tmp_path: Path) -> None:
     assert "--plan-dir" in description["explicit_options"]
     assert description["settings"]["hidden_size"] == 64
     # Upstream turns --recompute-activations into --recompute-granularity and forgets it.
-    assert len(description["settings"]) == len(HONOURED.keys() - {"--recompute-activations"})
+    both = {"--recompute-activations", "--no-yarn-correction-range-round-to-int"}
+    assert len(description["settings"]) == len(HONOURED.keys() - both)
     assert "mtp_num_layers" in description["upstream_defaults"]
     assert description["settings"].keys().isdisjoint(description["upstream_defaults"])
 
