@@ -284,7 +284,12 @@ _NEEDS = {
         "position_embedding_type multi_latent_attention",
         "--position-embedding-type rope or yarn, or --multi-latent-attention",
         values=("rope", "yarn", True),
-    ): "--rotary-base --rotary-percent",
+    ): "--rotary-base",
+    Need(
+        "position_embedding_type multi_latent_attention",
+        "--position-embedding-type rope or --multi-latent-attention",
+        values=("rope", True),
+    ): "--rotary-percent",
     Need(
         "position_embedding_type multi_latent_attention",
         "--position-embedding-type yarn or --multi-latent-attention",

@@ -73,7 +73,7 @@ def _parse_set(name: str, corpus: str, *more: str) -> Resolved:
 STARTING = {
     *("llmjp_v3_1.8b", "llmjp_v3_172b", "llmjp_v4_8b_decay", "llmjp_v4_train_1.3b"),
     *("modelopt_Llama-3.1-8B-Instruct", "modelopt_Qwen2.5-7B-Instruct", "modelopt_Qwen3-8B"),
-    "modelopt_DeepSeek-R1",
+    *("modelopt_DeepSeek-R1", "modelopt_gpt-oss-20b"),
     *("pai_llama3_1_8b", "pai_mistral_7b", "pai_qwen2_5_7b", "pai_qwen2_7b"),
     *("llmjp_v4_32b_a3.8b", "llmjp_v4_332b_moe", "pai_qwen3_30b_a3b"),
     *("slime_kimi-k2", "slime_moonlight", "slime_qwen3-30B-A3B", "slime_qwen3-8B"),
@@ -107,7 +107,7 @@ def test_argument_sets_of_others_start_or_are_refused_for_named_features(tmp_pat
         except ConfigurationError as error:
             lines = [line.strip() for line in str(error).splitlines()]
             assert any(line.startswith(REFUSED_FOR) for line in lines), name
-    assert len(SETS) == 27
+    assert len(SETS) == 28
     assert starting == STARTING
     assert len(with_kernels) == 7
 
