@@ -70,6 +70,7 @@ _OPTIONS: dict[OptionRange, str] = {
         --moe-shared-expert-intermediate-size
         --q-lora-rank --kv-lora-rank --qk-head-dim --v-head-dim
         --kv-channels --max-position-embeddings --rotary-base --rotary-seq-len-interpolation-factor
+        --yarn-original-max-position-embeddings
         --recompute-num-layers --make-vocab-size-divisible-by --vocab-size --padded-vocab-size
         --seq-length --train-iters --global-batch-size --eval-global-batch-size --exit-interval
         --exit-duration-in-mins --lr-decay-iters --lr-wsd-decay-iters --save-interval --ckpt-step
@@ -98,7 +99,7 @@ _OPTIONS: dict[OptionRange, str] = {
     _POSITIVE: """
         --norm-epsilon --activation-func-clamp-value --init-method-std --rope-scaling-factor
         --moe-router-topk-scaling-factor --adam-eps --plan-time-limit --report-drift
-        --lora-alpha""",
+        --lora-alpha --yarn-beta-fast --yarn-beta-slow""",
     _NOT_NEGATIVE: """
         --mscale --mscale-all-dim
         --lr --min-lr --decoupled-lr --decoupled-min-lr --lr-warmup-init --weight-decay

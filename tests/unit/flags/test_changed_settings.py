@@ -14,6 +14,7 @@ from megatron.hydraulis.checkpoint.manifest import (
     MODEL_ARGUMENTS,
     MODEL_SETTINGS,
     OFF_BY_DEFAULT,
+    YARN_ARGUMENTS,
 )
 from megatron.hydraulis.cost_model.device import device_constants
 from megatron.hydraulis.flags import changes
@@ -72,7 +73,13 @@ NO_UPDATE_DEPENDS_ON = """
 def test_every_setting_is_classified_once() -> None:
     ours = [field.name for field in dataclasses.fields(HydraulisConfig)]
     settings = {*flag_parser().honoured_defaults, *ours}
-    of_model = (*MODEL_ARGUMENTS, *EXPERT_ARGUMENTS, *LATENT_ARGUMENTS, *ADAPTER_ARGUMENTS)
+    of_model = (
+        *MODEL_ARGUMENTS,
+        *EXPERT_ARGUMENTS,
+        *LATENT_ARGUMENTS,
+        *YARN_ARGUMENTS,
+        *ADAPTER_ARGUMENTS,
+    )
     compared = {*of_model, *OFF_BY_DEFAULT} & settings
     classes = (
         *(compared, changes._CHANGE_UPDATE, changes._OF_SCHEDULE, changes._OF_ONE_START),
