@@ -13,10 +13,12 @@ import pytest
 import torch
 
 from megatron.hydraulis.__main__ import main
+from megatron.hydraulis.checkpoint.hugging_face.config import read_model
 from megatron.hydraulis.checkpoint.hugging_face.export_hf import Content, export_checkpoint
 from megatron.hydraulis.checkpoint.hugging_face.import_hf import import_folder
 from megatron.hydraulis.checkpoint.hugging_face.tensors import adapter_rows
 from megatron.hydraulis.errors import CheckpointError, ConfigurationError
+from megatron.hydraulis.loop.hugging_face import FolderOfRun
 from megatron.hydraulis.lora import Lora, adapters
 from tests.support.adapter_folders import (
     TENSORS,
@@ -246,6 +248,18 @@ def test_adapters_that_cannot_be_imported(
     message = str(caught.value)
     assert all(word in message for word in (*words, "; ")), message
     assert not (tmp_path / "mega").exists()
+
+
+def test_an_adapter_is_no_model(
+    folders: tuple[Path, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    _, adapter = folders
+    assert main(["import-hf", str(adapter), str(tmp_path / "out")]) == 2
+    said = f"hydraulis import-hf MODEL OUT --adapter {adapter},"
+    assert said in " ".join(capsys.readouterr().err.split())
+    for read in (read_model, lambda path: FolderOfRun.named_in(["--hf", str(path)])):
+        with pytest.raises(ConfigurationError, match="this is an adapter of "):
+            read(adapter)
 
 
 def test_an_adapter_of_another_model(folders: tuple[Path, Path], tmp_path: Path) -> None:

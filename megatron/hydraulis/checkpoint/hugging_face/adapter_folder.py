@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from megatron.hydraulis.checkpoint.hugging_face.config import ADAPTER_CONFIG_NAME
 from megatron.hydraulis.checkpoint.hugging_face.folder import SafetensorsFolder
 from megatron.hydraulis.checkpoint.hugging_face.model import HuggingFaceModel
 from megatron.hydraulis.checkpoint.hugging_face.tensors import (
@@ -18,7 +19,6 @@ from megatron.hydraulis.errors import CheckpointError, ConfigurationError, liste
 from megatron.hydraulis.json_object import JsonObject, read_json
 from megatron.hydraulis.lora import Lora, adapters
 
-ADAPTER_CONFIG_NAME = "adapter_config.json"
 ADAPTER_STEM = "adapter_model"
 """Beginning of the name of the file with the tensors."""
 _READ = ("peft_type", "r", "lora_alpha", "init_lora_weights")

@@ -26,6 +26,7 @@ from megatron.hydraulis.json_object import JsonObject, read_json
 from megatron.hydraulis.ranges import check_range
 
 CONFIG_NAME = "config.json"
+ADAPTER_CONFIG_NAME = "adapter_config.json"
 _LLAMA3: Mapping[str, float] = {
     "low_freq_factor": 1.0,
     "high_freq_factor": 4.0,
@@ -254,10 +255,23 @@ def model_from_config(content: Any, what: str) -> HuggingFaceModel:
 def read_model(path: Path) -> tuple[HuggingFaceModel, str | None]:
     """The model of a Hugging Face folder, or of its ``config.json``, and the dtype of its weights
     by torch's name, if it says so. Raises ConfigurationError."""
-    path = path / CONFIG_NAME if path.is_dir() else path
+    if path.is_dir():
+        check_no_adapter(path)
+        path = path / CONFIG_NAME
     content = read_json(path, "config", ConfigurationError)
     model = model_from_config(content, str(path))
     return model, content.get("dtype") or content.get("torch_dtype")
+
+
+def check_no_adapter(folder: Path) -> None:
+    """Raise ConfigurationError for peft's folder of an adapter, without its model."""
+    path = folder / ADAPTER_CONFIG_NAME
+    if path.is_file() and not (folder / CONFIG_NAME).exists():
+        base = read_json(path, "adapter", ConfigurationError).get("base_model_name_or_path")
+        raise ConfigurationError(
+            f"{folder}: a model has {CONFIG_NAME} but this is an adapter of {base or 'a model'}; "
+            f"run hydraulis import-hf MODEL OUT --adapter {folder}, which prints how to train it on"
+        )
 
 
 def num_predicting_layers(content: Any, what: str) -> int:

@@ -18,7 +18,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from megatron.hydraulis.checkpoint.folder import CheckpointFolder, is_unfinished
-from megatron.hydraulis.checkpoint.hugging_face.config import CONFIG_NAME, config_of
+from megatron.hydraulis.checkpoint.hugging_face.config import (
+    ADAPTER_CONFIG_NAME,
+    CONFIG_NAME,
+    config_of,
+)
 from megatron.hydraulis.checkpoint.hugging_face.families import DENSE_PROJECTIONS
 from megatron.hydraulis.checkpoint.hugging_face.model import HuggingFaceModel, model_from_arguments
 from megatron.hydraulis.checkpoint.hugging_face.tensors import (
@@ -240,7 +244,6 @@ def _model(opened: _Opened, token_ids: dict[str, Any]) -> _Folder:
 
 def _adapter(opened: _Opened, like: Path | None) -> _Folder:
     from megatron.hydraulis.checkpoint.hugging_face.adapter_folder import (
-        ADAPTER_CONFIG_NAME,
         ADAPTER_STEM,
         adapter_config,
     )

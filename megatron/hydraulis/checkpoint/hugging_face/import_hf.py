@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING
 from megatron.hydraulis.checkpoint.folder import LATEST_FILE_NAME, RELEASE, CheckpointFolder
 from megatron.hydraulis.checkpoint.hugging_face.config import (
     CONFIG_NAME,
+    check_no_adapter,
     model_from_config,
     num_predicting_layers,
 )
@@ -241,6 +242,7 @@ def open_folder(
             f"{source}: there is no such folder; correct the path, or, for a model on "
             f"the Hub, download it first"
         )
+    check_no_adapter(source)
     config = source / CONFIG_NAME
     content = read_json(config, "config", CheckpointError)
     if value_head and isinstance(content, dict):
