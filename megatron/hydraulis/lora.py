@@ -67,8 +67,9 @@ class Lora:
             )
         if self.rank < 1 or not (math.isfinite(self.alpha) and self.alpha > 0):
             raise ConfigurationError(
-                "an adapter has a rank of at least 1 and a finite alpha above 0 but --lora-rank "
-                f"is {self.rank} and --lora-alpha {self.alpha:g}; correct them"
+                "an adapter has a rank of at least 1 and a finite alpha above 0 but rank "
+                f"(--lora-rank) is {self.rank} and alpha (--lora-alpha) {self.alpha:g}; correct "
+                "them"
             )
 
     @classmethod
@@ -103,8 +104,8 @@ class Lora:
                     each for one in there for each in (one.module.rpartition(".")[2], one.target)
                 )
                 raise ConfigurationError(
-                    f"adapters go to linear layers of the model but --lora-targets has '{name}', "
-                    f"which it has not{why}; choose among {', '.join(known)} and "
+                    f"adapters go to linear layers of the model but targets (--lora-targets) has "
+                    f"'{name}', which it has not{why}; choose among {', '.join(known)} and "
                     f"{ALL_LINEAR}"
                 )
             chosen.update(found)

@@ -94,9 +94,9 @@ def test_routed_experts_are_refused_by_name_and_shared_ones_are_adapted() -> Non
 
 
 def test_wrong_numbers_are_refused() -> None:
-    with pytest.raises(ConfigurationError, match="--lora-rank is 0"):
+    with pytest.raises(ConfigurationError, match=r"rank \(--lora-rank\) is 0"):
         Lora(0, 1.0, ("q_proj",))
-    with pytest.raises(ConfigurationError, match="--lora-alpha nan"):
+    with pytest.raises(ConfigurationError, match=r"alpha \(--lora-alpha\) nan"):
         Lora(1, float("nan"), ("q_proj",))
     with pytest.raises(ConfigurationError, match=r"the text 'q_proj'; give \('q_proj',\)"):
         Lora(1, targets="q_proj")  # type: ignore[arg-type]

@@ -364,15 +364,16 @@ def _lacks_adapters(
     if has_adapters and lora is None:
         raise ConfigurationError(
             f"{checkpoint.folder} has adapters but this run trains the model itself; give the "
-            "--lora-rank, --lora-alpha and --lora-targets of the run that wrote it, or add them to "
-            "the weights by export-hf --merge and begin with these"
+            "rank, alpha and targets (--lora-rank, …) of the run that wrote it, or add them to the "
+            "weights by export-hf --merge and begin with these"
         )
     if lora is None or has_adapters:
         return False
     if with_optimizer:
         raise ConfigurationError(
-            f"{checkpoint.folder} has no adapters to go on with but --lora-rank is {lora.rank}; "
-            "train new ones of its model (--finetune, or Engine.from_hf with its folder)"
+            f"{checkpoint.folder} has no adapters to go on with but rank (--lora-rank) is "
+            f"{lora.rank}; train new ones of its model (--finetune, or Engine.from_hf with its "
+            "folder)"
         )
     return True
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Sequence
+from functools import partial
 from itertools import groupby
 from typing import Any
 
@@ -84,8 +85,7 @@ class Adapters(torch.nn.ModuleDict):
 
         given: x, (…, inputs of this rank).
         """
-        scale = self._lora.scale if self.are_used else 0.0
-        return F.linear(given, self._a()) * scale, self._b()
+        return F.linear(given, self._a()) * self._lora.scale, self._b()
 
     @property
     def _low_rank(self) -> list[Any]:
@@ -137,14 +137,22 @@ class Adapted(torch.nn.Module):
         """Upstream's product of a parallel layer, before the sum over tp ranks if there is one."""
         if allreduce_dgrad:
             input = copy_to_tensor_model_parallel_region(input, group=self.tp_group)
+        upstream: Any = super()
+        product = partial(
+            upstream._forward_impl,
+            input,
+            weight,
+            allreduce_dgrad=False,
+            sequence_parallel=sequence_parallel,
+            **named,
+        )
+        if not self.adapters.are_used:
+            output: Tensor = product()
+            return output
         low, rows = self.adapters(input)
         if sequence_parallel:
             low = gather_from_sequence_parallel_region(low, group=self.tp_group)
-        upstream: Any = super()
-        output = upstream._forward_impl(
-            input, weight, allreduce_dgrad=False, sequence_parallel=sequence_parallel, **named
-        )
-        return _plus_product(output, low, rows)
+        return _plus_product(product(), low, rows)
 
 
 class AdaptedColumnParallelLinear(Adapted, ColumnParallelLinear):
@@ -162,7 +170,9 @@ class AdaptedDuplicatedLinear(Adapted, DuplicatedLinear):
 
     def forward(self, given: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
         output, _ = super().forward(given)
-        return _plus_product(output, *self.adapters(given)), None
+        if self.adapters.are_used:
+            output = _plus_product(output, *self.adapters(given))
+        return output, None
 
 
 class _PlusProduct(torch.autograd.Function):
@@ -233,7 +243,8 @@ def _adapt(name: str, linear: Any, parts: Sequence[Adapter], lora: Lora) -> None
     if kind not in _ADAPTED:
         raise ConfigurationError(
             f"adapters belong to linear layers of {listed([k.__name__ for k in _ADAPTED])} but "
-            f"'{name}' is {kind.__name__}; use the local layers, or leave it out of --lora-targets"
+            f"'{name}' is {kind.__name__}; use the local layers, or leave it out of the targets "
+            "(--lora-targets)"
         )
     sizes = parts[0].num_inputs, sum(part.num_outputs for part in parts)
     there = (
@@ -244,7 +255,7 @@ def _adapt(name: str, linear: Any, parts: Sequence[Adapter], lora: Lora) -> None
     if sizes != there:
         raise ConfigurationError(
             f"the adapters of '{name}' have {sizes[0]} inputs and {sizes[1]} outputs but it has "
-            f"{there[0]} and {there[1]}; leave it out of --lora-targets"
+            f"{there[0]} and {there[1]}; leave it out of the targets (--lora-targets)"
         )
     linear.__class__ = _ADAPTED[kind]
     linear.adapters = Adapters(parts, lora, linear)
@@ -255,6 +266,6 @@ def check_all_found(names: Sequence[str], lora: Lora) -> None:
     missing = [each for each in lora.targets if not any(f"{ADAPTERS}{each}." in n for n in names)]
     if missing:
         raise ConfigurationError(
-            f"every layer of --lora-targets is adapted but the model has none for "
+            f"every layer of the targets (--lora-targets) is adapted but the model has none for "
             f"{listed(missing)}: its modules have other names than Megatron's; leave them out"
         )

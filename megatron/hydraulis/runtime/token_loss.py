@@ -485,7 +485,7 @@ class ChunkedOutputLayer(ColumnParallelLinear):
         matrix = self.weight if weight is None else weight
         hidden = input_.squeeze(1)
         low, rows = hidden.new_empty(len(hidden), 0), matrix.new_empty(len(matrix), 0)
-        if isinstance(self, AdaptedOutputLayer):
+        if isinstance(self, AdaptedOutputLayer) and self.adapters.are_used:
             low, rows = self.adapters(hidden)
         num_columns, first = matrix.size(0), matrix.size(0) * self.tp_group.rank()
         columns = _Columns(

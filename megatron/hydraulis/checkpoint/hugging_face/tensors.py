@@ -122,7 +122,7 @@ def adapter_rows(model: HuggingFaceModel, lora: Lora) -> dict[str, tuple[TensorR
         raise ConfigurationError(
             f"an adapter of {_HEAD} belongs to its weight but {model} has none, as its embeddings "
             f"are tied: merged, it would change the embedding, too; leave {_HEAD} out of "
-            "--lora-targets"
+            "the targets (--lora-targets)"
         )
     there = {(each.module, each.target) for each in lora.of(adapters(model.shape()))}
     found = {}
