@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -16,10 +17,11 @@ import torch
 from megatron.core.tensor_parallel.layers import RowParallelLinear
 
 from megatron.hydraulis.checkpoint.loading import load_checkpoint
+from megatron.hydraulis.frozen import Frozen
 from megatron.hydraulis.lora import ADAPTERS
 from megatron.hydraulis.runtime import adapters
 from megatron.hydraulis.runtime.catalogue import catalogue, initial_rows
-from megatron.hydraulis.transfer.canonical import Contribution
+from megatron.hydraulis.transfer.canonical import Contribution, model_parameters
 from tests.distributed.test_shared_weights import poisoned
 from tests.support.broken_rules import Rule, described, run_broken, wrong_with
 from tests.support.checkpoints import make_engine, save_new
@@ -34,8 +36,9 @@ from tests.support.law import (
     law_job,
     waves,
 )
-from tests.support.models import RankRun, SmallModel, assemble, rank_run
+from tests.support.models import RankRun, SmallModel, assemble, rank_run, run_job
 from tests.support.overlap_probes import bytes_of_iterations
+from tests.support.recomputed_models import recomputed
 from tests.support.reference import initial_parameters
 
 pytestmark = pytest.mark.distributed
@@ -108,6 +111,39 @@ def test_every_strategy_gives_the_same_adapters(name: str) -> None:
     """Another one in each iteration."""
     model, texts = MODELS[name]
     check_law(changing(texts, model), 4)
+
+
+def test_a_recomputed_mlp_gives_the_same_adapters() -> None:
+    """Nothing in front of the first one, inside the first layer's MLP, is trained."""
+    model = replace(MODEL, lora_targets=("up_proj", "down_proj"))
+    job = changing(("tp2pp2", "cp4~", "tp2+2*tp1"), model)
+    again = recomputed(model, granularity="selective", modules=("mlp",))
+    assert_law(job, pool_of(4).run(run_job, replace(job, model=again)))
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_planning_knows_the_adapters_that_the_model_has(name: str) -> None:
+    model, _ = MODELS[name]
+    shape = model.shape()
+    prepare_parent()
+    found = [entry.spec for entry in catalogue(model.definition())]
+    planned = model_parameters(shape, frozen=Frozen.around(model.lora, shape))
+    assert {
+        (
+            spec.unit,
+            re.sub(r"decoder\.layers\.\d+\.", "", spec.name)
+            .replace(ADAPTERS, ".")
+            .replace("lora_", ""),
+            spec.shape,
+            spec.contribution,
+        )
+        for spec in found
+        if not spec.is_frozen
+    } == {
+        (spec.unit, spec.name.removeprefix(f"{spec.unit.name}."), spec.shape, spec.contribution)
+        for spec in planned
+        if not spec.is_frozen
+    }
 
 
 @pytest.mark.parametrize("text", ["cp4~", "cp4~fs"])
