@@ -137,11 +137,6 @@ def build_from_folder(
                 f"lora is a Lora, or None to train the model, but is {lora!r:.60}; give "
                 "Lora(rank=16)"
             )
-        if lora is not None and value_head:
-            raise ConfigurationError(
-                "a value head is trained with the whole model but there are adapters of rank "
-                f"{lora.rank}, which would freeze it; leave lora or value_head out"
-            )
         path = checked_path(folder)
         model, _, stored_dtype = open_folder(path, value_head=value_head)
         flag_parser = FlagParser()

@@ -302,9 +302,14 @@ def _open(path: Path, vocab_size: int | None, *, checks_content: bool) -> _Opene
 
 def _check_content(opened: _Opened, content: Content) -> None:
     """Raise ConfigurationError if the checkpoint cannot be written that way."""
+    path = opened.checkpoint.folder
+    if content is Content.ADAPTER and opened.model.has_value_head:
+        raise ConfigurationError(
+            f"{path}: {content.value} writes adapters alone but a value head was trained with "
+            f"them; give {Content.MERGED.value}"
+        )
     if (opened.lora is None) == (content is Content.MODEL):
         return
-    path = opened.checkpoint.folder
     if opened.lora is None:
         raise ConfigurationError(
             f"{path}: {content.value} is for adapters but the run trained none; leave it out"
