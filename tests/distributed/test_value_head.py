@@ -235,6 +235,10 @@ def test_the_head_is_trained_whole_next_to_adapters(tmp_path: Path) -> None:
             assert norms[i] == pytest.approx(norm, rel=TOLERANCE), STRATEGIES[i]
     expected = adapted.merge_and_unload().state_dict()
     exported = tmp_path / "exported"
+    with pytest.raises(ConfigurationError, match="a value head was trained with them; give --mer"):
+        export_checkpoint(
+            tmp_path / "saved", exported, max_file_bytes=10**9, content=Content.ADAPTER
+        )
     export_checkpoint(tmp_path / "saved", exported, max_file_bytes=10**9, content=Content.MERGED)
     for *_, merged in runs:
         assert_same_tensors(merged, tensors_of(exported))

@@ -147,7 +147,8 @@ class Engine:
             dtype: of parameters, bf16 or fp32; None for that of the folder's tensors. The
                 optimizer works in fp32.
             max_tokens_per_micro_batch: as the flag; None for what fits in memory.
-            lora: adapters that are trained instead of the model, such as ``Lora(rank=16)``.
+            lora: adapters that are trained instead of the model, such as ``Lora(rank=16)``; a
+                value head is trained with them.
             value_head: whether a value of each token replaces logits, as in a critic: "score" in
                 the folder, or a new one. Plans count the output layer that is not there.
             options: further options of the training program, such as
