@@ -91,6 +91,15 @@ def test_frozen_layers_have_one_product_in_the_backward_and_idle_ones_none() -> 
     assert 1 / 3 < share[0] < share[1] < 1
 
 
+@pytest.mark.parametrize("frozen", [FIRST, ALL_BUT_LAST, MIDDLE])
+def test_frozen_parts_have_no_gradients_on_any_stage(frozen: Frozen) -> None:
+    memory = model(frozen).memory
+    expected = 2 * LLAMA_7B.num_parameters + 4 * memory.num_trained
+    for scheme in (Scheme(), Scheme(pp=4)):
+        stages = (memory.role_bytes(scheme, stage) for stage in range(scheme.pp))
+        assert sum(stages) == pytest.approx(expected)
+
+
 @pytest.mark.parametrize("scheme", [Scheme(), Scheme(tp=4), Scheme(cp=8, fs=8), Scheme(tp=2, pp=2)])
 @pytest.mark.parametrize("recompute", [Recompute(), EVERY_LAYER])
 def test_more_tokens_fit(scheme: Scheme, recompute: Recompute) -> None:
