@@ -57,6 +57,7 @@ ITERATION = 5
         ("deepseek_v3", "tp2"),
         ("deepseek_v3, as Moonlight", "pp2"),
         ("qwen2, YaRN", "tp2"),
+        ("ministral", "pp2"),
         ("gpt_oss", "tp2"),
         ("gpt_oss, other layers, rounded", "pp2"),
         ("mixtral, window, tied", "tp2"),

@@ -34,6 +34,7 @@ _CLASSES = {
     "deepseek_v2": "DeepseekV2",
     "deepseek_v3": "DeepseekV3",
     "gpt_oss": "GptOss",
+    "ministral": "Ministral",
     "llama": "Llama",
     "qwen2": "Qwen2",
     "qwen3": "Qwen3",
@@ -135,6 +136,12 @@ VARIANTS: dict[str, dict[str, Any]] = {
             "original_max_position_embeddings": 64,
         }
     },
+    "ministral": {
+        "sliding_window": 7,
+        "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+        "head_dim": 8,
+    },
+    "ministral, all layers": {"sliding_window": 5, "head_dim": 12},
     "mixtral": {"num_local_experts": 4},
     "mixtral, window, tied": {
         "num_local_experts": 3,

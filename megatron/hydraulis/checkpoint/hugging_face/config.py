@@ -9,6 +9,7 @@ from typing import Any
 from megatron.hydraulis.checkpoint.hugging_face.families import (
     BIASES,
     FAMILIES,
+    LEFT_OUT,
     WINDOWED_LAYERS,
     ExpertNames,
     Family,
@@ -119,6 +120,7 @@ def config_of(model: HuggingFaceModel, dtype: str) -> dict[str, Any]:
     if WINDOWED_LAYERS in family.parts:
         kinds = _FULL_ATTENTION, _WINDOWED_ATTENTION
         config["layer_types"] = [kinds[is_windowed] for is_windowed in model.window_attn_skip_freq]
+    if model.quick_geglu:
         config[_LIMIT] = model.activation_func_clamp_value
     if "--no-rope-freq" in family.parts:
         config["no_rope_layers"] = [1 - skips for skips in model.no_rope_freq]
@@ -167,9 +169,10 @@ def model_from_config(content: Any, what: str) -> HuggingFaceModel:
     config = without_nulls(content, what)
     name = config.text("model_type")
     if name not in FAMILIES:
+        of_it = f", which has {LEFT_OUT[name]}" if name in LEFT_OUT else ""
         raise ConfigurationError(
             f"{what}: only the model types {', '.join(sorted(FAMILIES))} can be imported but this "
-            f"one is {name!r}; import a model of these"
+            f"one is {name!r}{of_it}; import a model of these"
         )
     family = FAMILIES[name]
     _only(config, "architectures", [family.architecture])
@@ -196,7 +199,7 @@ def model_from_config(content: Any, what: str) -> HuggingFaceModel:
     types = config.array("layer_types") if config.has("layer_types") else []
     windowed_layers: tuple[int, ...] = ()
     if WINDOWED_LAYERS in family.parts:
-        windowed_layers = _windowed_layers(config, types, num_layers)
+        windowed_layers = _windowed_layers(config, family, types, num_layers)
     elif any(kind != _FULL_ATTENTION for kind in types):
         raise _wrong(config, "layer_types", [_FULL_ATTENTION, "…"])
     has_biases = BIASES in family.needs
@@ -394,11 +397,11 @@ def _rope(config: JsonObject, family: Family) -> dict[str, Any]:
 
 
 def _windowed_layers(
-    config: JsonObject, types: Sequence[object], num_layers: int
+    config: JsonObject, family: Family, types: Sequence[object], num_layers: int
 ) -> tuple[int, ...]:
-    """1 for a layer with a window, which by default every other one has, beginning with the
-    first."""
-    kinds = types or [_WINDOWED_ATTENTION, _FULL_ATTENTION] * num_layers
+    """1 for a layer with a window and 0 for the others."""
+    others = _FULL_ATTENTION if family.alternates else _WINDOWED_ATTENTION
+    kinds = types or [_WINDOWED_ATTENTION, others] * num_layers
     if len(kinds) < num_layers or not set(kinds) <= {_WINDOWED_ATTENTION, _FULL_ATTENTION}:
         raise _wrong(
             config, "layer_types", f"one of two kinds of attention for {num_layers} layers"

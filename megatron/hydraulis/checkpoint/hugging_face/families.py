@@ -70,6 +70,9 @@ class Family:
     rope_theta: float = 10000.0
     rotary_percent: float = 1.0
     window_tokens: int | None = None
+    alternates: bool = False
+    """Whether every other layer, the first among them, has a window unless ``layer_types`` says
+    which; otherwise all have."""
     has_yarn: bool = False
     """Whether YaRN stretches positions by default, so that ``config.json`` must say how."""
     no_rope_layer_interval: int = 0
@@ -135,6 +138,7 @@ FAMILIES: Mapping[str, Family] = {
         needs_head_dim=True,
         norm_epsilon=1e-5,
         rope_theta=150000.0,
+        alternates=True,
         has_yarn=True,
         window_tokens=128,
         experts=ExpertNames(
@@ -196,6 +200,14 @@ FAMILIES: Mapping[str, Family] = {
             normalizes=True,
         ),
     ),
+    "ministral": Family(
+        architecture="MinistralForCausalLM",
+        marks={WINDOWED_LAYERS},
+        needs={"--window-size"},
+        settings=_NO_BIAS,
+        needs_head_dim=True,
+        window_tokens=4096,
+    ),
     "mistral": Family(
         architecture="MistralForCausalLM",
         marks={"--window-size"},
@@ -221,3 +233,11 @@ FAMILIES: Mapping[str, Family] = {
     ),
 }
 """Rows by model type; a model is of the first family whose marks it has."""
+_NORMS = "norms behind attention and MLP"
+LEFT_OUT: Mapping[str, str] = {
+    "gemma3_text": f"{_NORMS}, a second rotary base for layers with windows, a scaled embedding",
+    "mimo_v2_flash": "values of fewer channels than keys and a second rotary base for layers with "
+    "windows",
+    "olmo3": f"{_NORMS}, a norm over the queries of all heads",
+}
+"""What further model types have and Megatron's GPTModel lacks."""
