@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from megatron.hydraulis.library.batches import TokenSequence as TokenSequence
     from megatron.hydraulis.library.engine import BatchLoss as BatchLoss
     from megatron.hydraulis.library.engine import Engine as Engine
+    from megatron.hydraulis.library.hugging_face import HfShard as HfShard
     from megatron.hydraulis.library.plans import ModelLike as ModelLike
     from megatron.hydraulis.library.plans import PoolLike as PoolLike
     from megatron.hydraulis.library.plans import ProfileLike as ProfileLike
@@ -50,6 +51,7 @@ _MODULES = {
     "BatchLoss": "library.engine",
     "Comparison": "simulator.comparison",
     "Engine": "library.engine",
+    "HfShard": "library.hugging_face",
     "HydraulisError": "errors",
     "Lora": "lora",
     "LossTotal": "runtime.outcome",

@@ -67,7 +67,7 @@ class Frozen:
     def parse(cls, words: Sequence[str], shape: ModelShape) -> Frozen:
         """The parts that --frozen names: ``embedding``, ``output``, and layers such as ``0-30``.
 
-        Raises ConfigurationError for a part that the model has not.
+        Raises ConfigurationError for a part that the model lacks, and for all parts.
         """
         layers: set[int] = set()
         for word in words:
@@ -82,7 +82,13 @@ class Frozen:
                     "correct it"
                 )
             layers.update(range(first, last + 1))
-        return cls(frozenset(layers), EMBEDDING in words, OUTPUT in words)
+        found_parts = cls(frozenset(layers), EMBEDDING in words, OUTPUT in words)
+        if found_parts == cls._all_of(shape):
+            raise ConfigurationError(
+                f"some parts are trained but --frozen has all {shape.num_layers} layers, "
+                f"{EMBEDDING} and {OUTPUT}; leave out those that training changes"
+            )
+        return found_parts
 
     def __str__(self) -> str:
         """The words that `parse` takes, empty if nothing is frozen."""

@@ -104,8 +104,8 @@ class Lora:
                     each for one in there for each in (one.module.rpartition(".")[2], one.target)
                 )
                 raise ConfigurationError(
-                    f"adapters go to linear layers of the model but targets (--lora-targets) has "
-                    f"'{name}', which it has not{why}; choose among {', '.join(known)} and "
+                    f"adapters go to linear layers of the model but targets (--lora-targets) have "
+                    f"'{name}', which it lacks{why}; choose among {', '.join(known)} and "
                     f"{ALL_LINEAR}"
                 )
             chosen.update(found)

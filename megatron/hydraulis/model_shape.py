@@ -61,8 +61,8 @@ def layers_with_experts(num_layers: int, frequency: int | Sequence[int]) -> list
     return [bool(each) for each in frequency]
 
 
-def count_windowed_layers(num_layers: int, skip_frequency: int | Sequence[int] | None) -> int:
-    """Layers with a window of a model that has one.
+def windowed_layers(num_layers: int, skip_frequency: int | Sequence[int] | None) -> tuple[int, ...]:
+    """1 for each layer with a window and 0 for the others, of a model that has one.
 
     Args:
         num_layers: of the model.
@@ -70,10 +70,10 @@ def count_windowed_layers(num_layers: int, skip_frequency: int | Sequence[int] |
             no window, or 1 or 0 for each layer; None if all have one.
     """
     if skip_frequency is None:
-        return num_layers
+        return (1,) * num_layers
     if isinstance(skip_frequency, int):
-        return num_layers - num_layers // skip_frequency
-    return sum(skip_frequency)
+        return tuple(int(layer % skip_frequency != 0) for layer in range(1, num_layers + 1))
+    return tuple(skip_frequency)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

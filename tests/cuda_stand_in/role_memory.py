@@ -65,9 +65,9 @@ class Role:
     has_te: bool = False
     """Whether layers and core attention are those of Transformer Engine."""
     has_separate_gate: bool = False
+    """Whether the gate of the MLP has an offset and a limit, for which no kernel is fused."""
     has_biases: bool = False
     """Whether a gated MLP and the experts have biases, and a sigmoid of quick GELU: GPT-OSS."""
-    """Whether the gate of the MLP has an offset and a limit, for which no kernel is fused."""
     softmax_type: str = "vanilla"
     has_wide_norms: bool = False
     """Whether norms are centred around one."""

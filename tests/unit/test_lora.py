@@ -81,11 +81,11 @@ def test_latents_have_adapters_of_their_projections() -> None:
 
 
 def test_routed_experts_are_refused_by_name_and_shared_ones_are_adapted() -> None:
-    with pytest.raises(ConfigurationError, match=r"'linear_fc1', which it has not \(its routed"):
+    with pytest.raises(ConfigurationError, match=r"'linear_fc1', which it lacks \(its routed"):
         Lora.resolve(1, 1, "linear_fc1", _shape(**_EXPERTS))
     shape = _shape(**_EXPERTS, shared_expert_ffn_hidden_size=24)
     lora = Lora.resolve(1, 1, "linear_fc1", shape)
-    with pytest.raises(ConfigurationError, match=r"'mlp.shared_experts.linear_fc1', which it has"):
+    with pytest.raises(ConfigurationError, match=r"mlp.shared_experts.linear_fc1', which it lacks"):
         # It would be those of other layers, too, as targets are Hugging Face's.
         Lora.resolve(1, 1, "mlp.shared_experts.linear_fc1", shape)
     assert [each.module for each in lora.of(adapters(shape))] == [

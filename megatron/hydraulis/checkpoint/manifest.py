@@ -16,6 +16,7 @@ from typing import Any
 from megatron.hydraulis.checkpoint.folder import replace_file
 from megatron.hydraulis.errors import CheckpointError
 from megatron.hydraulis.json_object import JsonObject, read_json
+from megatron.hydraulis.model_shape import windowed_layers
 
 MANIFEST_NAME = "hydraulis.json"
 METADATA_NAME = ".metadata"
@@ -104,15 +105,14 @@ LATENT_ARGUMENTS = (
 )
 """Further `MODEL_ARGUMENTS` of a model with latent attention."""
 
-YARN_ARGUMENTS = (
-    "mscale",
-    "mscale_all_dim",
-    "rotary_scaling_factor",
-    "yarn_beta_fast",
-    "yarn_beta_slow",
-    "yarn_correction_range_round_to_int",
-    "yarn_original_max_position_embeddings",
-)
+_OF_YARN = {
+    "yarn_beta_fast": 32.0,
+    "yarn_beta_slow": 1.0,
+    "yarn_correction_range_round_to_int": True,
+    "yarn_original_max_position_embeddings": 4096,
+}
+"""What Megatron takes for those that are None."""
+YARN_ARGUMENTS = ("mscale", "mscale_all_dim", "rotary_scaling_factor", *_OF_YARN)
 """Further `MODEL_ARGUMENTS` of a model whose positions are stretched by YaRN, latents aside."""
 
 ADAPTER_ARGUMENTS = ("lora_alpha", "lora_rank", "lora_targets")
@@ -320,6 +320,7 @@ def model_differences(
     have fewer, unless it is one of `OFF_BY_DEFAULT`. Those that are on here only are differences if
     ``of`` holds them: the settings that the checkpoint knows, in one of this program all.
     """
+    saved, here = _with_defaults(saved), _with_defaults(here)
     differences = [
         f"{name} is {saved[name]} there and {value} here"
         for name, value in here.items()
@@ -330,6 +331,18 @@ def model_differences(
         for name in OFF_BY_DEFAULT
         if (name in saved) != (name in here) and (name in saved or name in of)
     ]
+
+
+def _with_defaults(model: Mapping[str, Any]) -> dict[str, Any]:
+    """A model in one of several forms that say the same: YaRN's settings without None, and windows
+    by layer instead of a period."""
+    found = dict(model)
+    if found.get("position_embedding_type") == "yarn":
+        found |= {name: each for name, each in _OF_YARN.items() if found.get(name) is None}
+    frequency = found.get("window_attn_skip_freq")
+    if isinstance(frequency, int) and frequency:
+        found["window_attn_skip_freq"] = list(windowed_layers(found["num_layers"], frequency))
+    return found
 
 
 def _digest(content: Mapping[str, Any]) -> str:

@@ -300,7 +300,7 @@ class MemoryModel(TrainedModel):
         last layer moves all of them by.
         """
         shape = self.shape
-        if self.lora is not None:
+        if self.lora is not None or not self.num_trained:
             return 0.0
         held, owned = self._num_trained_of_role(scheme, 0, shape.num_layers), self._owned
         last = min(shape.num_embedding_parameters, DEFAULT_BUCKET_CAP_ELEMENTS) / self.num_ranks

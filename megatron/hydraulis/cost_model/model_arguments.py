@@ -25,8 +25,8 @@ from megatron.hydraulis.frozen import Frozen
 from megatron.hydraulis.lora import DEFAULT_ALPHA, Lora
 from megatron.hydraulis.model_shape import (
     ModelShape,
-    count_windowed_layers,
     layers_with_experts,
+    windowed_layers,
 )
 
 TE_LAYERS = "transformer_engine"
@@ -451,7 +451,7 @@ def model_shape(args: argparse.Namespace, vocab_size: int) -> ModelShape:
         if sizes["expert_ffn_hidden_size"] is None:
             sizes["expert_ffn_hidden_size"] = ffn_hidden_size
     if args.window_size is not None and args.window_size[0] >= 0:
-        num_windowed = count_windowed_layers(args.num_layers, args.window_attn_skip_freq)
+        num_windowed = sum(windowed_layers(args.num_layers, args.window_attn_skip_freq))
         if num_windowed:
             sizes["num_windowed_layers"] = num_windowed
             sizes["window_tokens"] = args.window_size[0] + 1
@@ -605,6 +605,11 @@ def given_layers(namespace: argparse.Namespace, shape: ModelShape) -> dict[str, 
     attention = args.core_attention or core_attention_of(args.attention_backend or "auto")
     frozen = Frozen.parse(namespace.frozen or (), shape)
     if namespace.lora_rank is not None:
+        if namespace.frozen:
+            raise ConfigurationError(
+                "adapters freeze all of the model but --frozen is given with --lora-rank; remove "
+                "--frozen"
+            )
         alpha = DEFAULT_ALPHA if namespace.lora_alpha is None else namespace.lora_alpha
         lora = Lora.resolve(namespace.lora_rank, alpha, namespace.lora_targets or (), shape)
         frozen = Frozen.around(lora, shape)

@@ -58,6 +58,7 @@ _MAX_RESIDUAL = 0.2
 """Residual of a point up to which a fit is good whatever its R²: times that hardly differ have a
 low R² although they are predicted well."""
 _NO_ADAPTERS = "none"
+_NOTHING = "nothing"
 NOTHING_HIDDEN, BY_RULE, AS_MEASURED = "nothing hidden", "by the rule", "as measured"
 """How regrouping and optimizer count: all of their time; what the runtime does not hide by its own
 rule; the times of the profile, and the rule scaled by them where it has none."""
@@ -161,7 +162,8 @@ class ProfiledModel:
         return {
             name: value
             for name, value in self.values.items()
-            if (value or name not in _LATER) and (name != "lora" or value != _NO_ADAPTERS)
+            if (value or name not in _LATER)
+            and (name, value) not in (("lora", _NO_ADAPTERS), ("frozen", _NOTHING))
         }
 
     @property
@@ -199,7 +201,7 @@ def frozen_settings(frozen: Frozen, *, is_estimate: bool = False) -> dict[str, A
     trained."""
     if frozen.lora is not None:
         return {"lora": str(frozen.lora)}
-    return {"frozen": str(frozen) or (None if is_estimate else "nothing")}
+    return {"frozen": str(frozen) or (None if is_estimate else _NOTHING)}
 
 
 _LATER = tuple(each.name for each in fields(ModelShape) if each.default is not MISSING)

@@ -131,6 +131,11 @@ def check_variants(args: argparse.Namespace) -> None:
         raise ConfigurationError(
             f"the MLP has one activation but {' and '.join(given)} give {len(given)}; choose one"
         )
+    if args.multi_latent_attention and args.position_embedding_type == "yarn":
+        raise ConfigurationError(
+            "latent attention has YaRN by --rope-type but --position-embedding-type yarn is given "
+            "with --multi-latent-attention; give --rope-type yarn instead"
+        )
     if args.multi_latent_attention and args.rotary_interleaved:
         raise ConfigurationError(
             "latent attention pairs the channels that it rotates in its own way but "

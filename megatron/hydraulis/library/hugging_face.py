@@ -256,7 +256,8 @@ def hf_tensors(
 
     Collective: every rank exhausts the iterator. A rank never holds the model: besides the shards
     there are one bucket of parameters (while it is gathered, this rank's share of it, too), one of
-    Megatron's tensors and one of Hugging Face's at a time; and all adapters where they are merged.
+    Megatron's tensors and one of Hugging Face's at a time, or those of a layer's experts; and all
+    adapters where they are merged.
     """
     engine.require_onloaded()
     engine.finish_regrouping()

@@ -683,7 +683,12 @@ def _frozen_by(provider: Callable[..., torch.nn.Module], resolved: Resolved) -> 
     config.model_provider = provider
     set_args(resolved.args)
     try:
-        return frozen_parts(each.spec for each in catalogue(model_definition(config)))
+        entries = catalogue(
+            model_definition(config),
+            tensor_parallel=resolved.pool.tp_lcm > 1,
+            expert_parallel=resolved.pool.ep_lcm > 1,
+        )
+        return frozen_parts(each.spec for each in entries)
     finally:
         set_args(None)
 

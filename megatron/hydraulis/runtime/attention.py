@@ -27,7 +27,7 @@ from torch.autograd.function import Function, once_differentiable
 from megatron.hydraulis.cost_model.context import choose_way
 from megatron.hydraulis.cost_model.layer_memory import OFFSET_CHANNELS, QUERY_BLOCK
 from megatron.hydraulis.errors import ConfigurationError
-from megatron.hydraulis.model_shape import count_windowed_layers, require_no_dropout
+from megatron.hydraulis.model_shape import require_no_dropout, windowed_layers
 from megatron.hydraulis.runtime.packed_rows import (
     HeadExchange,
     SharedRow,
@@ -116,7 +116,7 @@ class PackedAttention(torch.nn.Module, ABC):
         """Whether some layer of the model has a window."""
         size, frequency = self.config.window_size, self.config.window_attn_skip_freq
         is_limited = size is not None and size[0] >= 0
-        return is_limited and count_windowed_layers(self.config.num_layers, frequency) > 0
+        return is_limited and sum(windowed_layers(self.config.num_layers, frequency)) > 0
 
     def forward(
         self,

@@ -84,8 +84,8 @@ def catalogue(
     Args:
         tensor_parallel: whether some strategy has tp > 1; if so, it must be known of every
             parameter how TP ranks share its gradient.
-        expert_parallel: whether some strategy has ep > 1; if so, all parameters of experts must be
-            cut by tp.
+        expert_parallel: whether some strategy has ep > 1; if so, gradients of experts are cut by
+            tp or added up.
 
     Raises:
         ConfigurationError: a parameter that cannot be regrouped, or whose initial value cannot be
@@ -250,6 +250,8 @@ def _spec(
     )
     found = _EXPERT.search(name) if is_cut or expert_parallel else None
     expert = None if found is None else int(found[1])
+    if expert is not None and not is_cut and not tensor_parallel:
+        contribution = Contribution.PARTIAL  # the same without tp, and allowed for experts
     is_matrix = parameter.dim() > 1 and not name.endswith(".bias")
     is_decayed_norm = definition.decays_qk_norms and any(norm in name for norm in QK_NORMS)
     unit = _unit(name)

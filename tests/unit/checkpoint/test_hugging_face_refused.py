@@ -81,7 +81,7 @@ BAD_FOLDERS: dict[str, tuple[Callable[[Path], Any], list[str]]] = {
         config(model_type="gemma"),
         ["deepseek_v3, gpt_oss, llama, ministral, ", "'gemma'"],
     ),
-    "left out": (config(model_type="olmo3"), ["'olmo3', which has norms behind attention"]),
+    "left out": (config(model_type="olmo3"), ["'olmo3', which has norms after attention"]),
     "task": (config(architectures=["Qwen2ForTokenClassification"]), ["Qwen2ForCausalLM"]),
     "activation": (config(hidden_act="gelu"), ["hidden_act", "silu", "'gelu'"]),
     "window": (config(use_sliding_window=True), ["use_sliding_window", "False"]),
@@ -363,6 +363,25 @@ def test_arguments_without_counterpart(changes: dict[str, Any], words: list[str]
     message = str(caught.value)
     assert all(word in message for word in words), message
     assert "; " in message
+
+
+@pytest.mark.parametrize(
+    ("variant", "changes", "words"),
+    [
+        ("gpt_oss", {"glu_linear_offset": 0.5}, ["--glu-linear-offset must be 1.0 but is 0.5"]),
+        ("gpt_oss", {"position_embedding_type": "rope"}, ["GptOss always has it", "rope"]),
+        ("qwen2, YaRN", {"mscale": 0.5}, ["--mscale 1 and --mscale-all-dim 0", "0.5 and 0"]),
+        ("qwen2, YaRN", {"rotary_percent": 0.5}, ["all channels", "--rotary-percent 0.5"]),
+    ],
+)
+def test_arguments_of_a_family_without_counterpart(
+    variant: str, changes: dict[str, Any], words: list[str], tmp_path: Path
+) -> None:
+    model = import_folder(make_folder(tmp_path / "hf", variant), tmp_path / "mega").model
+    with pytest.raises(ConfigurationError) as caught:
+        model_from_arguments(model.to_arguments() | changes, "iter_0000003", vocab_size=61)
+    message = str(caught.value)
+    assert all(word in message for word in words), message
 
 
 def test_options_that_latent_attention_ignores_do_not_hinder_an_export(tmp_path: Path) -> None:

@@ -48,6 +48,23 @@ def test_flags_that_change_the_model(typed: str, message: list[str], tmp_path: P
     assert model_differences(there, there) == []
 
 
+@pytest.mark.parametrize(
+    ("typed", "same"),
+    [
+        (
+            "--position-embedding-type yarn",
+            "--yarn-beta-fast 32 --yarn-correction-range-round-to-int",
+        ),
+        ("--window-size 8,0 --window-attn-skip-freq 2", "--window-attn-skip-freq [1,0,1,0]"),
+    ],
+)
+def test_two_ways_to_write_a_model_are_no_difference(typed: str, same: str, tmp_path: Path) -> None:
+    there = model_of(parse(tmp_path, *typed.split()).args)
+    here = model_of(parse(tmp_path, *typed.split(), *same.split()).args)
+    assert there != here
+    assert model_differences(there, here) == model_differences(here, there) == []
+
+
 def test_a_factor_without_effect_does_not_change_the_model() -> None:
     scaled = {"use_rope_scaling": True, "rope_scaling_factor": 8.0}
     other = scaled | {"rope_scaling_factor": 4.0}

@@ -51,6 +51,11 @@ def test_a_part_that_the_model_has_not_is_refused(word: str) -> None:
         Frozen.parse(["embedding", word], LLAMA_7B)
 
 
+def test_a_model_of_which_nothing_is_trained_is_refused() -> None:
+    with pytest.raises(ConfigurationError, match="--frozen has all 32 layers, embedding and"):
+        Frozen.parse(["output", "0-31", "embedding"], LLAMA_7B)
+
+
 def test_layers_in_front_of_all_that_is_trained_have_no_backward() -> None:
     four = Scheme(pp=4)
 

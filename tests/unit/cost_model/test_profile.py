@@ -18,8 +18,9 @@ from megatron.hydraulis.cost_model import (
     device_constants,
 )
 from megatron.hydraulis.cost_model.job_costs import JobOptions
-from megatron.hydraulis.cost_model.profile import ProfiledModel
+from megatron.hydraulis.cost_model.profile import ProfiledModel, frozen_settings
 from megatron.hydraulis.errors import ConfigurationError, StrategyError
+from megatron.hydraulis.frozen import NOTHING_FROZEN, Frozen
 from megatron.hydraulis.json_object import JsonObject
 from megatron.hydraulis.model_shape import AttentionWindow
 from megatron.hydraulis.strategy import Pool, Scheme, Strategy
@@ -168,6 +169,12 @@ def test_settings_that_one_side_does_not_know_are_not_compared() -> None:
     estimated.check_model(used(core_attention="sdpa"), "p.json", speaks=True)
     shape_only = ProfiledModel(shape=used().shape)
     model(model=SIZES | SETTINGS).check_model(shape_only, "p.json", speaks=True)
+
+
+def test_a_profile_of_a_model_that_is_trained_whole_holds_whatever_is_frozen() -> None:
+    measured = replace(used(), **frozen_settings(NOTHING_FROZEN))
+    assert "frozen" not in measured.to_json()
+    assert "frozen" in replace(used(), **frozen_settings(Frozen(embedding=True))).to_json()
 
 
 def test_profiles_that_do_not_name_the_first_layers_without_experts_are_used() -> None:

@@ -144,6 +144,10 @@ _BAD_INPUT = [
     ("--multi-latent-attention --qk-pos-emb-head-dim 5", ["a head has 5", "give an even --qk"]),
     ("--multi-latent-attention --v-head-dim 0", ["--v-head-dim must be at least 1 but is 0"]),
     (
+        "--multi-latent-attention --position-embedding-type yarn",
+        ["latent attention has YaRN by --rope-type", "--rope-type yarn"],
+    ),
+    (
         "--num-experts 4 --moe-shared-expert-intermediate-size 8",
         ["shared experts have no biases", "--disable-bias-linear"],
     ),

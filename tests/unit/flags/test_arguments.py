@@ -472,7 +472,7 @@ _TARGETS = ("--lora-targets", "q_proj", "k_proj", "v_proj", "up_proj")
         (_TARGETS, r"--lora-targets describes adapters but .* add --lora-rank N"),
         (("--lora-alpha", "3"), "--lora-alpha describes adapters"),
         (("--lora-rank", "0"), "--lora-rank must be at least 1"),
-        (("--lora-rank", "2", "--lora-targets", "gate_proj"), "has 'gate_proj', which it has not"),
+        (("--lora-rank", "2", "--lora-targets", "gate_proj"), "have 'gate_proj', which it lacks"),
     ],
 )
 def test_adapters_that_cannot_be_are_refused(

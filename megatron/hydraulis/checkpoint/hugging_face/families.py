@@ -233,7 +233,7 @@ FAMILIES: Mapping[str, Family] = {
     ),
 }
 """Rows by model type; a model is of the first family whose marks it has."""
-_NORMS = "norms behind attention and MLP"
+_NORMS = "norms after attention and MLP"
 LEFT_OUT: Mapping[str, str] = {
     "gemma3_text": f"{_NORMS}, a second rotary base for layers with windows, a scaled embedding",
     "mimo_v2_flash": "values of fewer channels than keys and a second rotary base for layers with "

@@ -287,13 +287,14 @@ def stack_experts(
 ) -> Iterator[tuple[str, torch.Tensor]]:
     """Tensors by the names of the family, which may have some of all experts of a layer.
 
-    These are held until all are there; see `ExpertNames.is_stacked`.
+    Those of a layer are filled side by side; see `ExpertNames.is_stacked`.
     """
     experts, names = model.experts, model.of_family.experts
     if experts is None or names is None or not names.is_stacked:
         yield from tensors
         return
-    waiting: dict[str, dict[tuple[int, str], torch.Tensor]] = {}
+    stacks: dict[str, torch.Tensor] = {}
+    missing: dict[str, int] = {}
     for name, tensor in tensors:
         found = _OF_EXPERT.fullmatch(name)
         if found is None:
@@ -303,15 +304,15 @@ def stack_experts(
         parts = ("down_proj",) if projection == "down_proj" else ("gate_proj", "up_proj")
         joined = f"{module}.{'down' if len(parts) == 1 else 'gate_up'}_proj"
         joined += "_bias" if kind == "bias" else ""
-        there = waiting.setdefault(joined, {})
-        there[int(number), projection] = tensor
-        if len(there) == experts.num_experts * len(parts):
-            del waiting[joined]
-            each = (
-                torch.stack([there[expert, part] for part in parts], dim=1).flatten(0, 1)
-                for expert in range(experts.num_experts)
-            )
-            yield joined, torch.stack([rows.movedim(0, -1) for rows in each])
+        if joined not in stacks:
+            size = (*tensor.shape[1:], len(parts) * len(tensor))
+            stacks[joined] = tensor.new_empty(experts.num_experts, *size)
+            missing[joined] = experts.num_experts * len(parts)
+        own = stacks[joined][int(number)]
+        own[..., parts.index(projection) :: len(parts)] = tensor.movedim(0, -1)
+        missing[joined] -= 1
+        if not missing[joined]:
+            yield joined, stacks.pop(joined)
 
 
 def _header(forms: Mapping[str, tuple[tuple[int, ...], torch.dtype]]) -> bytes:

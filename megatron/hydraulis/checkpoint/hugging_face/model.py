@@ -12,7 +12,7 @@ from megatron.hydraulis.checkpoint.manifest import OFF_BY_DEFAULT, known_setting
 from megatron.hydraulis.cost_model.model_arguments import NOT_OF_LATENTS
 from megatron.hydraulis.errors import ConfigurationError
 from megatron.hydraulis.json_object import JsonObject
-from megatron.hydraulis.model_shape import ModelShape, layers_with_experts
+from megatron.hydraulis.model_shape import ModelShape, layers_with_experts, windowed_layers
 
 _DEFAULT_LLAMA3_FACTOR = 8.0
 """Megatron's default of ``--rope-scaling-factor``."""
@@ -126,6 +126,15 @@ class Yarn:
     yarn_beta_fast: float = 32.0
     yarn_beta_slow: float = 1.0
     yarn_correction_range_round_to_int: bool = True
+
+    def __post_init__(self) -> None:
+        """Check that transformers scales in the same way: not at all by one of the scales alone."""
+        has_one = bool(self.mscale) != bool(self.mscale_all_dim)
+        if has_one and (self.mscale, self.mscale_all_dim) != (1.0, 0.0):
+            raise ConfigurationError(
+                f"model: YaRN has both scales, or --mscale 1 and --mscale-all-dim 0, but they are "
+                f"{self.mscale:g} and {self.mscale_all_dim:g}, for which {NO_COUNTERPART}"
+            )
 
     def to_arguments(self, *, of_latents: bool) -> dict[str, Any]:
         """Megatron's arguments for it."""
@@ -288,6 +297,15 @@ class HuggingFaceModel:
 
     def _check_family(self) -> None:
         family, parts = self.of_family, self._names_of_parts
+        if self.latents is None and (
+            (family.has_yarn and self.yarn is None) or (self.yarn and self.rotary_percent != 1.0)
+        ):
+            raise ConfigurationError(
+                f"model: YaRN rotates all channels of a head, and {family.name} "
+                f"{'always' if family.has_yarn else 'may'} has it, but this model has "
+                f"--position-embedding-type {'yarn' if self.yarn else 'rope'} and --rotary-percent "
+                f"{self.rotary_percent:g}, for which {NO_COUNTERPART}"
+            )
         if not family.marks | family.needs <= parts <= family.parts:
             has = " and ".join(sorted(family.parts)) or "none of these"
             raise ConfigurationError(
@@ -369,14 +387,13 @@ def model_from_arguments(
     has_squared_relu = bool(arguments.get("squared_relu"))
     has_swiglu = not (has_squared_relu or arguments.get("quick_geglu"))
     is_yarn = arguments.get("position_embedding_type") == "yarn"
+    is_gpt_oss = bool(arguments.get("quick_geglu"))
     required: dict[str, tuple[object, str]] = {
         "normalization": ("LayerNorm" if has_squared_relu else "RMSNorm", "--normalization"),
         "layernorm_zero_centered_gamma": (has_squared_relu, "--apply-layernorm-1p"),
         "position_embedding_type": ("yarn" if is_yarn else "rope", "--position-embedding-type"),
-        "softmax_type": (
-            "learnable" if arguments.get("quick_geglu") else "vanilla",
-            "--softmax-type",
-        ),
+        "softmax_type": ("learnable" if is_gpt_oss else "vanilla", "--softmax-type"),
+        "glu_linear_offset": (1.0 if is_gpt_oss else 0.0, "--glu-linear-offset"),
         "swiglu": (has_swiglu, "--swiglu"),
     }
     for name, (value, flag) in required.items():
@@ -416,11 +433,12 @@ def model_from_arguments(
         layers = tuple(map(int, layers_with_experts(num_layers, frequency)))
         width = given.integer("moe_ffn_hidden_size", default=given.integer("ffn_hidden_size"))
         known["experts"] = _read(Experts, given, moe_layer_freq=layers, moe_ffn_hidden_size=width)
+    frequency = arguments.get("window_attn_skip_freq")
     return _read(
         HuggingFaceModel,
         given,
         window_tokens=_window_tokens(arguments.get("window_size")),
-        window_attn_skip_freq=_windowed_layers(arguments.get("window_attn_skip_freq"), num_layers),
+        window_attn_skip_freq=() if frequency is None else windowed_layers(num_layers, frequency),
         no_rope_freq=layers_without_rope(arguments.get("no_rope_freq"), num_layers),
         **known,
     )
@@ -448,13 +466,6 @@ def _read[Fields](kind: type[Fields], given: JsonObject, **known: Any) -> Fields
 def _window_tokens(window_size: Sequence[int] | None) -> int | None:
     """Tokens of a window of Megatron's, which counts those before a token."""
     return None if window_size is None or window_size[0] < 0 else window_size[0] + 1
-
-
-def _windowed_layers(frequency: int | Sequence[int] | None, num_layers: int) -> tuple[int, ...]:
-    """A period or a list of Megatron's; a layer at the end of a period has no window."""
-    if isinstance(frequency, int):
-        frequency = [int(layer % frequency != 0) for layer in range(1, num_layers + 1)]
-    return tuple(frequency or ())
 
 
 def layers_without_rope(frequency: int | Sequence[int] | None, num_layers: int) -> tuple[int, ...]:
