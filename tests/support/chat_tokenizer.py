@@ -3,12 +3,37 @@
 import json
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 START, END = "<|im_start|>", "<|im_end|>"
 TURN = START + "{{ m.role }}\n{{ m.content }}" + END + "\n"
 PROMPT = "{% if add_generation_prompt %}" + START + "assistant\n{% endif %}"
 TEMPLATE = "{% for m in messages %}" + TURN + "{% endfor %}" + PROMPT
 """ChatML, without marks."""
+
+
+def make_chat_model(folder: Path, template: str = TEMPLATE) -> Path:
+    """Write a small Qwen3 of random weights with the tokenizer; returns the folder."""
+    import torch
+    from transformers import AutoTokenizer, Qwen3Config, Qwen3ForCausalLM
+
+    tokenizer: Any = AutoTokenizer.from_pretrained(make_chat_tokenizer(folder))
+    tokenizer.chat_template = template
+    tokenizer.pad_token = tokenizer.eos_token
+    tokenizer.save_pretrained(folder)
+    torch.manual_seed(1)
+    config = Qwen3Config(
+        vocab_size=len(tokenizer),
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=8,
+        max_position_embeddings=256,
+    )
+    Qwen3ForCausalLM(config).save_pretrained(folder)
+    return folder
 
 
 def make_chat_tokenizer(folder: Path, special_tokens: Sequence[str] = ()) -> Path:

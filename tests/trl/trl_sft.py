@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 from datasets import Dataset
-from transformers import AutoModelForCausalLM, AutoTokenizer, Qwen3Config, Qwen3ForCausalLM
+from transformers import AutoModelForCausalLM, AutoTokenizer
 from trl import SFTConfig, SFTTrainer
 
 from megatron.hydraulis.data.chat import ConversationEncoder, WeightedTokens
@@ -20,7 +20,7 @@ from megatron.hydraulis.library.batches import TokenSequence
 from megatron.hydraulis.library.engine import Engine
 from megatron.hydraulis.optimizer.sharded_adamw import AdamWSettings
 from scripts.stdlib_chat import TEMPLATE
-from tests.support.chat_tokenizer import make_chat_tokenizer
+from tests.support.chat_tokenizer import make_chat_model
 from tests.support.gloo_pool import pool_of
 
 TOLERANCE = 1e-5
@@ -40,24 +40,7 @@ CONVERSATIONS = [
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A Qwen3 of random weights and a tokenizer of bytes whose template has marks."""
-    folder = make_chat_tokenizer(tmp_path_factory.mktemp("model"))
-    tokenizer: Any = AutoTokenizer.from_pretrained(folder)
-    tokenizer.chat_template = TEMPLATE
-    tokenizer.pad_token = tokenizer.eos_token
-    tokenizer.save_pretrained(folder)
-    torch.manual_seed(1)
-    config = Qwen3Config(
-        vocab_size=len(tokenizer),
-        hidden_size=32,
-        intermediate_size=48,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=8,
-        max_position_embeddings=256,
-    )
-    Qwen3ForCausalLM(config).save_pretrained(folder)
-    return folder
+    return make_chat_model(tmp_path_factory.mktemp("model"), TEMPLATE)
 
 
 def encoded(folder: Path, tmp_path: Path) -> list[WeightedTokens]:

@@ -12,13 +12,16 @@ import torch
 from megatron.core.jit import disable_jit_fuser
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
+from megatron.training.global_vars import set_args
 from megatron.training.models.gpt import GPTModelConfig, default_layer_spec
 
 from megatron.hydraulis.cost_model.model_arguments import gradient_bytes
 from megatron.hydraulis.cost_model.regrouping import BF16_BYTES
 from megatron.hydraulis.flags.arguments import Resolved, gpt_model_config
+from megatron.hydraulis.frozen import Frozen
 from megatron.hydraulis.lora import Adapter, Lora, adapters
 from megatron.hydraulis.optimizer.sharded_adamw import AdamWSettings
+from megatron.hydraulis.runtime.catalogue import catalogue, frozen_parts
 from megatron.hydraulis.runtime.core_attention import (
     CoreAttention,
     CoreAttentionName,
@@ -154,6 +157,23 @@ def model_definition(config: HydraulisModelConfig) -> ModelDefinition:
         sequence_parallel=config.uses_sequence_parallel,
         model_provider=config.model_provider,
     )
+
+
+def frozen_by(provider: Callable[..., torch.nn.Module], resolved: Resolved) -> Frozen:
+    """What a model provider freezes of the whole model, which it makes on the meta device; it may
+    read Megatron's arguments."""
+    config = model_config(resolved, "sdpa", HydraulisModelConfig)
+    config.model_provider = provider
+    set_args(resolved.args)
+    try:
+        entries = catalogue(
+            model_definition(config),
+            tensor_parallel=resolved.pool.tp_lcm > 1,
+            expert_parallel=resolved.pool.ep_lcm > 1,
+        )
+    finally:
+        set_args(None)
+    return frozen_parts(entry.spec for entry in entries)
 
 
 def _layer_spec(config: HydraulisModelConfig) -> ModuleSpec | TransformerBlockSubmodules:

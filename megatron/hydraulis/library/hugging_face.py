@@ -337,10 +337,9 @@ def hf_shards(
 def _shard_of(
     part: TensorRows, owned: Sequence[OwnedRectangle], flat: Tensor, dtype: torch.dtype
 ) -> HfShard:
-    """Args:
-    part: rows of a parameter.
-    owned: of the parameter.
-    flat: the shards that have it.
+    """What is owned of a tensor, by the rows of a parameter that it is.
+
+    flat: the shards that have the parameter.
     """
     values, blocks = [flat[:0]], []
     num_values = num_rows = 0

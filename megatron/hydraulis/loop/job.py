@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from megatron.training.global_vars import set_args, set_global_variables
+from megatron.training.global_vars import set_global_variables
 
 from hydraulis_patches.training_loop import apply_training_loop
 from megatron.hydraulis.checkpoint.folder import CheckpointFolder
@@ -43,13 +43,12 @@ from megatron.hydraulis.flags.describe import (
     option_lines,
 )
 from megatron.hydraulis.flags.samples import sample_tokens
-from megatron.hydraulis.frozen import Frozen
 from megatron.hydraulis.json_object import write_output
 from megatron.hydraulis.library.building import (
     build_engine,
     choose_core_attention,
+    frozen_by,
     model_config,
-    model_definition,
 )
 from megatron.hydraulis.library.devices import (
     common_constants,
@@ -88,7 +87,6 @@ from megatron.hydraulis.observability.report_data import Run, read_run
 from megatron.hydraulis.observability.trace import set_aside_earlier_trace
 from megatron.hydraulis.optimizer.sharded_adamw import AdamWSettings
 from megatron.hydraulis.planner.planners import PLAN_FILES
-from megatron.hydraulis.runtime.catalogue import catalogue, frozen_parts
 from megatron.hydraulis.runtime.core_attention import CoreAttention
 from megatron.hydraulis.runtime.engine import RuntimeEngine
 from megatron.hydraulis.runtime.executor import (
@@ -136,7 +134,7 @@ class Job:
 
     def __init__(self, resolved: Resolved, hooks: UserHooks, *, has_cuda: bool) -> None:
         if hooks.model_provider is not None and resolved.frozen.lora is None:
-            frozen = _frozen_by(hooks.model_provider, resolved)
+            frozen = frozen_by(hooks.model_provider, resolved)
             resolved = dataclasses.replace(resolved, frozen=frozen)
         self._resolved = resolved
         self._run_dir = Path(resolved.hydraulis.run_dir)
@@ -674,23 +672,6 @@ class Job:
         if parts.trace is not None:
             parts.trace.close()
         parts.guard.close()
-
-
-def _frozen_by(provider: Callable[..., torch.nn.Module], resolved: Resolved) -> Frozen:
-    """What a model provider freezes of the whole model, which it makes on the meta device; it may
-    read Megatron's arguments."""
-    config = model_config(resolved, "sdpa", ContainerConfig)
-    config.model_provider = provider
-    set_args(resolved.args)
-    try:
-        entries = catalogue(
-            model_definition(config),
-            tensor_parallel=resolved.pool.tp_lcm > 1,
-            expert_parallel=resolved.pool.ep_lcm > 1,
-        )
-        return frozen_parts(each.spec for each in entries)
-    finally:
-        set_args(None)
 
 
 def check_trained(corpora: Sequence[Corpus], trains: Sequence[Sequence[bool]]) -> None:

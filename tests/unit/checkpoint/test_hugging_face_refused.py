@@ -418,7 +418,13 @@ def test_options_that_latent_attention_ignores_do_not_hinder_an_export(tmp_path:
         ("deepseek_v3", {"rope_interleave": False}, ["rope_interleave", "True"]),
         (
             "deepseek_v3",
-            {"rope_parameters": {"rope_type": "yarn", "original_max_position_embeddings": 8192}},
+            {
+                "rope_parameters": {
+                    "rope_type": "yarn",
+                    "factor": 4.0,
+                    "original_max_position_embeddings": 8192,
+                }
+            },
             ["original_max", "4096", "8192"],
         ),
         (

@@ -4,6 +4,7 @@ from dataclasses import replace
 
 import pytest
 
+from megatron.hydraulis.__main__ import main
 from megatron.hydraulis.cost_model.analytic import AnalyticCostModel
 from megatron.hydraulis.cost_model.device import device_constants
 from megatron.hydraulis.cost_model.trained_model import EVERY_LAYER, Recompute
@@ -54,6 +55,15 @@ def test_a_part_that_the_model_has_not_is_refused(word: str) -> None:
 def test_a_model_of_which_nothing_is_trained_is_refused() -> None:
     with pytest.raises(ConfigurationError, match="--frozen has all 32 layers, embedding and"):
         Frozen.parse(["output", "0-31", "embedding"], LLAMA_7B)
+
+
+def test_adapters_freeze_all_and_go_without_a_list_of_parts(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    model = "--num-layers 2 --hidden-size 64 --num-attention-heads 4 --vocab-size 256"
+    job = "--device h100 --num-ranks 8 --seq-length 256 --frozen 0 --lora-rank 2"
+    assert main(["estimate", *model.split(), *job.split()]) == 2
+    assert "--frozen is given with --lora-rank; remove --frozen" in capsys.readouterr().err
 
 
 def test_layers_in_front_of_all_that_is_trained_have_no_backward() -> None:

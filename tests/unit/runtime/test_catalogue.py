@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -9,9 +10,14 @@ import torch
 from torch import nn
 
 from megatron.hydraulis.errors import ConfigurationError
+from megatron.hydraulis.frozen import Frozen
+from megatron.hydraulis.library.building import frozen_by
 from megatron.hydraulis.runtime.catalogue import MARK, catalogue
+from megatron.hydraulis.runtime.model_building import ModelDefinition
 from megatron.hydraulis.transfer.canonical import Contribution, ParameterSpec, Unit
+from tests.support.gloo_pool import pool_of
 from tests.support.models import SmallModel
+from tests.unit.flags.argument_command import parse
 
 LAYER = "decoder.layers.0."
 
@@ -116,6 +122,37 @@ def specs_of_provider(change: Callable[[Any], object]) -> list[ParameterSpec]:
 
     definition = replace(SmallModel().definition(), model_provider=provider)
     return [entry.spec for entry in catalogue(definition, tensor_parallel=False)]
+
+
+def test_without_tp_a_provider_may_have_parameters_without_marks(tmp_path: Path) -> None:
+    def provider(**_: Any) -> nn.Module:
+        model = nn.Module()
+        for name in NAMES:
+            add_parameter(model, name)
+        model.get_parameter(NAMES[0]).requires_grad_(False)
+        return model
+
+    alone, together = (
+        parse(tmp_path, "--strategy", text, num_ranks=2) for text in ("2*tp1", "tp2")
+    )
+    assert frozen_by(provider, alone) == Frozen(embedding=True)
+    with pytest.raises(ConfigurationError, match="is not cut over TP ranks"):
+        frozen_by(provider, together)
+
+
+def test_without_tp_biases_of_experts_are_added_up() -> None:
+    """Ranks that hold other experts send theirs, whatever the flag for tp ranks."""
+    variant = {"num_moe_experts": 4, "moe_ffn_hidden_size": 16, "moe_router_topk": 2}
+    model = SmallModel(bias=True, sequence_parallel=False, variant=tuple(variant.items()))
+    specs: list[ParameterSpec] = pool_of(1).run(_specs_without_tp, model.definition())[0]
+    biases = [each for each in specs if each.name.endswith("linear_fc2.bias")]
+    assert {each.contribution for each in biases} == {Contribution.PARTIAL}
+    assert {each.experts for each in biases} == {(i, i + 1) for i in range(4)}
+
+
+def _specs_without_tp(definition: ModelDefinition) -> list[ParameterSpec]:
+    entries = catalogue(definition, tensor_parallel=False, expert_parallel=True)
+    return [entry.spec for entry in entries]
 
 
 def test_what_a_provider_freezes_is_frozen() -> None:

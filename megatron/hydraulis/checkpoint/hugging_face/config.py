@@ -34,12 +34,6 @@ _LLAMA3: Mapping[str, float] = {
     "original_max_position_embeddings": 8192,
 }
 """Llama 3's scaling as fixed in Megatron (0.19.2, `RotaryEmbedding._apply_scaling`)."""
-_YARN: Mapping[str, float] = {
-    "beta_fast": 32,
-    "beta_slow": 1,
-    "original_max_position_embeddings": 4096,
-}
-"""YaRN as fixed in Megatron's latent attention."""
 _SIZES_OF_YARN = {
     "rotary_scaling_factor": "factor",
     "yarn_original_max_position_embeddings": "original_max_position_embeddings",
@@ -47,7 +41,7 @@ _SIZES_OF_YARN = {
     "yarn_beta_slow": "beta_slow",
     "yarn_correction_range_round_to_int": "truncate",
 }
-"""Fields of `Yarn` outside of latent attention, and their names in ``config.json``."""
+"""Fields of `Yarn`, and their names in ``config.json``."""
 _SIZES = {
     "num_layers": "num_hidden_layers",
     "hidden_size": "hidden_size",
@@ -411,27 +405,22 @@ def _windowed_layers(
 
 def _yarn(rope: JsonObject, *, is_latent: bool) -> Yarn:
     """transformers rotates with a scale of 1 if one of the two scales is absent or 0."""
-    rounds = rope.flag("truncate", default=True)
-    settings: dict[str, Any] = {}
-    if not is_latent:
-        settings = {
-            "yarn_original_max_position_embeddings": rope.integer(_ORIGINAL),
-            "yarn_beta_fast": rope.number("beta_fast", default=32.0),
-            "yarn_beta_slow": rope.number("beta_slow", default=1.0),
-            "yarn_correction_range_round_to_int": rounds,
-        }
-    elif not rounds:
-        raise _wrong(rope, "truncate", True)
-    for key, value in _YARN.items() if is_latent else ():
-        if (rope.has(key) or key not in ("beta_fast", "beta_slow")) and rope.number(key) != value:
-            raise _wrong(rope, key, value)
     mscale, all_dims = (rope.number(key, default=0.0) for key in ("mscale", "mscale_all_dim"))
     if all_dims and not mscale:
         raise _wrong(rope, "mscale", "given with mscale_all_dim", mscale)
-    if not all_dims:
-        mscale = 1.0
-    factor = rope.number("factor")
-    return Yarn(rotary_scaling_factor=factor, mscale=mscale, mscale_all_dim=all_dims, **settings)
+    yarn = Yarn(
+        rotary_scaling_factor=rope.number("factor"),
+        mscale=mscale if all_dims else 1.0,
+        mscale_all_dim=all_dims,
+        yarn_original_max_position_embeddings=rope.integer(_ORIGINAL),
+        yarn_beta_fast=rope.number("beta_fast", default=Yarn.yarn_beta_fast),
+        yarn_beta_slow=rope.number("beta_slow", default=Yarn.yarn_beta_slow),
+        yarn_correction_range_round_to_int=rope.flag("truncate", default=True),
+    )
+    for name, key in _SIZES_OF_YARN.items() if is_latent else ():
+        if name.startswith("yarn_") and getattr(yarn, name) != getattr(Yarn, name):
+            raise _wrong(rope, key, getattr(Yarn, name))
+    return yarn
 
 
 def _wrong(config: JsonObject, key: str, only: object, value: object = None) -> ConfigurationError:

@@ -385,9 +385,9 @@ def model_from_arguments(
     """
     arguments = known_settings(arguments)
     has_squared_relu = bool(arguments.get("squared_relu"))
-    has_swiglu = not (has_squared_relu or arguments.get("quick_geglu"))
-    is_yarn = arguments.get("position_embedding_type") == "yarn"
     is_gpt_oss = bool(arguments.get("quick_geglu"))
+    has_swiglu = not (has_squared_relu or is_gpt_oss)
+    is_yarn = arguments.get("position_embedding_type") == "yarn"
     required: dict[str, tuple[object, str]] = {
         "normalization": ("LayerNorm" if has_squared_relu else "RMSNorm", "--normalization"),
         "layernorm_zero_centered_gamma": (has_squared_relu, "--apply-layernorm-1p"),
