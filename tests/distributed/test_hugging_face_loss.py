@@ -30,7 +30,12 @@ from megatron.hydraulis.runtime.executor import make_forward_step
 from tests.support.adapter_folders import make_adapter
 from tests.support.checkpoints import make_engine, whole_tensors
 from tests.support.gloo_pool import pool_of
-from tests.support.huggingface_folders import make_folder, tensors_of, transformers_loss
+from tests.support.huggingface_folders import (
+    make_folder,
+    tensors_of,
+    transformers_loss,
+    transformers_loss_and_norm,
+)
 from tests.support.plain_checkpoints import on_plain_ranks, train_and_save
 from tests.unit.flags.argument_command import parse
 
@@ -74,7 +79,9 @@ def test_the_same_loss_before_and_after_training(
     flags = model_flags(import_folder(source, mega).model)
     batch = batch_of(61)
     losses = pool_of(2).run(load_train_save, flags, strategy, str(mega), batch)[-1]
-    assert losses[0] == pytest.approx(transformers_loss(source, batch), rel=SAME_LOSS)
+    loss, norm = transformers_loss_and_norm(source, batch)
+    assert losses[0] == pytest.approx(loss, rel=SAME_LOSS)
+    assert losses[2] == pytest.approx(norm, rel=SAME_LOSS)
     assert abs(losses[1] - losses[0]) > 100 * SAME_LOSS  # another model
     back = tmp_path / "back"
     exported = export_checkpoint(mega, back, max_file_bytes=1 << 30)
@@ -120,7 +127,8 @@ def batch_of(vocab_size: int) -> list[np.ndarray]:
 def load_train_save(
     flags: list[str], strategy: str, root: str, batch: list[np.ndarray]
 ) -> list[float]:
-    """On every rank: losses before and after one step, after which the model is saved."""
+    """On every rank: losses before and after one step, after which the model is saved, and the norm
+    of its gradient."""
     words = [word for flag in flags for word in shlex.split(flag)]
     with tempfile.TemporaryDirectory() as folder:
         resolved = parse(Path(folder), *words, num_ranks=1)
@@ -132,16 +140,17 @@ def load_train_save(
     assert (
         set(StoredModel.of(engine.definition).objects) <= stored.keys()
     )  # so that Megatron can load it
-    losses = []
+    losses, norms = [], []
     for _ in range(2):
         outcome = engine.train_step(strategy, [pack(batch, 2)], make_forward_step())
         losses.append(outcome.loss.mean)
+        norms.append(outcome.gradient_norm or 0.0)
         if len(losses) == 1:
             saver = CheckpointSaver(CheckpointFolder(Path(root)), engine)
             upstream = upstream_entries(resolved.args, ITERATION, engine.optimizer, engine.pool)
             saver.save(SavedState(ITERATION, model, {}, {}, upstream))
             saver.finish()
-    return losses
+    return losses + norms
 
 
 def test_plain_megatron_reads_what_was_imported(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -207,7 +208,13 @@ def change_config(folder: Path, **changes: Any) -> None:
 
 
 def transformers_loss(folder: Path, batch: Sequence[np.ndarray]) -> float:
-    """Mean over the batch's tokens, in fp32, sequence by sequence.
+    """The loss of `transformers_loss_and_norm`."""
+    return transformers_loss_and_norm(folder, batch)[0]
+
+
+def transformers_loss_and_norm(folder: Path, batch: Sequence[np.ndarray]) -> tuple[float, float]:
+    """Mean over the batch's tokens, in fp32, sequence by sequence, and the norm of its gradient; 0
+    for a folder of an adapter, with which nothing is trained there.
 
     Args:
         folder: of the model.
@@ -216,16 +223,17 @@ def transformers_loss(folder: Path, batch: Sequence[np.ndarray]) -> float:
     model = transformers.AutoModelForCausalLM.from_pretrained(
         folder, dtype=torch.float32, attn_implementation="eager"
     )
-    total, num_tokens = 0.0, 0
-    with torch.no_grad():
-        for tokens in batch:
-            ids = torch.from_numpy(np.asarray(tokens, dtype=np.int64))
-            logits = model(input_ids=ids[None, :-1], use_cache=False).logits[0]
-            total += torch.nn.functional.cross_entropy(
-                logits.double(), ids[1:], reduction="sum"
-            ).item()
-            num_tokens += len(tokens) - 1
-    return total / num_tokens
+    num_tokens, total = sum(len(tokens) - 1 for tokens in batch), 0.0
+    for tokens in batch:
+        ids = torch.from_numpy(np.asarray(tokens, dtype=np.int64))
+        logits = model(input_ids=ids[None, :-1], use_cache=False).logits[0]
+        loss = torch.nn.functional.cross_entropy(logits.double(), ids[1:], reduction="sum")
+        if loss.requires_grad:
+            (loss / num_tokens).backward()
+        total += loss.item()
+    gradients = [each.grad.double() for each in model.parameters() if each.grad is not None]
+    norm = math.sqrt(math.fsum(each.square().sum().item() for each in gradients))
+    return total / num_tokens, norm
 
 
 def changed_file(path: Path, change: Callable[[bytes], bytes]) -> None:
