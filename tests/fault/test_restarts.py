@@ -420,8 +420,9 @@ def test_the_others_continue_without_a_lost_node(
     start: Start, expected: dict[str, dict[int, float]]
 ) -> None:
     started = start(LOST)
-    nodes = started.job.outcomes(200.0)
-    assert len(started.injector.happened) == 1
+    nodes = started.job.outcomes(400.0)
+    ends = "\n".join(node.ends_of_output() for node in nodes)
+    assert len(started.injector.happened) == 1, ends
     for number, node in enumerate(nodes):
         if number != LOST[1]:
             node.assert_succeeded()

@@ -60,12 +60,14 @@ class ElasticOutcome:
     def num_starts(self) -> int:
         return len({path.name.split(".")[0] for path in self.folder.glob("restart*.rank*")})
 
+    def ends_of_output(self) -> str:
+        """Status, and the ends of what ranks and agent wrote."""
+        agent = (self.folder / "agent").read_text(errors="replace")
+        return f"--- status {self.status}\n{self.output()[-6000:]}\n--- agent\n{agent[-3000:]}"
+
     def assert_succeeded(self) -> None:
         """Fails with the end of the output."""
-        assert self.status == 0, (
-            f"status {self.status}\n{self.output()[-6000:]}\n"
-            + ((self.folder / "agent").read_text()[-3000:])
-        )
+        assert self.status == 0, self.ends_of_output()
 
 
 class ElasticJob:
