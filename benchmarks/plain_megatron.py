@@ -234,5 +234,5 @@ def _local_value(entry: CataloguedParameter, tp_rank: int, tp: int) -> torch.Ten
     whole = initial_rows(entry, WEIGHT_SEED, 0, spec.shape[0], torch.float32).reshape(spec.shape)
     if spec.tp_dim is None:
         return whole
-    halves = whole.chunk(spec.stride, dim=spec.tp_dim)
-    return torch.cat([half.chunk(tp, dim=spec.tp_dim)[tp_rank] for half in halves], spec.tp_dim)
+    parts = whole.split(spec.parts or spec.shape[spec.tp_dim], dim=spec.tp_dim)
+    return torch.cat([part.chunk(tp, dim=spec.tp_dim)[tp_rank] for part in parts], spec.tp_dim)

@@ -10,6 +10,7 @@ from rich.table import Table
 from hydraulis_patches.cpu_backend import (
     CPU_BACKEND,
     DISPATCHED_COUNTS,
+    GATED_DELTA_NET,
     RNG_STATE,
     RNG_TRACKER,
 )
@@ -31,6 +32,7 @@ def main() -> int:
         CPU_BACKEND,
         RNG_STATE,
         DISPATCHED_COUNTS,
+        GATED_DELTA_NET,
         RNG_TRACKER,
         JIT_FUSER,
         *ALL,

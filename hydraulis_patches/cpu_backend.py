@@ -17,6 +17,7 @@ import torch
 from hydraulis_patches.hashes import (
     CPU_BACKEND_HASHES,
     DISPATCHED_COUNTS_HASHES,
+    GATED_DELTA_NET_HASHES,
     RNG_STATE_HASHES,
 )
 from hydraulis_patches.registry import AppliedPatch, Patch, SetState
@@ -54,6 +55,15 @@ DISPATCHED_COUNTS = Patch(
     "ranks exchange while it copies them to the host; without CUDA they stay tensors, which "
     "the collective does not take",
     removable_when="upstream converts them wherever they are",
+    cpu_only=True,
+)
+
+GATED_DELTA_NET = Patch(
+    name="gated_delta_net",
+    targets=GATED_DELTA_NET_HASHES,
+    reason="upstream's constructor refuses a machine without fla, whose kernels need CUDA; the "
+    "rule in plain torch needs none of them",
+    removable_when="upstream's constructor accepts its own rule in plain torch",
     cpu_only=True,
 )
 
@@ -163,6 +173,7 @@ def apply_cpu_backend() -> list[AppliedPatch]:
     applied = CPU_BACKEND.apply(lambda original: CpuTorch())
     applied += RNG_STATE.apply(stand_in_for)
     applied += DISPATCHED_COUNTS.apply(stand_in_for)
+    applied += GATED_DELTA_NET.apply(lambda original: True)
     from megatron.core.tensor_parallel.random import initialize_rng_tracker
 
     # Without dropout nothing random happens in a forward pass or its recomputation, so upstream's

@@ -6,6 +6,7 @@ CPU_BACKEND_HASHES = {
     "megatron.core.pipeline_parallel.schedules": "9d3624f4b1bc8e9e",
     "megatron.core.models.common.embeddings.rotary_pos_embedding": "0c5bca26c50b5599",
     "megatron.core.models.common.embeddings.yarn_rotary_pos_embedding": "9680720760c4acde",
+    "megatron.core.ssm.gated_delta_net.common": "59bb8339adf1498f",
     "megatron.core.tensor_parallel.layers": "f559500986961544",
     "megatron.core.tensor_parallel.mappings": "a91d34138309d787",
     "megatron.core.tensor_parallel.random": "c2bc8b53e27f0a88",
@@ -28,6 +29,8 @@ RNG_STATE_HASHES = {
 DISPATCHED_COUNTS_HASHES = {
     "megatron.core.transformer.moe.token_dispatcher:maybe_move_tensor_to_cpu": "8fc5847a887d7319",
 }
+
+GATED_DELTA_NET_HASHES = {"megatron.core.ssm.gated_delta_net.common:HAVE_FLA": "59bb8339adf1498f"}
 
 JIT_FUSER_HASHES = {"megatron.core.jit:enable_jit_fuser": "0714694302faf5a4"}
 

@@ -69,6 +69,8 @@ _OPTIONS: dict[OptionRange, str] = {
         --moe-ffn-hidden-size --moe-router-topk --moe-router-num-groups --moe-router-group-topk
         --moe-shared-expert-intermediate-size
         --q-lora-rank --kv-lora-rank --qk-head-dim --v-head-dim
+        --linear-conv-kernel-dim --linear-key-head-dim --linear-value-head-dim
+        --linear-num-key-heads --linear-num-value-heads
         --kv-channels --max-position-embeddings --rotary-base --rotary-seq-len-interpolation-factor
         --yarn-original-max-position-embeddings
         --recompute-num-layers --make-vocab-size-divisible-by --vocab-size --padded-vocab-size

@@ -183,7 +183,7 @@ MUTATIONS: dict[str, Rule] = {
     "q/k norms replicated": partial(described, r"\.[qk]_layernorm\.", **_REPLICATED),
     "sequence-parallel norms replicated": partial(described, "layernorm", **_REPLICATED),
     "replicated biases summed": partial(described, r"fc2\.bias|position_emb", **_PARTIAL),
-    "gate and up not cut apart": partial(described, "fc1", stride=1),
+    "gate and up not cut apart": partial(described, "fc1", parts=()),
     "tied output end forgotten": partial(forgotten, r"^embedding\.", 1),
     "second cp rank forgotten": partial(forgotten, "", 1),
     "offset of second cp rank forgotten": partial(forgotten, "softmax_offset", 1),

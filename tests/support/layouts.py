@@ -85,7 +85,7 @@ def layer_parameters(
                 unit,
                 sharded,
                 tp_dim=0,
-                stride=2,
+                parts=(ffn, ffn),
                 experts=(i, i + 1),
             ),
             ParameterSpec(
@@ -101,11 +101,13 @@ def layer_parameters(
     return [
         *experts,
         ParameterSpec(prefix + "norm", (hidden,), unit, replicated, decays=False),
-        ParameterSpec(prefix + "qkv", (3 * heads, hidden), unit, sharded, tp_dim=0),
+        ParameterSpec(
+            prefix + "qkv", (3 * heads, hidden), unit, sharded, tp_dim=0, parts=(heads, 2 * heads)
+        ),
         ParameterSpec(prefix + "q_norm", (5,), unit, partial, decays=False),
         ParameterSpec(prefix + "proj", (hidden, heads), unit, sharded, tp_dim=1),
-        ParameterSpec(prefix + "fc1", (2 * ffn, hidden), unit, sharded, tp_dim=0, stride=2),
-        ParameterSpec(prefix + "fc1_bias", (2 * ffn,), unit, sharded, tp_dim=0, stride=2),
+        ParameterSpec(prefix + "fc1", (2 * ffn, hidden), unit, sharded, tp_dim=0, parts=(ffn, ffn)),
+        ParameterSpec(prefix + "fc1_bias", (2 * ffn,), unit, sharded, tp_dim=0, parts=(ffn, ffn)),
         ParameterSpec(prefix + "fc2", (hidden, ffn), unit, sharded, tp_dim=1),
         ParameterSpec(prefix + "fc2_bias", (hidden,), unit, replicated, decays=False),
     ]
@@ -218,8 +220,8 @@ def _whole_local_ids(case: Case, parameter: int, role: Role) -> Ids:
     if spec.tp_dim is None or (role.experts is not None and _expert_of(spec) is not None):
         return whole
     parts = [
-        np.split(half, role.tp, axis=spec.tp_dim)[role.tp_rank]
-        for half in np.split(whole, spec.stride, axis=0)
+        np.split(part, role.tp, axis=spec.tp_dim)[role.tp_rank]
+        for part in np.split(whole, np.cumsum(spec.parts)[:-1], axis=0)
     ]
     return np.concatenate(parts, axis=0)
 

@@ -29,6 +29,7 @@ from megatron.hydraulis.runtime.engine import RuntimeEngine
 from megatron.hydraulis.runtime.executor import make_forward_step
 from megatron.hydraulis.runtime.model_building import (
     ModelDefinition,
+    hybrid_layer_spec,
     packed_block_spec,
     upstream_layer_spec,
 )
@@ -45,6 +46,8 @@ class SmallModel:
     """A small model with GQA, SwiGLU and a padded vocabulary."""
 
     num_layers: int = 4
+    layer_pattern: str = ""
+    """The kinds of ``num_layers`` layers of a hybrid model; empty for a GPT."""
     hidden_size: int = 32
     ffn_hidden_size: int = 48
     num_heads: int = 4
@@ -147,10 +150,13 @@ class SmallModel:
             transformer_impl="transformer_engine" if has_te else "local",
             cp_comm_type=self.cp_comm_type,
             init_method_std=0.1,
+            is_hybrid_model=bool(self.layer_pattern),
         )
 
     def layer_spec(self, transformer: TransformerConfig) -> Any:
         """Upstream's local layers."""
+        if self.layer_pattern:
+            return hybrid_layer_spec(transformer, use_te=False)
         if transformer.num_moe_experts is not None:
             return upstream_layer_spec(transformer, use_te=False)
         return get_gpt_layer_local_spec(
@@ -166,6 +172,7 @@ class SmallModel:
         return ModelDefinition(
             transformer=transformer,
             layer_spec=self.layer_spec(transformer),
+            layer_pattern=self.layer_pattern,
             built_layer_spec=upstream_layer_spec(transformer, use_te=True) if has_te else None,
             vocab_size=self.vocab_size,
             padded_vocab_size=self.padded_vocab_size,

@@ -22,6 +22,11 @@ from megatron.core.distributed.finalize_model_grads import (
     reset_model_temporary_tensors,
 )
 from megatron.core.models.gpt.gpt_model import GPTModel
+from megatron.core.models.hybrid import hybrid_block
+from megatron.core.models.hybrid.hybrid_block import HybridStack
+from megatron.core.models.hybrid.hybrid_model import HybridModel
+from megatron.core.ssm.gated_delta_net import GatedDeltaNet
+from megatron.core.ssm.gated_delta_net import common as gated_delta_net
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear
 from megatron.core.transformer import dot_product_attention
 from megatron.core.transformer import utils as attention_masks
@@ -29,6 +34,8 @@ from megatron.core.transformer.dot_product_attention import DotProductAttention
 from megatron.core.transformer.mla_qk_norm_config import QKNormConfigResolver
 from megatron.core.transformer.moe.moe_logging import destroy_moe_metrics_tracker
 from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler
+from megatron.core.transformer.spec_utils import ModuleSpec
+from megatron.core.transformer.torch_norm import WrappedTorchNorm
 from torch import Tensor
 
 from hydraulis_patches.cpu_backend import CpuTorch
@@ -78,16 +85,20 @@ def build_upstream_model(
     # Upstream's norms on a CPU have no such switch, so the reference has weights that are 1 more.
     config.layernorm_zero_centered_gamma = False
     collection = single_rank_collection(worker_groups().of_self)
-    with local_latent_attention():
-        reference = GPTModel(
-            config=config,
-            transformer_layer_spec=model.layer_spec(config),
-            vocab_size=model.vocab_size,
-            max_sequence_length=256,
-            position_embedding_type=model.position_embedding,
-            share_embeddings_and_output_weights=model.tied,
-            pg_collection=collection,
-        ).to(dtype)
+    named: dict[str, Any] = {
+        "config": config,
+        "vocab_size": model.vocab_size,
+        "max_sequence_length": 256,
+        "position_embedding_type": model.position_embedding,
+        "share_embeddings_and_output_weights": model.tied,
+        "pg_collection": collection,
+    }
+    reference: Any
+    if model.layer_pattern:
+        reference = build_hybrid_model(model, **named).to(dtype)
+    else:
+        with local_latent_attention():
+            reference = GPTModel(transformer_layer_spec=model.layer_spec(config), **named).to(dtype)
     give_missing_groups(reference, collection.tp)
     for name, module in reference.named_modules():
         if model.bias and re.search(r"local_experts\.\d+\.linear_fc2$", name):
@@ -102,6 +113,54 @@ def build_upstream_model(
     if model.lora is None:
         model.freeze(reference)
     return reference
+
+
+def build_hybrid_model(model: SmallModel, *, config: Any, **named: Any) -> HybridModel:
+    """Upstream's model with its own gated delta nets, whose rule is `recurrent_delta_rule`."""
+    config.deterministic_mode = True  # upstream's forward without fla
+    named["pg_collection"].dp_cp = named["pg_collection"].cp
+    spec = ModuleSpec(module=HybridStack, submodules=model.layer_spec(config))
+    with patch.object(hybrid_block, "TENorm", WrappedTorchNorm):
+        reference = HybridModel(
+            hybrid_stack_spec=spec,
+            hybrid_layer_pattern=model.layer_pattern,
+            config=config,
+            **named,
+        )
+    for module in reference.modules():
+        if isinstance(module, GatedDeltaNet):
+            module.gated_delta_rule = recurrent_delta_rule
+            for name in ("_compute_g_and_beta", "_apply_gated_norm"):
+                setattr(module, name, partial(_in_fp64, getattr(type(module), name), module))
+    return reference
+
+
+def _in_fp64(function: Any, *arguments: Any) -> Any:
+    """A function of upstream that rounds to fp32 by ``float()``, without that for fp64."""
+    with patch.object(
+        Tensor, "float", lambda tensor: tensor.to(torch.promote_types(tensor.dtype, torch.float32))
+    ):
+        return function(*arguments)
+
+
+def unit_length(tensor: Tensor) -> Tensor:
+    """What fla's ``l2norm`` gives."""
+    return tensor / (tensor.square().sum(-1, keepdim=True) + 1e-6).sqrt()
+
+
+def recurrent_delta_rule(
+    query: Tensor, key: Tensor, value: Tensor, *, g: Tensor, beta: Tensor, **_: Any
+) -> tuple[Tensor, None]:
+    """The gated delta rule token by token: (batch, tokens, heads, sizes) of one sequence each."""
+    state = query.new_zeros(*query.shape[:1], *query.shape[2:], value.size(-1))
+    outputs = []
+    for i in range(query.size(1)):
+        q, k, v = query[:, i] * query.size(-1) ** -0.5, key[:, i], value[:, i]
+        state = state * g[:, i, :, None, None].exp()
+        error = v - torch.einsum("bhkv,bhk->bhv", state, k)
+        state = state + torch.einsum("bhk,bhv->bhkv", k, beta[:, i, :, None] * error)
+        outputs.append(torch.einsum("bhkv,bhk->bhv", state, q))
+    return torch.stack(outputs, dim=1), None
 
 
 def _add_adapters(reference: GPTModel, model: SmallModel, values: Mapping[str, Tensor]) -> None:
@@ -203,6 +262,7 @@ def _decays(model: SmallModel, name: str, parameter: torch.Tensor) -> bool:
 def _cuda_on_cpu() -> Any:
     """Upstream's attention with a window or an offset names CUDA."""
     on_cpu = ExitStack()
+    on_cpu.enter_context(patch.object(gated_delta_net, "l2norm", unit_length))
     for module in (dot_product_attention, attention_masks):
         on_cpu.enter_context(patch.object(module, "torch", CpuTorch()))
     return on_cpu

@@ -400,7 +400,7 @@ def _check_frozen(
     tensors = checkpoint.tensors
     changed: dict[bool, list[str]] = {False: [], True: []}  # by whether they are frozen here
     for spec in specs:
-        key = stored.parameters[spec.name].key
+        key = stored.parameters[spec.name].tensors[0].key
         if key in tensors and (MASTER + key in tensors) == spec.is_frozen:
             changed[spec.is_frozen].append(spec.name)
     found = [
@@ -428,10 +428,11 @@ def _tensor_differences(
     differences = []
     parameters, biases = stored.parameters.values(), stored.biases.values()
     wanted = [
-        (state.prefix + (place := stored.parameters[spec.name]).key, place)
+        (state.prefix + place.key, place)
         for state in states
         for spec in specs
         if spec.is_frozen == state.is_frozen
+        for place in stored.parameters[spec.name].tensors
     ]
     for key, place in (*wanted, *((MODEL + place.key, place) for place in biases)):
         if key not in tensors:
@@ -439,7 +440,7 @@ def _tensor_differences(
         elif not place.fits(tensors[key].shape, num_tokens):
             differences.append(f"{key} is {tensors[key].shape} there and {place.shape} here")
     if any(state.prefix == MASTER for state in states):
-        known = {place.key for place in (*parameters, *biases)}
+        known = {each.key for place in (*parameters, *biases) for each in place.tensors}
         more = sorted(checkpoint.parameters.keys() - known)
         differences += [f"{key} is not in this model" for key in more]
     return differences

@@ -59,6 +59,7 @@ OFF_BY_DEFAULT = (
     "glu_linear_offset",
     "heterogeneous_layers_config_encoded_json",
     "heterogeneous_layers_config_path",
+    "hybrid_layer_pattern",
     "layernorm_zero_centered_gamma",
     "linear_attention_freq",
     "moe_router_enable_expert_bias",
@@ -105,6 +106,15 @@ LATENT_ARGUMENTS = (
 )
 """Further `MODEL_ARGUMENTS` of a model with latent attention."""
 
+RECURRENT_ARGUMENTS = (
+    "linear_conv_kernel_dim",
+    "linear_key_head_dim",
+    "linear_num_key_heads",
+    "linear_num_value_heads",
+    "linear_value_head_dim",
+)
+"""Further `MODEL_ARGUMENTS` of a model with gated delta nets."""
+
 _OF_YARN = {
     "yarn_beta_fast": 32.0,
     "yarn_beta_slow": 1.0,
@@ -120,7 +130,7 @@ ADAPTER_ARGUMENTS = ("lora_alpha", "lora_rank", "lora_targets")
 
 MODEL_SETTINGS = frozenset(
     ("group_query_attention", *MODEL_ARGUMENTS, *OFF_BY_DEFAULT, *EXPERT_ARGUMENTS)
-).union(LATENT_ARGUMENTS, YARN_ARGUMENTS, ADAPTER_ARGUMENTS)
+).union(LATENT_ARGUMENTS, RECURRENT_ARGUMENTS, YARN_ARGUMENTS, ADAPTER_ARGUMENTS)
 """All these arguments. `model_differences` compares those that have an effect."""
 
 _EARLIER_NAMES = {
@@ -296,6 +306,7 @@ def model_of(args: Any, vocab_size: int | None = None) -> dict[str, Any]:
         *MODEL_ARGUMENTS,
         *(EXPERT_ARGUMENTS if given.get("num_experts") else ()),
         *(LATENT_ARGUMENTS if given.get("multi_latent_attention") else ()),
+        *(RECURRENT_ARGUMENTS if given.get("hybrid_layer_pattern") else ()),
         *(YARN_ARGUMENTS if given.get("position_embedding_type") == "yarn" else ()),
         *(ADAPTER_ARGUMENTS if given.get("lora_rank") else ()),
     ]
@@ -334,11 +345,13 @@ def model_differences(
 
 
 def _with_defaults(model: Mapping[str, Any]) -> dict[str, Any]:
-    """A model in one of several forms that say the same: YaRN's settings without None, and windows
-    by layer instead of a period."""
+    """A model in one of several forms that say the same: YaRN's settings without None, windows by
+    layer instead of a period, and layers without stages."""
     found = dict(model)
     if found.get("position_embedding_type") == "yarn":
         found |= {name: each for name, each in _OF_YARN.items() if found.get(name) is None}
+    if "hybrid_layer_pattern" in found:  # in Megatron with the borders of stages
+        found["hybrid_layer_pattern"] = found["hybrid_layer_pattern"].replace("|", "")
     frequency = found.get("window_attn_skip_freq")
     if isinstance(frequency, int) and frequency:
         found["window_attn_skip_freq"] = list(windowed_layers(found["num_layers"], frequency))

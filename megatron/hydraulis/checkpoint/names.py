@@ -39,7 +39,7 @@ WRITTEN_HERE = "hydraulis"
 """Marks a checkpoint of this program where Megatron describes its content."""
 _LAYER_OF_NAME = 2
 """Index of the part of a name that numbers the layer."""
-_HAVE_EXTRA_STATES = ("layernorm.weight", "_down_proj.weight")
+_HAVE_EXTRA_STATES = ("layernorm.weight", "_norm.weight", "_down_proj.weight")
 """Ends of the keys of modules that have extra states in Megatron, but not here: norms that are not
 fused with a linear layer, projections to latents."""
 
@@ -55,6 +55,22 @@ class StoredParameter:
     """Offsets along the axes of layers, if there are any."""
     may_be_padded: bool
     """Whether the checkpoint may have more or fewer rows: a padded vocabulary."""
+    parts: tuple[StoredParameter, ...] = ()
+    """Tensors of their own that hold its rows, one after another; none if it is one tensor."""
+
+    @property
+    def tensors(self) -> tuple[StoredParameter, ...]:
+        """The places of its tensors, of which there is at least one."""
+        return self.parts or (self,)
+
+    def at(self, row: int) -> tuple[StoredParameter, int]:
+        """The place of the tensor that has one of its rows, and the row in there."""
+        for part in self.parts:
+            num_rows = part.shape[len(part.prefix)]
+            if row < num_rows:
+                return part, row
+            row -= num_rows
+        return self, row
 
     def fits(self, shape: tuple[int, ...], num_tokens: int) -> bool:
         """True if a stored tensor of that shape can be read, with a vocabulary of that size."""
@@ -115,18 +131,17 @@ def shard_pieces(
         place = stored.get(shards.layout.parameters[owned.parameter].name)
         if place is None:
             continue
+        place, first_row = place.at(owned.first_row)
         key, shape, num_rows = state.prefix + place.key, place.shape, owned.num_rows
         view = flat[owned.shard_offset : owned.shard_offset + owned.num_elements]
         if saved_shapes is not None and place.may_be_padded and saved_shapes[key] != shape:
             shape = saved_shapes[key]
-            num_rows = max(0, min(num_rows, shape[len(place.prefix)] - owned.first_row))
+            num_rows = max(0, min(num_rows, shape[len(place.prefix)] - first_row))
             view[num_rows * owned.num_columns :].zero_()
             view = view[: num_rows * owned.num_columns]
         if not num_rows:
             continue
-        offset, size = place.rectangle(
-            owned.first_row, owned.first_column, num_rows, owned.num_columns
-        )
+        offset, size = place.rectangle(first_row, owned.first_column, num_rows, owned.num_columns)
         same_as = MASTER + place.key if same_as_master else None
         yield FilePiece(key, shape, offset, view.view(size), dtype, same_as)
 
@@ -279,14 +294,14 @@ def _whole_model(
 
 
 def _stored(name: str, entry: Any, parameter: torch.Tensor) -> StoredParameter:
+    parts: tuple[StoredParameter, ...] = ()
     if isinstance(entry, ShardedTensorFactory):
-        parts = list(_leaves(entry.build()))
-        first = min(parts, key=lambda part: part.global_offset)
-        if {part.key for part in parts} != {first.key}:
-            raise ConfigurationError(
-                f"parameter '{name}' is stored as {', '.join(part.key for part in parts)} but can "
-                "only be one tensor; change its module's sharded_state_dict"
-            )
+        leaves = list(_leaves(entry.build()))
+        first = min(leaves, key=lambda leaf: leaf.global_offset)
+        if len({leaf.key for leaf in leaves}) > 1:
+            parts = tuple(_stored(name, leaf, leaf.data) for leaf in leaves)
+            own = (sum(len(leaf.data) for leaf in leaves), *parameter.shape[1:])
+            first = dataclasses.replace(first, key=entry.key, global_shape=own)
     else:
         first = entry
     num_prefix = first.prepend_axis_num
@@ -301,6 +316,7 @@ def _stored(name: str, entry: Any, parameter: torch.Tensor) -> StoredParameter:
         tuple(first.global_shape),
         tuple(first.global_offset[:num_prefix]),
         first.allow_shape_mismatch,
+        parts,
     )
 
 

@@ -47,6 +47,11 @@ from megatron.hydraulis.flags.defaults import (
     runs_here,
     set_defaults,
 )
+from megatron.hydraulis.flags.layer_pattern import (
+    check_recurrent_heads,
+    planning_notes,
+    take_layer_pattern,
+)
 from megatron.hydraulis.flags.parser import FlagParser, ParsedFlags
 from megatron.hydraulis.flags.samples import evaluation_sizes, read_for_sizes, training_sizes
 from megatron.hydraulis.frozen import Frozen
@@ -78,8 +83,8 @@ class Resolved:
     pool: Pool
     """The strategies of the flags and the pool file."""
     pool_changes: tuple[str, ...]
-    """Differences from what the flags describe, by --elastic or as experts are whole; one line
-    per change."""
+    """Differences from what the flags describe, by --elastic or as experts are whole, and what
+    figures of them do not count; one line each."""
     given: tuple[str, ...]
     """Honoured options with their values, as typed."""
     taken: tuple[tuple[str, str], ...]
@@ -129,6 +134,7 @@ def parse_arguments(
     problems = Problems()
     flags = flag_parser.parse(argv, problems)
     args = flags.args
+    problems.check(partial(take_layer_pattern, args))
     missing = checks.missing_flags(args, attempted=flags.attempted)
     with problems.collected():
         checks.check_required(missing)
@@ -201,6 +207,11 @@ def parse_arguments(
         checks.check_sequence_parallel(model_shape(args, args.padded_vocab_size), hydraulis, pool)
     shape = model_shape(args, args.padded_vocab_size)
     lora = problems.check(partial(hydraulis.lora, shape))
+    if lora is not None and args.hybrid_layer_pattern is not None:
+        problems.add(
+            "adapters are of the layers of a GPT but --lora-rank is given with "
+            "--hybrid-layer-pattern; remove one of the two"
+        )
     problems.raise_any()
     if lora is not None:  # for checkpoints
         vars(args).update(lora.arguments)
@@ -211,7 +222,7 @@ def parse_arguments(
         args=args,
         hydraulis=hydraulis,
         pool=pool,
-        pool_changes=pool_changes,
+        pool_changes=(*pool_changes, *planning_notes(args)),
         given=flags.as_typed,
         taken=(*taken, *_layout_taken(flags, hydraulis, pool)),
         unknown=flags.unknown,
@@ -235,6 +246,7 @@ def check_fit(args: argparse.Namespace, pool: Pool, problems: Problems) -> None:
         pool.check_model(model_shape(args, args.padded_vocab_size))
     with problems.collected():
         checks.check_context(args, pool, model_shape(args, args.padded_vocab_size))
+        check_recurrent_heads(args, pool)
 
 
 def _has_cuda(args: argparse.Namespace) -> bool:
@@ -294,6 +306,9 @@ def run_as_others(flags: ParsedFlags) -> Iterator[tuple[str, str]]:
             "times and limits are those of --cost-profile, only regrouping that it lacks is "
             "predicted",
         )
+    pattern = next((given for given in flags.given if given.dest == "hybrid_layer_pattern"), None)
+    if pattern is not None and any("|" in value for value in pattern.values):
+        yield str(pattern), "--strategy gives the layers of stages, as in pp2:3,5"
     if args.cp_comm_type == ["p2p"] and flags.was_given("cp_comm_type"):
         yield "--cp-comm-type p2p", "run as all_gather, the same bytes"
     if args.num_experts is not None and args.moe_token_dispatcher_type == "flex":

@@ -47,7 +47,9 @@ class Honoured:
 
 _TOPICS = {
     "Model": """
-        --num-layers --hidden-size --ffn-hidden-size --num-attention-heads --kv-channels
+        --num-layers --hybrid-layer-pattern --linear-conv-kernel-dim --linear-key-head-dim
+        --linear-value-head-dim --linear-num-key-heads --linear-num-value-heads
+        --hidden-size --ffn-hidden-size --num-attention-heads --kv-channels
         --group-query-attention --num-query-groups --max-position-embeddings
         --position-embedding-type --use-rotary-position-embeddings --no-position-embedding
         --rotary-base --rotary-percent --rotary-interleaved
@@ -130,6 +132,8 @@ _ALWAYS = {
 """Options that ask for what this program does in any case."""
 
 _DIFFERENT = {
+    "--hybrid-layer-pattern": "kinds of layers, as in G-*-: attention, MLP (-), gated delta net "
+    "(G); --strategy, not |, cuts stages",
     "--qk-layernorm": "norms of queries and keys or, with --multi-latent-attention, of latents: "
     "queries without --q-lora-rank have none",
     "--sft": "the data are JSON lines of conversations, each a sequence; answers are trained, with "
@@ -296,6 +300,9 @@ _NEEDS = {
         values=("yarn", True),
     ): "--rotary-scaling-factor --mscale --mscale-all-dim",
     Need("window_size", "--window-size"): "--window-attn-skip-freq",
+    Need("hybrid_layer_pattern", "--hybrid-layer-pattern"): """
+        --linear-conv-kernel-dim --linear-key-head-dim --linear-value-head-dim
+        --linear-num-key-heads --linear-num-value-heads""",
     Need("multi_latent_attention", "--multi-latent-attention"): """
         --q-lora-rank --kv-lora-rank --qk-head-dim --qk-pos-emb-head-dim --v-head-dim
         --rope-type""",

@@ -202,8 +202,8 @@ _ONLY_WITH = {
     "--fp16": r"(initial|min)-loss-scale|loss-scale-window|hysteresis|fp16-lm-cross-entropy",
     "--optimizer muon, lion or sgd": r"(muon|lion|sgd)-.*",
     "--mtp-num-layers": r"mtp-(?!num-layers|hybrid).*",
-    "--hybrid-layer-pattern": r"mamba-(?!inference).*|disable-mamba-mem-eff-path",
-    "--experimental-attention-variant": r"(no-)?dsa-.*|linear-(?!attention-freq).*",
+    "M in --hybrid-layer-pattern": r"mamba-(?!inference).*|disable-mamba-mem-eff-path",
+    "--experimental-attention-variant": r"(no-)?dsa-.*",
     "--use-megatron-fsdp or --use-torch-fsdp2": r"(megatron-)?fsdp-.*|torch-fsdp2-.*|"
     r"no-torch-fsdp2-.*|(data-parallel|outer-dp)-sharding-strategy|enable-full-sharding-in-hsdp",
     "--position-embedding-type relative": r"relative-attention-.*",
@@ -341,10 +341,10 @@ _REFUSED = (
         r"experimental-attention-variant|linear-attention-freq|qk-(l2-norm|clip)",
     ),
     Refused(
-        "state-space and hybrid models",
-        f"{_DECODER_ONLY}, one kind of layer throughout",
-        _REMOVE,
-        r".*mamba.*|.*hybrid-(layer|override)-pattern|is-hybrid-model|heterogeneous-layers-.*",
+        "other hybrid models",
+        "--hybrid-layer-pattern alone says which kinds of layers a model has",
+        "use it, with *, - and G",
+        r".*mamba.*|.*hybrid-override-pattern|is-hybrid-model|heterogeneous-layers-.*",
     ),
     Refused(
         "multi-token prediction",

@@ -308,6 +308,12 @@ class FlagParser:
         described = {name for name, value in vars(flags.args).items() if value is not None}
         problems.wrong |= {*flags.wrong, *({"num_layers", "num_attention_heads"} - described)}
         check_shape(flags.args, problems)
+        if flags.args.hybrid_layer_pattern is not None:
+            problems.add(
+                "--hybrid-layer-pattern: times and memory by kind of layer are not estimated yet, "
+                "training alone takes it; --dry-run shows its limits, where every layer counts as "
+                "attention and an MLP"
+            )
         problems.raise_any()
         return flags, refused, others
 

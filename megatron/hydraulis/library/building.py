@@ -7,9 +7,11 @@ import inspect
 from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
+from typing import Any
 
 import torch
 from megatron.core.jit import disable_jit_fuser
+from megatron.core.models.hybrid.hybrid_layer_allocation import Symbols
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 from megatron.training.global_vars import set_args
@@ -30,9 +32,12 @@ from megatron.hydraulis.runtime.core_attention import (
     row_kinds,
 )
 from megatron.hydraulis.runtime.engine import RuntimeEngine
+from megatron.hydraulis.runtime.gated_delta_net import check_kernels
 from megatron.hydraulis.runtime.model_building import (
+    LayerSpec,
     ModelDefinition,
     adaptable_layer_spec,
+    hybrid_layer_spec,
     upstream_layer_spec,
 )
 from megatron.hydraulis.runtime.spans import NO_SPANS, SpanRecorder
@@ -49,6 +54,7 @@ class HydraulisModelConfig(GPTModelConfig):
     model_provider: Callable[..., torch.nn.Module] | None = None
     core_attention: CoreAttentionName = "sdpa"
     decays_qk_norms: bool = False
+    layer_pattern: str = ""
     loss_chunk_tokens: int | None = None
     lora: Lora | None = None
     adapters: tuple[Adapter, ...] = ()
@@ -59,9 +65,11 @@ def choose_core_attention(resolved: Resolved, pool: Pool) -> CoreAttention:
     """The core attention of the strategies of a pool on this rank's current device.
 
     Raises ConfigurationError if the one that --core-attention names is not available, or does not
-    support the exchange among cp ranks.
+    support the exchange among cp ranks, or if gated delta nets have no kernels.
     """
     args = resolved.args
+    if Symbols.GDN in (args.hybrid_layer_pattern or ""):
+        check_kernels()
     here = current_environment(
         dtype=args.params_dtype,
         head_size=resolved.shape.kv_channels,
@@ -81,6 +89,7 @@ def model_config[Config: HydraulisModelConfig](
     config.uses_sequence_parallel = resolved.hydraulis.sequence_parallel
     config.core_attention = core_attention
     config.decays_qk_norms = resolved.args.apply_wd_to_qk_layernorm
+    config.layer_pattern = resolved.args.hybrid_layer_pattern or ""
     config.loss_chunk_tokens = resolved.hydraulis.loss_chunk_tokens
     if resolved.frozen.lora is not None:
         config.lora, config.adapters = resolved.frozen.lora, tuple(adapters(resolved.shape))
@@ -132,12 +141,13 @@ def model_definition(config: HydraulisModelConfig) -> ModelDefinition:
     assert config.vocab_size is not None
     layer_spec, built_layer_spec = _layer_spec(config), None
     if config.transformer.transformer_impl == "transformer_engine":
-        built_layer_spec = upstream_layer_spec(config.transformer, use_te=True)
+        built_layer_spec = _own_layers(config, use_te=True)
         if config.lora is not None:
             built_layer_spec = adaptable_layer_spec(layer_spec, built_layer_spec)
     return ModelDefinition(
         transformer=config.transformer,
         layer_spec=layer_spec,
+        layer_pattern=config.layer_pattern,
         built_layer_spec=built_layer_spec,
         lora=config.lora,
         adapters=config.adapters,
@@ -176,15 +186,21 @@ def frozen_by(provider: Callable[..., torch.nn.Module], resolved: Resolved) -> F
     return frozen_parts(entry.spec for entry in entries)
 
 
-def _layer_spec(config: HydraulisModelConfig) -> ModuleSpec | TransformerBlockSubmodules:
+def _own_layers(config: HydraulisModelConfig, *, use_te: bool) -> Any:
+    """Upstream's layers of a GPT or, by kind, of a hybrid model."""
+    own = hybrid_layer_spec if config.layer_pattern else upstream_layer_spec
+    return own(config.transformer, use_te=use_te)
+
+
+def _layer_spec(config: HydraulisModelConfig) -> LayerSpec:
     """``--spec`` as upstream reads it: a spec, or a function from the configuration to a spec.
 
     Without it, the local layers: the catalogue of the model uses them even if the layers of
     Transformer Engine are built.
     """
     spec = config.transformer_layer_spec
-    if spec is None and config.transformer.num_moe_experts is not None:
-        return upstream_layer_spec(config.transformer, use_te=False)
+    if spec is None and (config.transformer.num_moe_experts is not None or config.layer_pattern):
+        return _own_layers(config, use_te=False)
     if spec is None:
         transformer = copy.copy(config.transformer)
         transformer.transformer_impl = "local"

@@ -427,7 +427,11 @@ class TrainingLoop:
             scatter_wait_s=outcome.scatter_wait_s,
             column_bytes=outcome.column_bytes,
             column_wait_s=outcome.column_wait_s,
-            model_flops=self._frozen.causal_flops(self._shape, planned.batch.lengths),
+            model_flops=(
+                None
+                if args.hybrid_layer_pattern
+                else self._frozen.causal_flops(self._shape, planned.batch.lengths)
+            ),
             strategy_times_s={
                 one.name: {"bound_s": one.bound_s, "found_s": one.found_s}
                 for one in plan.strategy_times_s

@@ -39,6 +39,9 @@ QK_NORMS = ("q_layernorm.", "k_layernorm.")
 """Norms over the heads of one TP rank: partial sums on every rank, sequence parallel or not. A norm
 of latents has the same name; models with latents are refused unless sequence parallel."""
 
+HEAD_NORMS = (*QK_NORMS, ".out_norm.")
+"""Likewise, with that of a gated delta net's output."""
+
 ROW_PARALLEL_BIASES = ("linear_proj.bias", "linear_fc2.bias")
 """Biases added to the sum over all TP ranks: equal on every rank, unless sequence parallel."""
 
@@ -261,11 +264,18 @@ def _spec(
         unit=unit if parameter.requires_grad else unit.frozen,
         contribution=contribution,
         tp_dim=parameter.partition_dim if is_cut else None,
-        stride=parameter.partition_stride if is_cut else 1,
+        parts=_parts(parameter) if is_cut else (),
         decays=is_matrix or is_decayed_norm,
         is_embedding_or_output=getattr(parameter, "is_embedding_or_output_parameter", False),
         experts=None if expert is None else (expert, expert + 1),
     )
+
+
+def _parts(parameter: Any) -> tuple[int, ...]:
+    """Rows of the stacked parts of a whole parameter that tp cuts, if there are several."""
+    stride: int = getattr(parameter, "partition_stride", 1)
+    equal = (len(parameter) // stride,) * stride if stride > 1 else ()
+    return tuple(getattr(parameter, "partition_sizes", equal))
 
 
 def _contribution(
@@ -284,7 +294,7 @@ def _contribution(
             )
         return CONTRIBUTIONS[mark]
     is_marked_sequence_parallel = bool(getattr(parameter, "sequence_parallel", False))
-    if is_marked_sequence_parallel or any(norm in name for norm in QK_NORMS):
+    if is_marked_sequence_parallel or any(norm in name for norm in HEAD_NORMS):
         return Contribution.PARTIAL
     if not tensor_parallel or not name.startswith("decoder."):
         return Contribution.REPLICATED

@@ -19,7 +19,11 @@ import torch
 import torch.nn.functional as F
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_layer_specs
 from megatron.core.models.gpt.gpt_model import GPTModel
+from megatron.core.models.hybrid.hybrid_block import HybridStack, HybridStackSubmodules
+from megatron.core.models.hybrid.hybrid_model import HybridModel
 from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.ssm.gated_delta_net import GatedDeltaNet, GatedDeltaNetSubmodules
+from megatron.core.ssm.mlp_layer import MLPLayer
 from megatron.core.tensor_parallel import layers as parallel_layers
 from megatron.core.transformer.dot_product_attention import DotProductAttention
 from megatron.core.transformer.moe.moe_layer import MoELayer
@@ -29,6 +33,10 @@ from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.torch_norm import WrappedTorchNorm
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.transformer.transformer_layer import (
+    TransformerLayer,
+    TransformerLayerSubmodules,
+)
 from torch import Tensor
 
 from megatron.hydraulis.errors import ConfigurationError
@@ -38,14 +46,19 @@ from megatron.hydraulis.runtime.adapters import adapt
 from megatron.hydraulis.runtime.core_attention import MODULE_OF, CoreAttentionName
 from megatron.hydraulis.runtime.executor import widened
 from megatron.hydraulis.runtime.experts import SequenceRouter, add_biases_once, hand_rows_to_routers
+from megatron.hydraulis.runtime.gated_delta_net import PackedGatedDeltaNet
 from megatron.hydraulis.runtime.latent_attention import LatentAttention
 from megatron.hydraulis.runtime.packed_rows import follow_rows
-from megatron.hydraulis.runtime.token_loss import PackedGPTModel
+from megatron.hydraulis.runtime.token_loss import ChunkedOutput, PackedGPTModel, token_losses
 from megatron.hydraulis.strategy import Strategy
 from megatron.hydraulis.transfer.role import Role, roles_of
 
 _TE_FUSION = "te_gradient_accumulation_fusion"
 """Attribute of a role's configuration: whether Transformer Engine's layers add to gradients."""
+
+
+type LayerSpec = ModuleSpec | TransformerBlockSubmodules | HybridStackSubmodules
+"""Megatron's description of the layers of a GPT or, by kind, of a hybrid model."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -54,8 +67,10 @@ class ModelDefinition:
 
     transformer: TransformerConfig
     """Upstream's configuration of the whole model, with all parallel degrees 1."""
-    layer_spec: ModuleSpec | TransformerBlockSubmodules
-    """One spec for all layers, or one for each layer of the whole model."""
+    layer_spec: LayerSpec
+    """One spec for all layers, one for each layer of the whole model, or one for each kind."""
+    layer_pattern: str = ""
+    """The kind of each layer of a hybrid model, in upstream's symbols; empty for a GPT."""
     vocab_size: int
     """Tokens that exist."""
     padded_vocab_size: int
@@ -74,7 +89,7 @@ class ModelDefinition:
     """Sequence parallelism wherever tp > 1."""
     model_provider: Callable[..., torch.nn.Module] | None = None
     """A user's ``model_provider(pre_process, post_process, config=, pg_collection=)``."""
-    built_layer_spec: ModuleSpec | TransformerBlockSubmodules | None = None
+    built_layer_spec: LayerSpec | None = None
     """Layers that roles are built of instead of ``layer_spec``'s, with the same parameters, such as
     Transformer Engine's. Names, order and initial values are those of ``layer_spec``."""
     core_attention: CoreAttentionName = "sdpa"
@@ -209,27 +224,47 @@ def build_model(
             pg_collection=pg_collection,
         )
     else:
-        model = GPTModel(
-            config=config,
-            transformer_layer_spec=_stage_spec(definition, role),
-            vocab_size=definition.padded_vocab_size,
-            max_sequence_length=definition.max_sequence_length,
-            pre_process=role.has_embedding,
-            post_process=role.has_output,
-            parallel_output=True,
-            share_embeddings_and_output_weights=definition.tied_embeddings,
-            position_embedding_type=definition.position_embedding_type,
-            rotary_percent=definition.rotary_percent,
-            rotary_base=definition.rotary_base,
-            rope_scaling=definition.rope_scaling,
-            rope_scaling_factor=definition.rope_scaling_factor,
-            seq_len_interpolation_factor=definition.seq_len_interpolation_factor,
-            pg_collection=pg_collection,
-        )
+        common: dict[str, Any] = {
+            "config": config,
+            "vocab_size": definition.padded_vocab_size,
+            "max_sequence_length": definition.max_sequence_length,
+            "pre_process": role.has_embedding,
+            "post_process": role.has_output,
+            "parallel_output": True,
+            "share_embeddings_and_output_weights": definition.tied_embeddings,
+            "position_embedding_type": definition.position_embedding_type,
+            "rotary_percent": definition.rotary_percent,
+            "rotary_base": definition.rotary_base,
+            "seq_len_interpolation_factor": definition.seq_len_interpolation_factor,
+        }
+        if definition.layer_pattern:
+            # A stage has no neighbours, as in `role_config`.
+            alone = copy.copy(pg_collection)
+            alone.pp, alone.dp_cp = None, pg_collection.cp
+            model = HybridModel(
+                hybrid_stack_spec=ModuleSpec(
+                    module=_PackedStack,
+                    submodules=_packed(definition.layer_spec, definition.core_attention),
+                ),
+                hybrid_layer_pattern=definition.layer_pattern[role.first_layer :][
+                    : role.num_layers
+                ],
+                pg_collection=alone,
+                **common,
+            )
+        else:
+            model = GPTModel(
+                transformer_layer_spec=_stage_spec(definition, role),
+                rope_scaling=definition.rope_scaling,
+                rope_scaling_factor=definition.rope_scaling_factor,
+                pg_collection=pg_collection,
+                **common,
+            )
     if definition.lora is not None:
         adapt(model, definition.lora, definition.adapters)
-    if type(model) is GPTModel:
-        PackedGPTModel.convert(
+    packed = {GPTModel: PackedGPTModel, HybridModel: PackedHybridModel}.get(type(model))
+    if packed is not None:
+        packed.convert(
             model,
             definition.vocab_size,
             definition.loss_chunk_tokens,
@@ -240,6 +275,7 @@ def build_model(
 
 _LOCAL_NAMES = {
     ".self_attention.linear_qkv.layer_norm_": ".input_layernorm.",
+    ".self_attention.in_proj.layer_norm_": ".input_layernorm.",
     ".self_attention.linear_q_up_proj.layer_norm_": ".self_attention.q_layernorm.",
     ".self_attention.linear_kv_up_proj.layer_norm_": ".self_attention.kv_layernorm.",
     ".mlp.linear_fc1.layer_norm_": ".pre_mlp_layernorm.",
@@ -289,17 +325,91 @@ def packed_block_spec(
         layer_spec = TransformerBlockSubmodules(
             layer_specs=[layer_spec] * num_layers, layer_norm=WrappedTorchNorm
         )
+    packed: TransformerBlockSubmodules = _packed(layer_spec, core_attention)
+    return packed
+
+
+def _packed(spec: Any, core_attention: CoreAttentionName) -> Any:
+    """The same layers, of modules that support packed input and sequence parallelism."""
     attention = MODULE_OF[core_attention]
     replaced = {
         WrappedTorchNorm: PackedNorm,
         DotProductAttention: attention,
         TopKRouter: SequenceRouter,
         MLASelfAttention: LatentAttention,
+        GatedDeltaNet: PackedGatedDeltaNet,
     }
-    packed: TransformerBlockSubmodules = _with_replaced(
-        layer_spec, replaced | _te_replacements(attention)
+    return _with_replaced(spec, replaced | _te_replacements(attention))
+
+
+class PackedHybridModel(ChunkedOutput, HybridModel):
+    """`HybridModel` whose output is chunked."""
+
+    post_process: bool
+
+    def forward(
+        self,
+        *inputs: Any,
+        labels: Tensor | None = None,
+        output_processor: Callable[..., Any] | None = None,
+        output_processor_context: Any = None,
+        **named: Any,
+    ) -> Any:
+        """As `PackedGPTModel.forward`: upstream's model has no ``output_processor``, but one of an
+        earlier stage returns hidden states."""
+        if labels is None or not self.post_process:
+            return super().forward(*inputs, labels=labels, **named)
+        self.post_process = False
+        try:
+            hidden = super().forward(*inputs, **named)
+        finally:
+            self.post_process = True
+        tied = self.share_embeddings_and_output_weights
+        return (output_processor or token_losses)(
+            hidden_states=hidden,
+            output_layer=self.output_layer,
+            output_weight=self.shared_embedding_or_output_weight() if tied else None,
+            labels=labels,
+            context=output_processor_context,
+        )
+
+
+class _PackedStack(HybridStack):
+    """Upstream's layers by a pattern, with torch's norm behind the last one."""
+
+    def __init__(self, config: TransformerConfig, **named: Any) -> None:
+        super().__init__(config, **named, post_layer_norm=False)
+        if self.post_process:
+            self.post_layer_norm = True
+            self.final_norm = PackedNorm(config, config.hidden_size, eps=config.layernorm_epsilon)
+
+
+def hybrid_layer_spec(config: TransformerConfig, *, use_te: bool) -> HybridStackSubmodules:
+    """Upstream's layers of a hybrid model by kind: those of a GPT, each in two, and gated delta
+    nets around the same linear layers. Upstream itself has them of Transformer Engine's alone."""
+    layers = upstream_layer_spec(config, use_te=use_te).layer_specs or []
+    whole, empty = layers[0].submodules, TransformerLayerSubmodules()
+
+    def without(*names: str) -> TransformerLayerSubmodules:
+        return dataclasses.replace(whole, **{name: getattr(empty, name) for name in names})
+
+    linears = whole.self_attention.submodules
+    net = GatedDeltaNetSubmodules(
+        in_proj=linears.linear_qkv, out_norm=WrappedTorchNorm, out_proj=linears.linear_proj
     )
-    return packed
+    key = "input_layernorm."
+    attention = without("pre_mlp_layernorm", "mlp", "mlp_bda")
+    recurrent = dataclasses.replace(
+        attention,
+        self_attention=ModuleSpec(module=GatedDeltaNet, submodules=net),
+        sharded_state_dict_keys_map={} if use_te else {key: "self_attention.in_proj.layer_norm_"},
+    )
+    mlp = without("input_layernorm", "self_attention", "self_attn_bda")
+    return HybridStackSubmodules(
+        gdn_layer=ModuleSpec(module=TransformerLayer, submodules=recurrent),
+        attention_layer=ModuleSpec(module=TransformerLayer, submodules=attention),
+        mlp_layer=ModuleSpec(module=MLPLayer, submodules=mlp),
+    )
 
 
 def _stage_spec(definition: ModelDefinition, role: Role) -> TransformerBlockSubmodules:

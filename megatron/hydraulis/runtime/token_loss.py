@@ -273,8 +273,8 @@ def _report_outputs(
     return batch.weights.new_zeros(()), 0, outputs.at(places)
 
 
-class PackedGPTModel(GPTModel):
-    """`GPTModel` that never holds the logits of a row when it is called with labels.
+class ChunkedOutput:
+    """A model that never holds the logits of a row when it is called with labels.
 
     Its softmax excludes the padding of the vocabulary: otherwise the loss, and so the update, would
     depend on how far the vocabulary is padded.
@@ -283,7 +283,7 @@ class PackedGPTModel(GPTModel):
     @classmethod
     def convert(
         cls,
-        model: GPTModel,
+        model: Any,
         num_tokens_in_vocabulary: int,
         chunk_tokens: int | None,
         *,
@@ -309,6 +309,10 @@ class PackedGPTModel(GPTModel):
         if model.output_layer.weight is not None:
             # Upstream sets it for tied embeddings of one stage, in which this has no part.
             model.output_layer.weight.zero_out_wgrad = False
+
+
+class PackedGPTModel(ChunkedOutput, GPTModel):
+    """`GPTModel` whose output is chunked."""
 
     def forward(
         self,

@@ -109,8 +109,8 @@ class ParameterSpec:
     contribution: Contribution
     tp_dim: int | None = None
     """The dim that tensor parallelism cuts; None if every TP rank holds all of it."""
-    stride: int = 1
-    """2 for a parameter of two stacked halves that are cut separately (gate and up)."""
+    parts: tuple[int, ...] = ()
+    """Rows of stacked parts that are cut separately, such as gate and up; empty for one part."""
     decays: bool = True
     """Whether weight decay applies; False for biases and norms."""
     is_embedding_or_output: bool = False
@@ -132,17 +132,27 @@ class ParameterSpec:
                 f"those of this one are {self.contribution.name}; cut it, or add up its gradients"
             )
         if self.tp_dim is not None and not (
-            self.tp_dim == 0 or (self.tp_dim == 1 and len(self.shape) == 2 and self.stride == 1)
+            self.tp_dim == 0 or (self.tp_dim == 1 and len(self.shape) == 2 and not self.parts)
         ):
             raise ConfigurationError(
-                f"parameter '{self.name}': cut along dim {self.tp_dim} of {self.shape} with stride "
-                f"{self.stride}; only dim 0, or dim 1 of a matrix with stride 1, can be regrouped"
+                f"parameter '{self.name}': cut along dim {self.tp_dim} of {self.shape} in parts "
+                f"{self.parts}; only dim 0, or dim 1 of a matrix of one part, can be regrouped"
+            )
+        if sum(self.rows_of_parts) != self.shape[0]:
+            raise ConfigurationError(
+                f"parameter '{self.name}': its parts are all of its {self.shape[0]} rows but have "
+                f"{', '.join(map(str, self.parts))}; correct them"
             )
 
     @property
     def is_frozen(self) -> bool:
         """Whether it is never updated."""
         return self.unit.is_frozen
+
+    @property
+    def rows_of_parts(self) -> tuple[int, ...]:
+        """Rows of each stacked part, of which there is at least one."""
+        return self.parts or self.shape[:1]
 
     @property
     def num_elements(self) -> int:
@@ -164,8 +174,8 @@ class Piece:
 
     parameter: int
     """Index into `CanonicalLayout.parameters`."""
-    half: int
-    """Index of the stacked part, below ``stride``."""
+    part: int
+    """Index of the stacked part."""
     atom: int
     """0 for parameters without a tensor-parallel dim."""
     first_row: int
@@ -396,10 +406,9 @@ class CanonicalLayout:
                 row, column = piece.first_row, local_atom * piece.row_length
             else:
                 row_stride = piece.row_length
-                rows_of_half = parameter.shape[0] // (parameter.stride * tp)
-                rows_of_atom = parameter.shape[0] // (parameter.stride * self.num_atoms)
-                row = piece.half * rows_of_half + local_atom * rows_of_atom + piece.first_row
-                column = 0
+                rows_of_atom = parameter.rows_of_parts[piece.part] // self.num_atoms
+                above = sum(parameter.parts[: piece.part]) // tp
+                row, column = above + local_atom * rows_of_atom + piece.first_row, 0
         offset = row * row_stride + column
         return Block(piece.parameter, offset, piece.num_rows, piece.row_length, row_stride)
 
@@ -410,35 +419,34 @@ class CanonicalLayout:
             return piece.first_row, piece.atom * piece.row_length
         if parameter.tp_dim is None:
             return piece.first_row, 0
-        rows_of_half = parameter.shape[0] // parameter.stride
-        rows_of_atom = rows_of_half // self.num_atoms
-        return piece.half * rows_of_half + piece.atom * rows_of_atom + piece.first_row, 0
+        rows_of_atom = parameter.rows_of_parts[piece.part] // self.num_atoms
+        above = sum(parameter.parts[: piece.part])
+        return above + piece.atom * rows_of_atom + piece.first_row, 0
 
 
 def _check_divisible(parameter: ParameterSpec, num_atoms: int) -> None:
     if parameter.tp_dim is None:
         return
-    size = parameter.shape[parameter.tp_dim]
-    if size % (num_atoms * parameter.stride):
+    sizes = parameter.parts or (parameter.shape[parameter.tp_dim],)
+    if any(size % num_atoms for size in sizes):
         raise ConfigurationError(
-            f"parameter '{parameter.name}': {size} entries along dim {parameter.tp_dim} do not cut "
-            f"into {parameter.stride} x {num_atoms} equal atoms ({num_atoms} is the least common "
-            "multiple of the tp degrees in use); choose tp degrees that divide it"
+            f"parameter '{parameter.name}': {' + '.join(map(str, sizes))} entries along dim "
+            f"{parameter.tp_dim} do not cut into {num_atoms} equal atoms each ({num_atoms} is the "
+            "least common multiple of the tp degrees in use); choose tp degrees that divide them"
         )
 
 
 def _pieces_of(index: int, parameter: ParameterSpec, num_atoms: int) -> list[Piece]:
-    """All atoms of a parameter in canonical order: half by half, atom by atom."""
+    """All atoms of a parameter in canonical order: part by part, atom by atom."""
     row_length = math.prod(parameter.shape[1:])
     if parameter.tp_dim is None:
         return [Piece(index, 0, 0, 0, parameter.shape[0], row_length)]
     if parameter.tp_dim == 1:
         size = row_length // num_atoms
         return [Piece(index, 0, i, 0, parameter.shape[0], size) for i in range(num_atoms)]
-    rows = parameter.shape[0] // (parameter.stride * num_atoms)
     return [
-        Piece(index, half, atom, 0, rows, row_length)
-        for half in range(parameter.stride)
+        Piece(index, part, atom, 0, rows // num_atoms, row_length)
+        for part, rows in enumerate(parameter.rows_of_parts)
         for atom in range(num_atoms)
     ]
 
@@ -527,11 +535,12 @@ def model_parameters(
             if shape.shared_expert_ffn_hidden_size:
                 mlps.append((1, shape.shared_expert_ffn_hidden_size, None))
         for index, (number, width, experts) in enumerate(mlps):
-            fc1, fc2 = (num_halves * number * width, hidden), (number * hidden, width)
+            halves = (number * width,) * num_halves
+            fc1, fc2 = (sum(halves), hidden), (number * hidden, width)
             names = f"{prefix}fc1.{index}", f"{prefix}fc2.{index}"
             parameters += [
                 ParameterSpec(
-                    names[0], fc1, unit, sharded, tp_dim=0, stride=num_halves, experts=experts
+                    names[0], fc1, unit, sharded, tp_dim=0, parts=halves, experts=experts
                 ),
                 ParameterSpec(names[1], fc2, unit, sharded, tp_dim=1, experts=experts),
             ]

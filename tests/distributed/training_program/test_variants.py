@@ -4,6 +4,7 @@ from pathlib import Path
 
 import pytest
 
+from megatron.hydraulis.checkpoint.torch_dist import StoredCheckpoint
 from tests.support.training_run import ROUNDING, Launch
 
 pytestmark = pytest.mark.distributed
@@ -35,6 +36,12 @@ EXPERTS = (
     *("--moe-router-score-function", "sigmoid", "--moe-router-enable-expert-bias"),
 )
 
+HYBRID = (
+    *("--hybrid-layer-pattern", "G-*-G-*-", "--linear-key-head-dim", "6"),
+    *("--linear-num-key-heads", "4", "--linear-num-value-heads", "8"),
+    *("--linear-value-head-dim", "4"),
+)
+
 
 def test_another_strategy_resumes_a_model_of_variants(launch: Launch, tmp_path: Path) -> None:
     save = ("--save", str(tmp_path), "--save-interval", "2")
@@ -64,3 +71,28 @@ def test_another_strategy_resumes_a_model_with_experts_and_latents(
     assert last.router_bias_range == expected.router_bias_range != (0.0, 0.0)
     for name in ("expert_load", "balancing_loss", "router_z_loss"):
         assert getattr(last, name) == pytest.approx(getattr(expected, name), rel=ROUNDING), name
+
+
+def test_another_strategy_resumes_a_hybrid_model(launch: Launch, tmp_path: Path) -> None:
+    layers = {"without": ["--num-layers"]}
+    save = ("--save", str(tmp_path), "--save-interval", "2")
+    whole = launch("tp2+2*tp1", 4, *HYBRID, *save, **layers)
+    assert "count each of them as attention and an MLP" in whole.outcome.stderr
+    assert all(record.model_flops is None for record in whole.records)
+    assert launch("pp2:5,3+tp2", 4, *HYBRID, **layers).losses == pytest.approx(
+        whole.losses, rel=ROUNDING
+    )
+    load = ("--load", str(tmp_path), "--ckpt-step", "2")
+    resumed = launch("cp4~", 4, *HYBRID, *load, **layers)
+    assert resumed.losses == pytest.approx(whole.losses[2:], rel=ROUNDING)
+    keys = StoredCheckpoint(tmp_path / "iter_0000002").tensors.keys()
+    net = "decoder.layers.0.self_attention."
+    sections = {
+        *(
+            f"{net}in_proj.weight.{name}"
+            for name in ["query", "key", "value", "z", "beta", "alpha"]
+        ),
+        *(f"{net}conv1d.weight.{name}" for name in ("query", "key", "value")),
+    }
+    assert {*sections, f"{net}in_proj.layer_norm_weight", f"{net}A_log"} <= keys
+    assert f"{net}in_proj.weight" not in keys

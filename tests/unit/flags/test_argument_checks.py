@@ -24,7 +24,25 @@ pytestmark = pytest.mark.usefixtures("plain_environment")
 _TOKENS = ("--global-batch-size",)
 _ITERATIONS = ("--train-iters",)
 _EXPERTS = "--num-experts 4 --disable-bias-linear"
+_HYBRID = "--swiglu --hybrid-layer-pattern"
 _BAD_INPUT = [
+    (f"{_HYBRID} G-M-", ["layers of the kinds *, -, G", "'G-M-' has M"]),
+    (f"{_HYBRID} *-*-/*-", ["layers of the kinds *, -, G", "'*-*-/*-' has /"]),
+    (f"{_HYBRID} G-x-", ["--hybrid-layer-pattern G-x-", "'x' is not a valid layer symbol"]),
+    (f"{_HYBRID} |", ["'|' has none"]),
+    (f"{_HYBRID} G-*-G-", ["has 6 layers but --num-layers is 4", "remove --num-layers"]),
+    ("--hybrid-layer-pattern G-*-", ["gated delta nets have SiLU", "--swiglu is missing"]),
+    (f"{_HYBRID} *-*- --use-rope-scaling --position-embedding-type rope", ["--use-rope-scaling"]),
+    (f"{_HYBRID} *-*- --multi-latent-attention", ["--multi-latent-attention is given"]),
+    (f"{_HYBRID} *-*- --lora-rank 8", ["--lora-rank is given with --hybrid-layer-pattern"]),
+    (
+        f"{_HYBRID} G-*- --linear-num-key-heads 6 --linear-num-value-heads 9",
+        ["--linear-num-value-heads 9", "--linear-num-key-heads 6", "use 3 heads"],
+    ),
+    (
+        f"{_HYBRID} G-*- --linear-num-key-heads 2 --strategy tp2cp2+4*tp1",
+        ["scheme tp2cp2 has groups of tp 2 and cp 2", "-key-heads is 2", "divides 2"],
+    ),
     ("--swiglu --squared-relu", ["one activation", "--swiglu and --squared-relu give 2"]),
     ("--window-size 8,1", ["--window-size", "none after it", "is 8,1", "write N,0"]),
     ("--window-size 8", ["--window-size", "is 8;", "write N,0"]),

@@ -56,6 +56,11 @@ def _latents(typed: str, value: Any) -> Row:
     return _model(typed, value, also="--multi-latent-attention")
 
 
+def _recurrent(typed: str, value: Any) -> Row:
+    return _model(typed, value, also=f"--hybrid-layer-pattern G-*- {_GATED}")
+
+
+_GATED = "--swiglu"
 _ROPE = "--position-embedding-type rope"
 _YARN = "--position-embedding-type yarn --rotary-scaling-factor 4"
 _EXPERTS = "--num-experts 8 --disable-bias-linear"
@@ -77,6 +82,12 @@ _BY_PART: dict[str, Any] = {
 ROWS: dict[str, Row] = {
     # model
     "--num-layers": _model("6", 6),
+    "--hybrid-layer-pattern": Row("G-|*-", "args.hybrid_layer_pattern", "G-*-", also=_GATED),
+    "--linear-conv-kernel-dim": _recurrent("3", 3),
+    "--linear-key-head-dim": _recurrent("24", 24),
+    "--linear-value-head-dim": _recurrent("24", 24),
+    "--linear-num-key-heads": _recurrent("8", 8),
+    "--linear-num-value-heads": _recurrent("48", 48),
     "--hidden-size": _model("32", 32),
     "--ffn-hidden-size": _model("96", 96),
     "--num-attention-heads": _model("8", 8),

@@ -15,7 +15,7 @@ from megatron.hydraulis.transfer.canonical import (
 )
 
 LAYER = Unit.layer(0)
-FC1 = ParameterSpec("fc1", (8, 3), LAYER, Contribution.SHARDED, tp_dim=0, stride=2)
+FC1 = ParameterSpec("fc1", (8, 3), LAYER, Contribution.SHARDED, tp_dim=0, parts=(4, 4))
 FC2 = ParameterSpec("fc2", (3, 4), LAYER, Contribution.SHARDED, tp_dim=1)
 NORM = ParameterSpec("norm", (3,), LAYER, Contribution.REPLICATED, decays=False)
 Q_NORM = ParameterSpec("q_norm", (2,), LAYER, Contribution.PARTIAL, decays=False)
@@ -46,7 +46,7 @@ def test_two_stacked_halves_are_cut_apart() -> None:
     """SwiGLU's gate and up: TP rank 1 of 2 has rows 2, 3 of the gate and 6, 7 of the whole."""
     layout = build(FC1)
     pieces = layout.buckets[0].pieces
-    assert [(p.half, p.atom, p.num_rows, p.row_length) for p in pieces] == [
+    assert [(p.part, p.atom, p.num_rows, p.row_length) for p in pieces] == [
         (0, 0, 2, 3),
         (0, 1, 2, 3),
         (1, 0, 2, 3),
@@ -56,6 +56,15 @@ def test_two_stacked_halves_are_cut_apart() -> None:
     held = [p for p in pieces if layout.holds(p, tp=2, tp_rank=1)]
     assert held == [pieces[1], pieces[3]]
     assert [layout.block(p, 2, 1) for p in held] == [Block(0, 0, 2, 3, 3), Block(0, 6, 2, 3, 3)]
+
+
+def test_parts_of_unequal_sizes_are_cut_apart() -> None:
+    """Queries of a recurrent layer and twice as many values: TP rank 1 of 2 has rows 1 and 4, 5."""
+    spec = ParameterSpec("in", (6, 3), LAYER, Contribution.SHARDED, tp_dim=0, parts=(2, 4))
+    layout = build(spec)
+    held = [p for p in layout.buckets[0].pieces if layout.holds(p, tp=2, tp_rank=1)]
+    assert [layout.global_rectangle(p) for p in held] == [(1, 0), (4, 0)]
+    assert [layout.block(p, 2, 1) for p in held] == [Block(0, 0, 1, 3, 3), Block(0, 3, 2, 3, 3)]
 
 
 def test_a_column_cut_gives_strided_blocks() -> None:
@@ -110,8 +119,8 @@ def test_local_shapes() -> None:
 @pytest.mark.parametrize(
     ("parameter", "num_atoms", "message"),
     [
-        (FC1, 3, "'fc1': 8 entries along dim 0 do not cut into 2 x 3 equal atoms"),
-        (FC2, 8, "'fc2': 4 entries along dim 1 do not cut into 1 x 8 equal atoms"),
+        (FC1, 3, r"'fc1': 4 \+ 4 entries along dim 0 do not cut into 3 equal atoms each"),
+        (FC2, 8, "'fc2': 4 entries along dim 1 do not cut into 8 equal atoms each"),
     ],
 )
 def test_dims_that_do_not_cut_into_atoms_are_refused(
@@ -133,8 +142,9 @@ def test_duplicate_names_are_refused() -> None:
         ({"shape": (0, 3)}, "has no elements"),
         ({"tp_dim": None}, "exactly the cut parameters are SHARDED"),
         ({"contribution": Contribution.PARTIAL}, "exactly the cut parameters are SHARDED"),
-        ({"tp_dim": 1}, "only dim 0, or dim 1 of a matrix with stride 1"),
-        ({"tp_dim": 1, "stride": 1, "shape": (2, 2, 2)}, "only dim 0, or dim 1 of a matrix"),
+        ({"parts": (4, 5)}, "its parts are all of its 8 rows but have 4, 5"),
+        ({"tp_dim": 1}, "only dim 0, or dim 1 of a matrix of one part"),
+        ({"tp_dim": 1, "parts": (), "shape": (2, 2, 2)}, "only dim 0, or dim 1 of a matrix"),
     ],
 )
 def test_parameters_that_cannot_be_regrouped_are_refused(

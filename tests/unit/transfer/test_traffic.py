@@ -133,7 +133,7 @@ def job() -> tuple[CanonicalLayout, Bucket, list[Role | None]]:
     parameters = [
         ParameterSpec("qkv", (3072, 8), unit, Contribution.SHARDED, tp_dim=0),
         ParameterSpec("proj", (64, 1024), unit, Contribution.SHARDED, tp_dim=1),
-        ParameterSpec("fc1", (4096, 8), unit, Contribution.SHARDED, tp_dim=0, stride=2),
+        ParameterSpec("fc1", (4096, 8), unit, Contribution.SHARDED, tp_dim=0, parts=(2048,) * 2),
         ParameterSpec("norm", (64,), unit, Contribution.PARTIAL),
     ]
     layout = CanonicalLayout.build(parameters, num_atoms=16, num_ranks=NUM_RANKS)

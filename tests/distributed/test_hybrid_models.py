@@ -1,0 +1,91 @@
+"""Hybrid models by --hybrid-layer-pattern obey the law: the same update under every strategy.
+
+The reference is upstream's HybridModel in one process, sequence by sequence, unpacked, with a rule
+that goes token by token.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from functools import partial
+from unittest.mock import patch
+
+import pytest
+from megatron.core.packed_seq_params import PackedSeqParams
+
+from megatron.hydraulis.runtime import gated_delta_net
+from megatron.hydraulis.transfer.canonical import Contribution
+from tests.support.broken_rules import Rule, described, wrong_with
+from tests.support.law import SHORT_MODEL, SPLITS, changing, check_law, law_job, waves
+
+pytestmark = pytest.mark.distributed
+
+SIZES = {
+    "linear_num_key_heads": 8,
+    "linear_num_value_heads": 16,
+    "linear_key_head_dim": 6,
+    "linear_value_head_dim": 4,
+}
+HYBRID = replace(SHORT_MODEL, num_layers=5, layer_pattern="G-*G-", variant=tuple(SIZES.items()))
+NO_SP = replace(HYBRID, sequence_parallel=False)
+_RIGHT_LENGTHS = gated_delta_net.segment_lengths
+
+
+@contextmanager
+def _state_leaks_over_borders() -> Iterator[None]:
+    def one_segment(row: PackedSeqParams) -> tuple[int, ...]:
+        return (sum(_RIGHT_LENGTHS(row)),)
+
+    with patch.object(gated_delta_net, "segment_lengths", one_segment):
+        yield
+
+
+MUTATIONS: dict[str, tuple[Rule, str]] = {
+    "leak": (_state_leaks_over_borders, "tp1"),
+    "parts of in_proj not cut apart": (partial(described, "in_proj", parts=()), "tp2"),
+    "parts of conv1d not cut apart": (partial(described, "conv1d", parts=()), "tp2"),
+    "norm of heads replicated": (
+        partial(described, "out_norm", contribution=Contribution.REPLICATED),
+        "tp2",
+    ),
+}
+
+
+class TestLaw:
+    @pytest.mark.parametrize(
+        ("num_ranks", "text"), [(1, "tp1"), (2, "tp2"), (2, "pp2:2,3"), (2, "cp2")]
+    )
+    def test_every_strategy_gives_the_same_update(self, num_ranks: int, text: str) -> None:
+        check_law(law_job(num_ranks, text, HYBRID), num_ranks)
+
+    def test_strategies_may_change_between_iterations(self) -> None:
+        check_law(changing(("tp2pp2:3,2", "tp2+pp2:1,4", "pp3:2,1,2+tp1"), HYBRID), 4)
+
+    @pytest.mark.parametrize("texts", [("tp4", "tp2cp2", "cp2fs+2*tp1")])
+    def test_without_sequence_parallelism(self, texts: tuple[str, ...]) -> None:
+        check_law(changing(texts, replace(NO_SP, tied=True)), 4)
+
+    def test_recomputation_of_every_layer(self) -> None:
+        check_law(changing(("tp2r+2*tp1", "pp2r:2,3+tp2", "2*tp2r"), HYBRID), 4)
+
+    def test_waves_of_a_width_of_four(self) -> None:
+        check_law(waves([SPLITS["4"], SPLITS["2+1+1"], SPLITS["1+1+1+1"]], HYBRID), 4)
+
+    def test_the_order_in_a_row_changes_nothing(self) -> None:
+        job = law_job(1, "tp1", HYBRID)
+        turned = [
+            replace(
+                each, replicas=tuple(tuple(pack[::-1] for pack in packs) for packs in each.replicas)
+            )
+            for each in job.assignments
+        ]
+        assert turned != list(job.assignments)
+        check_law(replace(job, assignments=tuple(turned)), 1)
+
+
+@pytest.mark.parametrize("name", MUTATIONS)
+def test_a_broken_rule_is_found(name: str) -> None:
+    rule, text = MUTATIONS[name]
+    assert wrong_with(rule, int(text[2:]), text, NO_SP)
