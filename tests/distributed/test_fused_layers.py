@@ -1,7 +1,10 @@
 """Layers with fused norms train the catalogued parameters of local layers."""
 
+from dataclasses import fields
+
 import pytest
 
+from tests.distributed.test_hybrid_models import HYBRID
 from tests.support.fused_layers import FusedSmallModel
 from tests.support.law import check_law, law_job
 
@@ -11,6 +14,9 @@ MODELS = {
     "RMSNorm": FusedSmallModel(num_heads=8, num_groups=4, qk_layernorm=True),
     "LayerNorm, biases": FusedSmallModel(
         num_heads=8, num_groups=4, normalization="LayerNorm", bias=True, swiglu=False
+    ),
+    "hybrid": FusedSmallModel(
+        **{field.name: getattr(HYBRID, field.name) for field in fields(HYBRID)}
     ),
 }
 

@@ -29,6 +29,21 @@ SIZES = {
     "linear_value_head_dim": 4,
 }
 HYBRID = replace(SHORT_MODEL, num_layers=5, layer_pattern="G-*G-", variant=tuple(SIZES.items()))
+EXPERTS = {
+    "num_moe_experts": 4,
+    "moe_ffn_hidden_size": 16,
+    "moe_layer_freq": (0, 1, 0, 0, 0, 1),
+    "moe_token_dispatcher_type": "alltoall",
+    "moe_router_load_balancing_type": "seq_aux_loss",
+    "moe_aux_loss_coeff": 0.3,
+    "moe_shared_expert_intermediate_size": 24,
+    "moe_router_score_function": "sigmoid",
+    "moe_router_enable_expert_bias": True,
+    "moe_router_bias_update_rate": 1 / 16,
+}
+WITH_EXPERTS = replace(
+    HYBRID, num_layers=6, layer_pattern="GE*-GE", variant=tuple((SIZES | EXPERTS).items())
+)
 NO_SP = replace(HYBRID, sequence_parallel=False)
 _RIGHT_LENGTHS = gated_delta_net.segment_lengths
 
@@ -69,6 +84,11 @@ class TestLaw:
 
     def test_recomputation_of_every_layer(self) -> None:
         check_law(changing(("tp2r+2*tp1", "pp2r:2,3+tp2", "2*tp2r"), HYBRID), 4)
+
+    def test_experts(self) -> None:
+        texts = ("tp2ep2+cp2", "pp2:1,5+tp2", "cp2ep2+2*tp1")
+        check_law(changing(texts, WITH_EXPERTS), 4)
+        check_law(waves([SPLITS["2+1+1"], SPLITS["4"]], WITH_EXPERTS, ep=4), 4)
 
     def test_waves_of_a_width_of_four(self) -> None:
         check_law(waves([SPLITS["4"], SPLITS["2+1+1"], SPLITS["1+1+1+1"]], HYBRID), 4)

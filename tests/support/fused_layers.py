@@ -6,6 +6,7 @@ from __future__ import annotations
 import dataclasses
 from dataclasses import dataclass
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
@@ -16,9 +17,11 @@ from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.mlp import MLP, MLPSubmodules
 from megatron.core.transformer.spec_utils import ModuleSpec
+from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.transformer_layer import TransformerLayer
 
+from megatron.hydraulis.runtime import model_building
 from megatron.hydraulis.runtime.model_building import ModelDefinition
 from tests.support.models import SmallModel
 
@@ -90,4 +93,9 @@ class FusedSmallModel(SmallModel):
     """Catalogued with local layers, built with fused ones."""
 
     def definition(self) -> ModelDefinition:
-        return dataclasses.replace(super().definition(), built_layer_spec=fused_spec(self))
+        built: Any = fused_spec(self)
+        if self.layer_pattern:
+            layers = TransformerBlockSubmodules(layer_specs=[built])
+            with patch.object(model_building, "upstream_layer_spec", lambda *_, **__: layers):
+                built = model_building.hybrid_layer_spec(self.transformer(), use_te=True)
+        return dataclasses.replace(super().definition(), built_layer_spec=built)

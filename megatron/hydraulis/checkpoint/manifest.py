@@ -352,6 +352,7 @@ def _with_defaults(model: Mapping[str, Any]) -> dict[str, Any]:
         found |= {name: each for name, each in _OF_YARN.items() if found.get(name) is None}
     if "hybrid_layer_pattern" in found:  # in Megatron with the borders of stages
         found["hybrid_layer_pattern"] = found["hybrid_layer_pattern"].replace("|", "")
+        found.pop("moe_layer_freq", None)  # the pattern says it
     frequency = found.get("window_attn_skip_freq")
     if isinstance(frequency, int) and frequency:
         found["window_attn_skip_freq"] = list(windowed_layers(found["num_layers"], frequency))

@@ -9,10 +9,9 @@ from megatron.hydraulis.errors import ConfigurationError
 from megatron.hydraulis.flags.config import typed
 from megatron.hydraulis.strategy import Pool
 
-_KINDS = (Symbols.ATTENTION, Symbols.MLP, Symbols.GDN)
+_KINDS = (Symbols.ATTENTION, Symbols.MLP, Symbols.MOE, Symbols.GDN)
 NOT_IN_HYBRIDS = (
     "multi_latent_attention",
-    "num_experts",
     "spec",
     "use_rope_scaling",
 )
@@ -44,7 +43,14 @@ def take_layer_pattern(args: argparse.Namespace) -> None:
             f"--hybrid-layer-pattern {given} has {len(kinds)} layers but --num-layers is "
             f"{args.num_layers}; remove --num-layers"
         )
+    if args.moe_layer_freq != 1:
+        raise ConfigurationError(
+            f"--hybrid-layer-pattern {given} says which layers have experts but --moe-layer-freq "
+            f"is given, too; remove --moe-layer-freq"
+        )
     args.hybrid_layer_pattern, args.num_layers = kinds, len(kinds)
+    if Symbols.MOE in kinds:
+        args.moe_layer_freq = [int(kind == Symbols.MOE) for kind in kinds]
 
 
 def check_hybrid(args: argparse.Namespace) -> None:
@@ -55,9 +61,14 @@ def check_hybrid(args: argparse.Namespace) -> None:
     for dest in NOT_IN_HYBRIDS:
         if getattr(args, dest):
             raise ConfigurationError(
-                f"layers by --hybrid-layer-pattern are attention, MLPs and gated delta nets of "
+                f"--hybrid-layer-pattern builds attention, MLPs, experts and gated delta nets of "
                 f"Megatron but {typed(args, dest)} is given; remove one of the two"
             )
+    if (Symbols.MOE in kinds) != bool(args.num_experts):
+        raise ConfigurationError(
+            f"layers of kind {Symbols.MOE} have experts but --hybrid-layer-pattern is {kinds} and "
+            f"--num-experts {args.num_experts or 0}; give both or neither"
+        )
     if Symbols.GDN not in kinds:
         return
     keys, values = args.linear_num_key_heads, args.linear_num_value_heads
@@ -95,5 +106,5 @@ def planning_notes(args: argparse.Namespace) -> tuple[str, ...]:
         return ()
     return (
         "layers by --hybrid-layer-pattern: parameters, limits of tokens and predicted times count "
-        "each of them as attention and an MLP, so they are no estimates of this model",
+        "each of them as attention and an MLP or experts, so they are no estimates of this model",
     )

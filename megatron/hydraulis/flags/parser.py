@@ -312,7 +312,7 @@ class FlagParser:
             problems.add(
                 "--hybrid-layer-pattern: times and memory by kind of layer are not estimated yet, "
                 "training alone takes it; --dry-run shows its limits, where every layer counts as "
-                "attention and an MLP"
+                "attention and an MLP or experts"
             )
         problems.raise_any()
         return flags, refused, others

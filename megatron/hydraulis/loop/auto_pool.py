@@ -66,6 +66,11 @@ def pool_of_job(resolved: Resolved, *, has_cuda: bool, store: dist.Store | None)
 
 
 def _kept_or_proposed(resolved: Resolved, *, has_cuda: bool) -> Pool:
+    if resolved.args.hybrid_layer_pattern is not None:
+        raise ConfigurationError(
+            "--strategy-pool auto proposes by the costs of layers but those by "
+            "--hybrid-layer-pattern are not estimated yet; name strategies"
+        )
     path = Path(resolved.hydraulis.run_dir) / FILE_NAME
     named = resolved.hydraulis.device
     device = constants_of_this_rank(has_cuda=has_cuda, speaks=False, named=named)

@@ -34,6 +34,7 @@ from megatron.core.transformer.torch_norm import WrappedTorchNorm
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.transformer_layer import (
+    MoETransformerLayer,
     TransformerLayer,
     TransformerLayerSubmodules,
 )
@@ -41,7 +42,7 @@ from torch import Tensor
 
 from megatron.hydraulis.errors import ConfigurationError
 from megatron.hydraulis.lora import Adapter, Lora
-from megatron.hydraulis.model_shape import require_no_dropout
+from megatron.hydraulis.model_shape import layers_with_experts, require_no_dropout
 from megatron.hydraulis.runtime.adapters import adapt
 from megatron.hydraulis.runtime.core_attention import MODULE_OF, CoreAttentionName
 from megatron.hydraulis.runtime.executor import widened
@@ -388,27 +389,38 @@ def hybrid_layer_spec(config: TransformerConfig, *, use_te: bool) -> HybridStack
     """Upstream's layers of a hybrid model by kind: those of a GPT, each in two, and gated delta
     nets around the same linear layers. Upstream itself has them of Transformer Engine's alone."""
     layers = upstream_layer_spec(config, use_te=use_te).layer_specs or []
-    whole, empty = layers[0].submodules, TransformerLayerSubmodules()
+    have_experts = [False] * len(layers)
+    if config.num_moe_experts is not None:
+        have_experts = layers_with_experts(len(layers), config.moe_layer_freq)
+    # A model without layers of a kind gets no use of what stands for it.
+    whole, with_experts = (
+        layers[have_experts.index(kind) if kind in have_experts else 0].submodules
+        for kind in (False, True)
+    )
+    empty = TransformerLayerSubmodules()
 
-    def without(*names: str) -> TransformerLayerSubmodules:
-        return dataclasses.replace(whole, **{name: getattr(empty, name) for name in names})
+    def without(given: TransformerLayerSubmodules, *names: str) -> TransformerLayerSubmodules:
+        return dataclasses.replace(given, **{name: getattr(empty, name) for name in names})
 
     linears = whole.self_attention.submodules
     net = GatedDeltaNetSubmodules(
         in_proj=linears.linear_qkv, out_norm=WrappedTorchNorm, out_proj=linears.linear_proj
     )
     key = "input_layernorm."
-    attention = without("pre_mlp_layernorm", "mlp", "mlp_bda")
+    attention = without(whole, "pre_mlp_layernorm", "mlp", "mlp_bda")
     recurrent = dataclasses.replace(
         attention,
         self_attention=ModuleSpec(module=GatedDeltaNet, submodules=net),
         sharded_state_dict_keys_map={} if use_te else {key: "self_attention.in_proj.layer_norm_"},
     )
-    mlp = without("input_layernorm", "self_attention", "self_attn_bda")
+    of_attention = ("input_layernorm", "self_attention", "self_attn_bda")
     return HybridStackSubmodules(
         gdn_layer=ModuleSpec(module=TransformerLayer, submodules=recurrent),
         attention_layer=ModuleSpec(module=TransformerLayer, submodules=attention),
-        mlp_layer=ModuleSpec(module=MLPLayer, submodules=mlp),
+        mlp_layer=ModuleSpec(module=MLPLayer, submodules=without(whole, *of_attention)),
+        moe_layer=ModuleSpec(
+            module=MoETransformerLayer, submodules=without(with_experts, *of_attention)
+        ),
     )
 
 

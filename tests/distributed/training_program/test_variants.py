@@ -37,9 +37,9 @@ EXPERTS = (
 )
 
 HYBRID = (
-    *("--hybrid-layer-pattern", "G-*-G-*-", "--linear-key-head-dim", "6"),
+    *("--hybrid-layer-pattern", "GE*-G-*-", "--linear-key-head-dim", "6"),
     *("--linear-num-key-heads", "4", "--linear-num-value-heads", "8"),
-    *("--linear-value-head-dim", "4"),
+    *("--linear-value-head-dim", "4", "--num-experts", "4", "--moe-ffn-hidden-size", "16"),
 )
 
 
@@ -76,14 +76,14 @@ def test_another_strategy_resumes_a_model_with_experts_and_latents(
 def test_another_strategy_resumes_a_hybrid_model(launch: Launch, tmp_path: Path) -> None:
     layers = {"without": ["--num-layers"]}
     save = ("--save", str(tmp_path), "--save-interval", "2")
-    whole = launch("tp2+2*tp1", 4, *HYBRID, *save, **layers)
-    assert "count each of them as attention and an MLP" in whole.outcome.stderr
+    whole = launch("tp2ep2+2*tp1", 4, *HYBRID, *save, **layers)
+    assert "count each of them as attention and an MLP or experts" in whole.outcome.stderr
     assert all(record.model_flops is None for record in whole.records)
     assert launch("pp2:5,3+tp2", 4, *HYBRID, **layers).losses == pytest.approx(
         whole.losses, rel=ROUNDING
     )
     load = ("--load", str(tmp_path), "--ckpt-step", "2")
-    resumed = launch("cp4~", 4, *HYBRID, *load, **layers)
+    resumed = launch("cp4~ep4", 4, *HYBRID, *load, **layers)
     assert resumed.losses == pytest.approx(whole.losses[2:], rel=ROUNDING)
     keys = StoredCheckpoint(tmp_path / "iter_0000002").tensors.keys()
     net = "decoder.layers.0.self_attention."

@@ -26,10 +26,13 @@ _ITERATIONS = ("--train-iters",)
 _EXPERTS = "--num-experts 4 --disable-bias-linear"
 _HYBRID = "--swiglu --hybrid-layer-pattern"
 _BAD_INPUT = [
-    (f"{_HYBRID} G-M-", ["layers of the kinds *, -, G", "'G-M-' has M"]),
-    (f"{_HYBRID} *-*-/*-", ["layers of the kinds *, -, G", "'*-*-/*-' has /"]),
+    (f"{_HYBRID} G-M-", ["layers of the kinds *, -, E, G", "'G-M-' has M"]),
+    (f"{_HYBRID} *-*-/*-", ["layers of the kinds *, -, E, G", "'*-*-/*-' has /"]),
     (f"{_HYBRID} G-x-", ["--hybrid-layer-pattern G-x-", "'x' is not a valid layer symbol"]),
     (f"{_HYBRID} |", ["'|' has none"]),
+    (f"{_HYBRID} GE*-", ["kind E have experts", "is GE*- and --num-experts 0"]),
+    (f"{_HYBRID} G-*- {_EXPERTS}", ["kind E have experts", "is G-*- and --num-experts 4"]),
+    (f"{_HYBRID} GE*- {_EXPERTS} --moe-layer-freq 2", ["remove --moe-layer-freq"]),
     (f"{_HYBRID} G-*-G-", ["has 6 layers but --num-layers is 4", "remove --num-layers"]),
     ("--hybrid-layer-pattern G-*-", ["gated delta nets have SiLU", "--swiglu is missing"]),
     (f"{_HYBRID} *-*- --use-rope-scaling --position-embedding-type rope", ["--use-rope-scaling"]),

@@ -14,6 +14,7 @@ from megatron.hydraulis.checkpoint.manifest import (
     MODEL_ARGUMENTS,
     MODEL_SETTINGS,
     OFF_BY_DEFAULT,
+    RECURRENT_ARGUMENTS,
     YARN_ARGUMENTS,
 )
 from megatron.hydraulis.cost_model.device import device_constants
@@ -77,6 +78,7 @@ def test_every_setting_is_classified_once() -> None:
         *MODEL_ARGUMENTS,
         *EXPERT_ARGUMENTS,
         *LATENT_ARGUMENTS,
+        *RECURRENT_ARGUMENTS,
         *YARN_ARGUMENTS,
         *ADAPTER_ARGUMENTS,
     )

@@ -68,6 +68,11 @@ def test_a_pool_of_another_model_or_data_is_proposed_again(
     assert "proposed at an earlier start" in capsys.readouterr().out
 
 
+def test_no_pool_is_proposed_for_layers_without_costs(tmp_path: Path) -> None:
+    with pytest.raises(ConfigurationError, match="are not estimated yet; name strategies"):
+        proposed(tmp_path, 2, "--hybrid-layer-pattern", "G-", "--swiglu")
+
+
 EXPERTS = "--num-experts 4 --moe-router-topk 2 --moe-layer-freq"
 
 
