@@ -20,7 +20,7 @@ from megatron.hydraulis.quiet_imports import without_garbage_collection
 
 # No deadline and no complaint of slowness: both are statements about the machine's load.
 common = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
-settings.register_profile("default", common, max_examples=60)
+settings.register_profile("default", common, max_examples=30)
 settings.register_profile("nightly", common, max_examples=2000)
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "default"))
 

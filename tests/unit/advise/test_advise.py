@@ -45,7 +45,7 @@ def job(tmp_path: Path) -> list[str]:
     (tmp_path / "profile.json").write_text(json.dumps(content))
     return [
         *("advise", "--lengths", str(tmp_path / "lengths.csv"), *MODEL, "--num-ranks", "8"),
-        *("--global-batch-size", "60", "--num-batches", "4", "--out", str(tmp_path / "advice")),
+        *("--global-batch-size", "60", "--num-batches", "2", "--out", str(tmp_path / "advice")),
     ]
 
 
@@ -98,16 +98,19 @@ def test_gradients_in_bf16_are_advised_and_count(
 ) -> None:
     argv = [*job, "--device", "h100-80g", "--no-regroup-overlap"]
     assert main(argv) == 0
-    text = capsys.readouterr().out
-    assert "--grad-reduce-in-bf16 would save " in text
-    assert "--recompute-granularity" not in text  # everything fits
+    in_fp32 = capsys.readouterr().out
+    assert "--grad-reduce-in-bf16 would save " in in_fp32
+    assert "--recompute-granularity" not in in_fp32  # everything fits
     assert main([*argv, "--grad-reduce-in-bf16"]) == 0
-    assert "--grad-reduce-in-bf16" not in capsys.readouterr().out
-    in_fp32, in_bf16 = (
-        figures(capsys, *argv, *option)["ways"][1]["time_s"]["by the rule"]
-        for option in ([], ["--grad-reduce-in-bf16"])
-    )
-    assert in_bf16 < in_fp32
+    in_bf16 = capsys.readouterr().out
+    assert "--grad-reduce-in-bf16" not in in_bf16
+
+    def tokens_per_s(text: str) -> int:
+        found = re.search(r"static, packing +│ [^│]+ │ +([\d,]+)", text)
+        assert found is not None
+        return int(found[1].replace(",", ""))
+
+    assert tokens_per_s(in_bf16) > tokens_per_s(in_fp32)
 
 
 def test_an_estimate_and_the_next_commands(
@@ -265,7 +268,7 @@ def test_flops_of_causal_attention() -> None:
         (["--device", "a100-80g", "--num-ranks", "0"], "--num-ranks must be at least 1 but is 0"),
         (["--device", "none"], "device 'none'"),
         (["--global-batch-size", str(10**12)], "at most 2,147,483,647 but is 1000000000000"),
-        (["--device", "a100-80g", "--bf16", "--global-batch-size", str(10**9)], "4,000,000,000"),
+        (["--device", "a100-80g", "--bf16", "--global-batch-size", str(10**9)], "2,000,000,000"),
         (["--num-batches", str(10**9)], "--num-batches must be at most 100,000"),
     ],
 )
