@@ -44,6 +44,22 @@ EXPERTS = {
 WITH_EXPERTS = replace(
     HYBRID, num_layers=6, layer_pattern="GE*-GE", variant=tuple((SIZES | EXPERTS).items())
 )
+LATENTS = {
+    "q_lora_rank": 12,
+    "kv_lora_rank": 8,
+    "qk_head_dim": 4,
+    "qk_pos_emb_head_dim": 4,
+    "v_head_dim": 6,
+    "kv_channels": 6,  # of the output of upstream's local core attention
+    "rope_type": "rope",
+}
+WITH_LATENTS = replace(
+    HYBRID,
+    layer_pattern="G-+G-",
+    num_groups=8,
+    qk_layernorm=True,
+    variant=tuple((SIZES | LATENTS).items()),
+)
 NO_SP = replace(HYBRID, sequence_parallel=False)
 _RIGHT_LENGTHS = gated_delta_net.segment_lengths
 
@@ -89,6 +105,9 @@ class TestLaw:
         texts = ("tp2ep2+cp2", "pp2:1,5+tp2", "cp2ep2+2*tp1")
         check_law(changing(texts, WITH_EXPERTS), 4)
         check_law(waves([SPLITS["2+1+1"], SPLITS["4"]], WITH_EXPERTS, ep=4), 4)
+
+    def test_latent_attention(self) -> None:
+        check_law(changing(("tp2cp2", "pp2:3,2+tp2", "tp2+2*tp1"), WITH_LATENTS), 4)
 
     def test_waves_of_a_width_of_four(self) -> None:
         check_law(waves([SPLITS["4"], SPLITS["2+1+1"], SPLITS["1+1+1+1"]], HYBRID), 4)

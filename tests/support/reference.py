@@ -94,10 +94,10 @@ def build_upstream_model(
         "pg_collection": collection,
     }
     reference: Any
-    if model.layer_pattern:
-        reference = build_hybrid_model(model, **named).to(dtype)
-    else:
-        with local_latent_attention():
+    with local_latent_attention():
+        if model.layer_pattern:
+            reference = build_hybrid_model(model, **named).to(dtype)
+        else:
             reference = GPTModel(transformer_layer_spec=model.layer_spec(config), **named).to(dtype)
     give_missing_groups(reference, collection.tp)
     for name, module in reference.named_modules():

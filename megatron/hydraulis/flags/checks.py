@@ -664,8 +664,8 @@ SHAPE_CHECKS: Mapping[Callable[[argparse.Namespace], None], str] = {
 }
 """Checks of the model's layers -> the settings that they read."""
 SETTINGS_CHECKS: Mapping[Callable[[argparse.Namespace], None], str] = {
-    check_hybrid: "hybrid_layer_pattern num_experts swiglu linear_num_key_heads "
-    f"linear_num_value_heads {' '.join(NOT_IN_HYBRIDS)}",
+    check_hybrid: "hybrid_layer_pattern num_experts multi_latent_attention swiglu "
+    f"linear_num_key_heads linear_num_value_heads {' '.join(NOT_IN_HYBRIDS)}",
     check_expert_biases: "num_experts add_bias_linear moe_shared_expert_intermediate_size",
     check_model: "kv_channels hidden_size num_attention_heads position_embedding_type "
     "multi_latent_attention qk_pos_emb_head_dim rotary_percent max_position_embeddings seq_length",

@@ -132,8 +132,8 @@ _ALWAYS = {
 """Options that ask for what this program does in any case."""
 
 _DIFFERENT = {
-    "--hybrid-layer-pattern": "kinds of layers, as in G-*E: attention, MLP (-), experts (E), gated "
-    "delta net (G); --strategy, not |, cuts stages",
+    "--hybrid-layer-pattern": "kinds of layers, as in G-*E: attention (latent +), MLP (-), experts "
+    "(E), gated delta net (G); --strategy, not |, cuts stages",
     "--qk-layernorm": "norms of queries and keys or, with --multi-latent-attention, of latents: "
     "queries without --q-lora-rank have none",
     "--sft": "the data are JSON lines of conversations, each a sequence; answers are trained, with "

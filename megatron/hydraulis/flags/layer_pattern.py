@@ -6,15 +6,11 @@ import math
 from megatron.core.models.hybrid.hybrid_layer_allocation import Symbols, parse_hybrid_pattern
 
 from megatron.hydraulis.errors import ConfigurationError
-from megatron.hydraulis.flags.config import typed
+from megatron.hydraulis.flags.config import option_of, typed
 from megatron.hydraulis.strategy import Pool
 
-_KINDS = (Symbols.ATTENTION, Symbols.MLP, Symbols.MOE, Symbols.GDN)
-NOT_IN_HYBRIDS = (
-    "multi_latent_attention",
-    "spec",
-    "use_rope_scaling",
-)
+_KINDS = (Symbols.ATTENTION, Symbols.MLA, Symbols.MLP, Symbols.MOE, Symbols.GDN)
+NOT_IN_HYBRIDS = ("spec", "use_rope_scaling")
 """Settings that a model by --hybrid-layer-pattern cannot have yet."""
 
 
@@ -61,14 +57,16 @@ def check_hybrid(args: argparse.Namespace) -> None:
     for dest in NOT_IN_HYBRIDS:
         if getattr(args, dest):
             raise ConfigurationError(
-                f"--hybrid-layer-pattern builds attention, MLPs, experts and gated delta nets of "
-                f"Megatron but {typed(args, dest)} is given; remove one of the two"
+                "--hybrid-layer-pattern builds Megatron's own layers, without Llama 3's positions, "
+                f"but {typed(args, dest)} is given; remove one of the two"
             )
-    if (Symbols.MOE in kinds) != bool(args.num_experts):
-        raise ConfigurationError(
-            f"layers of kind {Symbols.MOE} have experts but --hybrid-layer-pattern is {kinds} and "
-            f"--num-experts {args.num_experts or 0}; give both or neither"
-        )
+    for kind, dest in ((Symbols.MOE, "num_experts"), (Symbols.MLA, "multi_latent_attention")):
+        if (kind in kinds) != bool(getattr(args, dest)):
+            raise ConfigurationError(
+                f"layers of kind {kind} are those of {option_of(dest)} but --hybrid-layer-pattern "
+                f"is {kinds} and {option_of(dest)} {getattr(args, dest) or 'is not given'}; give "
+                "both or neither"
+            )
     if Symbols.GDN not in kinds:
         return
     keys, values = args.linear_num_key_heads, args.linear_num_value_heads

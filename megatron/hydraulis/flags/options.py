@@ -343,7 +343,7 @@ _REFUSED = (
     Refused(
         "other hybrid models",
         "--hybrid-layer-pattern alone says which kinds of layers a model has",
-        "use it, with *, -, E and G",
+        "use it, with *, +, -, E and G",
         r".*mamba.*|.*hybrid-override-pattern|is-hybrid-model|heterogeneous-layers-.*",
     ),
     Refused(

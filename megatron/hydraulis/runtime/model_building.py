@@ -402,22 +402,34 @@ def hybrid_layer_spec(config: TransformerConfig, *, use_te: bool) -> HybridStack
     def without(given: TransformerLayerSubmodules, *names: str) -> TransformerLayerSubmodules:
         return dataclasses.replace(given, **{name: getattr(empty, name) for name in names})
 
-    linears = whole.self_attention.submodules
+    plain = copy.copy(config)
+    plain.multi_latent_attention = False
+    of_plain = (upstream_layer_spec(plain, use_te=use_te).layer_specs or [])[0].submodules
+    linears = of_plain.self_attention.submodules
     net = GatedDeltaNetSubmodules(
         in_proj=linears.linear_qkv, out_norm=WrappedTorchNorm, out_proj=linears.linear_proj
     )
-    key = "input_layernorm."
-    attention = without(whole, "pre_mlp_layernorm", "mlp", "mlp_bda")
+
+    def stored(norm: str, linear: str) -> dict[str, str]:
+        return {} if use_te else {norm: f"{linear}.layer_norm_"}
+
+    of_mlp = ("pre_mlp_layernorm", "mlp", "mlp_bda")
+    attention = ModuleSpec(module=TransformerLayer, submodules=without(whole, *of_mlp))
     recurrent = dataclasses.replace(
-        attention,
+        without(of_plain, *of_mlp),
         self_attention=ModuleSpec(module=GatedDeltaNet, submodules=net),
-        sharded_state_dict_keys_map={} if use_te else {key: "self_attention.in_proj.layer_norm_"},
+        sharded_state_dict_keys_map=stored("input_layernorm.", "self_attention.in_proj"),
     )
     of_attention = ("input_layernorm", "self_attention", "self_attn_bda")
+    mlp = dataclasses.replace(
+        without(whole, *of_attention),
+        sharded_state_dict_keys_map=stored("pre_mlp_layernorm.", "mlp.linear_fc1"),
+    )
     return HybridStackSubmodules(
         gdn_layer=ModuleSpec(module=TransformerLayer, submodules=recurrent),
-        attention_layer=ModuleSpec(module=TransformerLayer, submodules=attention),
-        mlp_layer=ModuleSpec(module=MLPLayer, submodules=without(whole, *of_attention)),
+        attention_layer=attention,
+        mla_layer=attention,
+        mlp_layer=ModuleSpec(module=MLPLayer, submodules=mlp),
         moe_layer=ModuleSpec(
             module=MoETransformerLayer, submodules=without(with_experts, *of_attention)
         ),

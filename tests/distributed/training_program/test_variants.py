@@ -94,5 +94,12 @@ def test_another_strategy_resumes_a_hybrid_model(launch: Launch, tmp_path: Path)
         ),
         *(f"{net}conv1d.weight.{name}" for name in ("query", "key", "value")),
     }
-    assert {*sections, f"{net}in_proj.layer_norm_weight", f"{net}A_log"} <= keys
+    norms = {
+        f"{net}in_proj.layer_norm_weight",
+        "decoder.layers.1.pre_mlp_layernorm.weight",
+        "decoder.layers.2.self_attention.linear_qkv.layer_norm_weight",
+        "decoder.layers.3.mlp.linear_fc1.layer_norm_weight",
+        "decoder.final_norm.weight",
+    }
+    assert {*sections, *norms, f"{net}A_log"} <= keys
     assert f"{net}in_proj.weight" not in keys

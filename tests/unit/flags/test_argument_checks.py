@@ -26,17 +26,18 @@ _ITERATIONS = ("--train-iters",)
 _EXPERTS = "--num-experts 4 --disable-bias-linear"
 _HYBRID = "--swiglu --hybrid-layer-pattern"
 _BAD_INPUT = [
-    (f"{_HYBRID} G-M-", ["layers of the kinds *, -, E, G", "'G-M-' has M"]),
-    (f"{_HYBRID} *-*-/*-", ["layers of the kinds *, -, E, G", "'*-*-/*-' has /"]),
+    (f"{_HYBRID} G-M-", ["layers of the kinds *, +, -, E, G", "'G-M-' has M"]),
+    (f"{_HYBRID} *-*-/*-", ["layers of the kinds *, +, -, E, G", "'*-*-/*-' has /"]),
     (f"{_HYBRID} G-x-", ["--hybrid-layer-pattern G-x-", "'x' is not a valid layer symbol"]),
     (f"{_HYBRID} |", ["'|' has none"]),
-    (f"{_HYBRID} GE*-", ["kind E have experts", "is GE*- and --num-experts 0"]),
-    (f"{_HYBRID} G-*- {_EXPERTS}", ["kind E have experts", "is G-*- and --num-experts 4"]),
+    (f"{_HYBRID} GE*-", ["kind E are those", "is GE*- and --num-experts is not given"]),
+    (f"{_HYBRID} G-*- {_EXPERTS}", ["kind E are those", "is G-*- and --num-experts 4"]),
     (f"{_HYBRID} GE*- {_EXPERTS} --moe-layer-freq 2", ["remove --moe-layer-freq"]),
     (f"{_HYBRID} G-*-G-", ["has 6 layers but --num-layers is 4", "remove --num-layers"]),
     ("--hybrid-layer-pattern G-*-", ["gated delta nets have SiLU", "--swiglu is missing"]),
     (f"{_HYBRID} *-*- --use-rope-scaling --position-embedding-type rope", ["--use-rope-scaling"]),
-    (f"{_HYBRID} *-*- --multi-latent-attention", ["--multi-latent-attention is given"]),
+    (f"{_HYBRID} +-+-", ["kind + are those of --multi-latent-attention", "is not given"]),
+    (f"{_HYBRID} *-*- --multi-latent-attention", ["kind + are those of", "is *-*-"]),
     (f"{_HYBRID} *-*- --lora-rank 8", ["--lora-rank is given with --hybrid-layer-pattern"]),
     (
         f"{_HYBRID} G-*- --linear-num-key-heads 6 --linear-num-value-heads 9",
