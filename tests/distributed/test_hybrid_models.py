@@ -13,12 +13,23 @@ from functools import partial
 from unittest.mock import patch
 
 import pytest
+import torch
 from megatron.core.packed_seq_params import PackedSeqParams
 
 from megatron.hydraulis.runtime import gated_delta_net
 from megatron.hydraulis.transfer.canonical import Contribution
 from tests.support.broken_rules import Rule, described, wrong_with
-from tests.support.law import SHORT_MODEL, SPLITS, changing, check_law, law_job, waves
+from tests.support.gloo_pool import pool_of
+from tests.support.law import (
+    SHORT_MODEL,
+    SPLITS,
+    changing,
+    check_law,
+    law_job,
+    law_reference,
+    waves,
+)
+from tests.support.models import run_job
 
 pytestmark = pytest.mark.distributed
 
@@ -111,6 +122,11 @@ class TestLaw:
 
     def test_waves_of_a_width_of_four(self) -> None:
         check_law(waves([SPLITS["4"], SPLITS["2+1+1"], SPLITS["1+1+1+1"]], HYBRID), 4)
+
+    def test_bf16_stays_close(self) -> None:
+        job = law_job(2, "tp2", replace(HYBRID, dtype=torch.bfloat16))
+        losses = pool_of(2).run(run_job, job)[0].losses
+        assert losses == pytest.approx(law_reference(job.model).losses, rel=2e-3)
 
     def test_the_order_in_a_row_changes_nothing(self) -> None:
         job = law_job(1, "tp1", HYBRID)

@@ -69,7 +69,7 @@ def choose_core_attention(resolved: Resolved, pool: Pool) -> CoreAttention:
     """
     args = resolved.args
     if Symbols.GDN in (args.hybrid_layer_pattern or ""):
-        check_kernels()
+        check_kernels(deterministic=args.deterministic_mode)
     here = current_environment(
         dtype=args.params_dtype,
         head_size=resolved.shape.kv_channels,

@@ -110,8 +110,14 @@ class PackedGatedDeltaNet(GatedDeltaNet):
         return self.out_proj(found.unsqueeze(1))
 
 
-def check_kernels() -> None:
-    """Raise ConfigurationError where a gated delta net lacks kernels on CUDA."""
+def check_kernels(*, deterministic: bool) -> None:
+    """Raise ConfigurationError where a gated delta net lacks kernels on CUDA, or such as add in a
+    fixed order."""
+    if torch.cuda.is_available() and deterministic:
+        raise ConfigurationError(
+            "--deterministic-mode repeats a run bit by bit but fla's kernels, by which gated delta "
+            "nets run on CUDA, do not; remove it"
+        )
     if torch.cuda.is_available() and kernels.chunk_gated_delta_rule is None:
         raise ConfigurationError(
             "gated delta nets run on CUDA by the kernels of flash-linear-attention but fla is not "

@@ -13,8 +13,14 @@ from megatron.core.ssm.gated_delta_net import common as upstream
 from torch import Tensor
 from transformers.models.qwen3_next import modeling_qwen3_next as qwen3_next
 
+from megatron.hydraulis.errors import ConfigurationError
 from megatron.hydraulis.runtime import gated_delta_net
-from megatron.hydraulis.runtime.gated_delta_net import convolve, delta, gated_delta_rule
+from megatron.hydraulis.runtime.gated_delta_net import (
+    check_kernels,
+    convolve,
+    delta,
+    gated_delta_rule,
+)
 from megatron.hydraulis.runtime.packed_rows import PackedRow
 from tests.support.reference import recurrent_delta_rule, unit_length
 
@@ -96,6 +102,19 @@ def test_convolution_of_a_row_is_that_of_its_sequences() -> None:
                 expected[start + token] += row[start + token - back] * taps[:, width - 1 - back]
     found = convolve(row, taps, _row())
     torch.testing.assert_close(found, torch.nn.functional.silu(expected), rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize(
+    ("deterministic", "message"),
+    [(False, "fla is not installed; pip install"), (True, "--deterministic-mode .*; remove it")],
+)
+def test_cuda_needs_kernels(deterministic: bool, message: str) -> None:
+    check_kernels(deterministic=deterministic)  # on a CPU plain torch does it
+    with (
+        patch.object(torch.cuda, "is_available", lambda: True),
+        pytest.raises(ConfigurationError, match=message),
+    ):
+        check_kernels(deterministic=deterministic)
 
 
 def test_kernels_of_fla_get_the_borders_of_the_row() -> None:
