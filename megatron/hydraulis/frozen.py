@@ -109,6 +109,11 @@ class Frozen:
             idle = next((i for i in layers if i not in self.layers), len(layers))
         return StageLayers(len(layers) - num_frozen, num_frozen - idle, idle)
 
+    def _all_layers(self, shape: ModelShape) -> StageLayers:
+        """Those of the model, and the trained ones of multi-token prediction."""
+        found = self.among(range(shape.num_layers))
+        return found._replace(trained=found.trained + shape.num_predictions)
+
     def token_flops(self, shape: ModelShape, *, num_looked_up: int = 0) -> float:
         """Operations that a token needs in products with matrices, the output layer included.
 
@@ -117,7 +122,7 @@ class Frozen:
 
         num_looked_up: embeddings that count as if they were matrices.
         """
-        layers = self.among(range(shape.num_layers))
+        layers = self._all_layers(shape)
         output = StageLayers(0, 1) if self.has_output_matrix(shape) else StageLayers(1)
         looked_up = StageLayers(0, num_looked_up) if self.embedding else StageLayers(num_looked_up)
         ends = output.flops_per_entry + looked_up.flops_per_entry
@@ -125,12 +130,15 @@ class Frozen:
         return (
             layers.flops_per_entry * shape.num_matrix_parameters_per_layer
             + ends * shape.num_embedding_parameters
+            + shape.num_predictions
+            * StageLayers(1).flops_per_entry
+            * (shape.num_projection_entries + shape.num_embedding_parameters)
             + StageLayers(1).flops_per_entry * adapters
         )
 
     def attention_layers(self, shape: ModelShape) -> float:
         """Layers that count for attention, whose backward has two products for one."""
-        layers = self.among(range(shape.num_layers))
+        layers = self._all_layers(shape)
         return layers.trained + layers.frozen + layers.idle / 3
 
     def causal_flops(self, shape: ModelShape, lengths: Iterable[int]) -> float:

@@ -125,6 +125,8 @@ class ModelShape:
     """Channels of a head that are rotated; keys of all heads share them."""
     v_head_dim: int = 0
     """Size of a head of values; 0 if it is `kv_channels`."""
+    num_predictions: int = 0
+    """Layers of multi-token prediction behind the others, each like the last of them."""
 
     def __post_init__(self) -> None:
         for field in fields(self):
@@ -146,6 +148,9 @@ class ModelShape:
             and (self.num_windowed_layers > 0) == (self.window_tokens > 0),
             f"some of {self.num_layers} layers have a window of at least 1 token, or none has",
             *("num_windowed_layers", "window_tokens"),
+        )
+        self._check(
+            self.num_predictions >= 0, "there are 0 layers or more that predict", "num_predictions"
         )
         latents = ("kv_lora_rank", "qk_head_dim", "qk_pos_emb_head_dim", "v_head_dim")
         sizes = [getattr(self, name) for name in latents]
@@ -369,6 +374,20 @@ class ModelShape:
         return self.num_router_entries + self._num_entries_of_mlp(width)
 
     @property
+    def num_projection_entries(self) -> int:
+        """Entries of the matrix through which a layer of multi-token prediction gets a hidden state
+        and an embedding."""
+        return 2 * self.hidden_size**2
+
+    @property
+    def num_prediction_parameters(self) -> int:
+        """Weights of a layer of multi-token prediction: of the layer, its projection and three
+        norms more."""
+        of_mlp = self.num_expert_entries if self.num_expert_layers else self.num_mlp_entries
+        of_layer = self.num_attention_entries + of_mlp + 2 * self.hidden_size
+        return of_layer + self.num_projection_entries + 3 * self.hidden_size
+
+    @property
     def num_embedding_parameters(self) -> int:
         """Entries of the embedding; an untied output layer has as many."""
         return self.vocab_size * self.hidden_size
@@ -381,4 +400,5 @@ class ModelShape:
             self.num_parameters_of_layers(self.num_layers)
             + self.hidden_size
             + num_ends * self.num_embedding_parameters
+            + self.num_predictions * self.num_prediction_parameters
         )

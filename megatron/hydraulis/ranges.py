@@ -85,7 +85,7 @@ _OPTIONS: dict[OptionRange, str] = {
     OptionRange(1, MAX_LAYERS): "--num-layers",
     OptionRange(1, MAX_RANKS): "--num-ranks",
     _FROM_0: """
-        --lr-warmup-iters --eval-iters --start-eval-at-iter --manual-gc-interval
+        --mtp-num-layers --lr-warmup-iters --eval-iters --start-eval-at-iter --manual-gc-interval
         --tiktoken-num-special-tokens --null-tokenizer-eod-id --logging-level --plan-ahead
         --fs-prefetch
         --window-attn-skip-freq --no-rope-freq
@@ -103,7 +103,7 @@ _OPTIONS: dict[OptionRange, str] = {
         --moe-router-topk-scaling-factor --adam-eps --plan-time-limit --report-drift
         --lora-alpha --yarn-beta-fast --yarn-beta-slow""",
     _NOT_NEGATIVE: """
-        --mscale --mscale-all-dim
+        --mscale --mscale-all-dim --mtp-loss-scaling-factor
         --lr --min-lr --decoupled-lr --decoupled-min-lr --lr-warmup-init --weight-decay
         --start-weight-decay --end-weight-decay --clip-grad
         --moe-aux-loss-coeff --moe-z-loss-coeff --moe-router-bias-update-rate""",

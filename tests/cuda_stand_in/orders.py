@@ -62,6 +62,7 @@ LATENT_MODEL = replace(
         *(("qk_pos_emb_head_dim", 8), ("v_head_dim", 8), ("rotary_scaling_factor", 4)),
     ),
 )
+PREDICTING = replace(MODEL, variant=(("mtp_num_layers", 1),))
 WITH_EXPERTS = replace(
     MODEL,
     variant=(
@@ -118,6 +119,7 @@ class OrderCase:
             f"{self.model.granularity} recompute" if self.model.granularity else "",
             "fewer query groups than cp ranks" if self.model.num_groups == 2 else "",
             "latents" if self.model == LATENT_MODEL else "",
+            "multi-token prediction" if self.model == PREDICTING else "",
             "adapters" if self.model.lora_targets else "",
             "partly frozen" if self.model.frozen else "",
             "gradients in bf16" if self.gradient_dtype else "",
@@ -211,7 +213,10 @@ def run_case(case: OrderCase, mutation: Mutation | None = None) -> None:
         assignment = job.assignments[iteration]
         if name != names[job.schedule[iteration]]:
             assignment = uneven_assignment(strategy, iteration)
-        packs = packs_of_rank(strategy, assignment, _endless(job.batches[iteration]), engine.rank)
+        packs = packs_of_rank(
+            *(strategy, assignment, _endless(job.batches[iteration]), engine.rank),
+            num_predictions=engine.definition.num_predictions,
+        )
         return [batch.pinned().to(engine.device, non_blocking=True) for batch in packs]
 
     with _mutated(mutation):

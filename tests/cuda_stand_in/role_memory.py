@@ -99,6 +99,7 @@ class Role:
             "norms of queries and keys" if self.qk_norms else "",
             "tied" if self.shape.tied_embeddings else "",
             "output gate" if self.shape.output_gate else "",
+            f"predicts {self.shape.num_predictions} more" if self.shape.num_predictions else "",
             f"windows of {self.shape.window_tokens}" if self.shape.num_windowed_layers else "",
             "separate gate" if self.has_separate_gate else "",
             "GPT-OSS layers" if self.has_biases else "",
@@ -290,6 +291,7 @@ def definition_of(role: Role) -> ModelDefinition:
         transformer_impl="transformer_engine" if role.has_te else "local",
         cp_comm_type=role.cp_comm_type,
         **_expert_settings(role),
+        mtp_num_layers=shape.num_predictions or None,
         recompute_granularity=recompute.granularity,
         **latents,
         **{f"recompute_{name}": value for name, value in again.items()},
@@ -395,4 +397,5 @@ def _batch(role: Role, num_tokens: int) -> PackedBatch:
         scheme.tp,
         context_size=size,
         context_rank=position.cp % size,
+        num_predictions=role.shape.num_predictions,
     )

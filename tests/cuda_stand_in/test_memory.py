@@ -137,6 +137,9 @@ GPT_OSS = dataclasses.replace(
     expert_ffn_hidden_size=2880,
 )
 """GPT-OSS of 20B parameters."""
+PREDICTING, PREDICTING_TIED = (
+    dataclasses.replace(M8, num_predictions=1, tied_embeddings=tied) for tied in (False, True)
+)
 CHUNKS = Recompute(granularity="full", method="uniform", num_layers=4)
 BLOCK = Recompute(granularity="full", method="block", num_layers=30)
 MLP = Recompute(granularity="selective", modules=("mlp",))
@@ -165,7 +168,19 @@ FEW = (
     Role(shape=M8, strategy="2*tp4", num_ranks=8, frozen=FIRST_PARTS),
     Role(shape=M8, strategy="2*tp4", num_ranks=8, frozen=ALL_BUT_LAST),
     Role(shape=M8, strategy="2*tp4", num_ranks=8, frozen=SMALL_ADAPTERS),
+    Role(shape=PREDICTING, strategy="8*tp4pp2", rank=4),
 )
+PREDICTIONS = (
+    Role(shape=PREDICTING, strategy="16*tp4"),
+    Role(shape=PREDICTING, strategy="16*tp4", recompute=EVERY_LAYER),
+    Role(shape=PREDICTING_TIED, strategy="16*tp2pp2", rank=2),
+    Role(
+        shape=dataclasses.replace(MANY_EXPERTS, num_predictions=1),
+        strategy="4*tp2cp4ep8pp2",
+        rank=8,
+    ),
+)
+"""The last stages of models with multi-token prediction."""
 ADAPTED = (
     Role(shape=M8, strategy="8*tp1", num_ranks=8, frozen=LARGE_ADAPTERS),
     Role(shape=M8, strategy="2*pp4", num_ranks=8, frozen=LARGE_ADAPTERS),

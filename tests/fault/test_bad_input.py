@@ -87,8 +87,8 @@ _FLAGS: dict[str, tuple[str, list[str]]] = {
         ["--seq-length", "96", "--max-tokens-per-micro-batch", "64"],
     ),
     "an upstream flag that is not honoured": (
-        "--strategy 4*tp1 --mtp-num-layers 1",
-        ["--mtp-num-layers"],
+        "--strategy 4*tp1 --linear-attention-freq 1",
+        ["--linear-attention-freq"],
     ),
     "a tokenizer larger than the model's vocabulary": (
         "--strategy 4*tp1 --padded-vocab-size 32 --vocab-size 61",

@@ -246,6 +246,11 @@ def assert_law(job: Job, runs: list[RankRun]) -> None:
             np.testing.assert_allclose(
                 run.losses[i], reference.losses[i], rtol=1e-12 if is_fp64 else 1e-6
             )
+            np.testing.assert_allclose(
+                run.prediction_losses[i],
+                reference.prediction_losses[i],
+                rtol=1e-12 if is_fp64 else 1e-6,
+            )
             assert len(run.biases) == len(reference.biases)
             if reference.biases:
                 np.testing.assert_array_equal(run.biases[i], reference.biases[i])

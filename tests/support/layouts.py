@@ -38,9 +38,11 @@ def roles_of(
     num_layers: int = 1,
     tied: bool = False,
     num_experts: int = 0,
+    num_predictions: int = 0,
 ) -> list[Any]:
     """The role of every rank in a strategy."""
-    return transfer_role.roles_of(Strategy.parse(text, num_ranks), num_layers, tied, num_experts)
+    strategy = Strategy.parse(text, num_ranks)
+    return transfer_role.roles_of(strategy, num_layers, tied, num_experts, num_predictions)
 
 
 @dataclass(frozen=True)

@@ -330,6 +330,8 @@ class RankRun:
     frozen_rectangles: tuple[Any, ...] = ()
     frozen: tuple[np.ndarray, ...] = ()
     """Flat frozen shards after each iteration."""
+    prediction_losses: tuple[tuple[float, ...], ...] = ()
+    """Those of each layer of multi-token prediction, per iteration."""
 
 
 def sequences(rng: np.random.Generator, lengths: list[int], vocab_size: int) -> tuple[Any, ...]:
@@ -416,6 +418,7 @@ def run_job(job: Job) -> RankRun:
     engine = build_engine(job)
     forward_step = make_forward_step()
     gradients, parameters, losses, norms, biases, frozen = [], [], [], [], [], []
+    prediction_losses = []
     upcoming = [*job.schedule[1:], None] if job.knows_next else [None] * len(job.schedule)
     for i, (which, following, assignment, batch) in enumerate(
         zip(job.schedule, upcoming, job.assignments, job.batches, strict=True)
@@ -431,6 +434,7 @@ def run_job(job: Job) -> RankRun:
                 job.pad_multiple,
                 job.row_quantum,
                 job.weights_of(i),
+                engine.definition.num_predictions,
             )
         ]
         outcome = engine.train_step(
@@ -446,11 +450,17 @@ def run_job(job: Job) -> RankRun:
         parameters.append(engine.shards.parameters.cpu().numpy().copy())
         frozen.append(engine.shards.frozen.double().cpu().numpy())
         losses.append(outcome.loss.mean)
+        prediction_losses.append(outcome.prediction_losses)
         norms.append(norm)
         if engine.routers is not None and engine.routers.biases is not None:
             biases.append(engine.routers.biases.cpu().numpy().copy())
     run = rank_run(engine, gradients, parameters, losses, norms)
-    return replace(run, biases=tuple(biases), frozen=tuple(frozen))
+    return replace(
+        run,
+        biases=tuple(biases),
+        frozen=tuple(frozen),
+        prediction_losses=tuple(prediction_losses),
+    )
 
 
 def build_engine(job: Job, spans: SpanRecorder = NO_SPANS) -> RuntimeEngine:
@@ -511,6 +521,7 @@ def packs_of_rank(
     pad_multiple: int = 1,
     row_quantum: int = 1,
     weights: tuple[np.ndarray, ...] | None = None,
+    num_predictions: int = 0,
 ) -> list[PackedBatch]:
     """The rank's part of each micro-batch of its replica."""
     limits = Limits(TableCostModel(default_limit=ROW_LIMIT), row_quantum=row_quantum)
@@ -531,6 +542,7 @@ def packs_of_rank(
                     context_rank=position.cp - share.group.offset,
                     row_tokens=limits.row_tokens(strategy, scheme, share.lengths),
                     allow_empty=True,
+                    num_predictions=num_predictions,
                 )
             )
         return packs

@@ -7,10 +7,11 @@ after sequence, unpadded and unpacked, torch's plain AdamW and clipping.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
@@ -21,6 +22,8 @@ from megatron.core.distributed.finalize_model_grads import (
     _update_router_expert_bias,
     reset_model_temporary_tensors,
 )
+from megatron.core.models.backends import LocalSpecProvider
+from megatron.core.models.gpt import gpt_layer_specs, gpt_model
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.models.hybrid import hybrid_block
 from megatron.core.models.hybrid.hybrid_block import HybridStack
@@ -28,7 +31,7 @@ from megatron.core.models.hybrid.hybrid_model import HybridModel
 from megatron.core.ssm.gated_delta_net import GatedDeltaNet
 from megatron.core.ssm.gated_delta_net import common as gated_delta_net
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear
-from megatron.core.transformer import dot_product_attention
+from megatron.core.transformer import dot_product_attention, multi_token_prediction
 from megatron.core.transformer import utils as attention_masks
 from megatron.core.transformer.dot_product_attention import DotProductAttention
 from megatron.core.transformer.mla_qk_norm_config import QKNormConfigResolver
@@ -54,6 +57,8 @@ class ReferenceRun:
     losses: tuple[float, ...]
     biases: tuple[np.ndarray, ...]
     """Those of routers, (layers, experts); none in a model without them."""
+    prediction_losses: tuple[tuple[float, ...], ...]
+    """Those of each layer of multi-token prediction, per iteration."""
 
 
 def initial_parameters(model: SmallModel, seed: int) -> dict[str, torch.Tensor]:
@@ -94,11 +99,15 @@ def build_upstream_model(
         "pg_collection": collection,
     }
     reference: Any
-    with local_latent_attention():
+    with local_latent_attention(), _predictions_here():
         if model.layer_pattern:
             reference = build_hybrid_model(model, **named).to(dtype)
         else:
-            reference = GPTModel(transformer_layer_spec=model.layer_spec(config), **named).to(dtype)
+            reference = GPTModel(
+                transformer_layer_spec=model.layer_spec(config),
+                mtp_block_spec=_prediction_spec(model, config),
+                **named,
+            ).to(dtype)
     give_missing_groups(reference, collection.tp)
     for name, module in reference.named_modules():
         if model.bias and re.search(r"local_experts\.\d+\.linear_fc2$", name):
@@ -161,6 +170,28 @@ def recurrent_delta_rule(
         state = state + torch.einsum("bhk,bhv->bhkv", k, beta[:, i, :, None] * error)
         outputs.append(torch.einsum("bhkv,bhk->bhv", state, q))
     return torch.stack(outputs, dim=1), None
+
+
+def _predictions_here() -> Any:
+    """Upstream asks the default groups whether this is the last stage."""
+    here = ExitStack()
+    name = "get_mtp_num_layers_to_build"
+    here.enter_context(patch.object(gpt_layer_specs, name, _number_to_build))
+    here.enter_context(patch.object(gpt_model, "mtp_on_this_rank", lambda **_: True))
+    return here
+
+
+def _number_to_build(config: Any, **_: Any) -> int:
+    number: int = config.mtp_num_layers
+    return number
+
+
+def _prediction_spec(model: SmallModel, config: Any) -> Any:
+    if not config.mtp_num_layers:
+        return None
+    return gpt_layer_specs.get_gpt_mtp_block_spec_for_backend(
+        config, model.layer_spec(config), LocalSpecProvider()
+    )
 
 
 def _add_adapters(reference: GPTModel, model: SmallModel, values: Mapping[str, Tensor]) -> None:
@@ -282,6 +313,49 @@ def sequence_loss(
     return (losses[0] * torch.from_numpy(weights[1:]).to(losses.dtype)).sum()
 
 
+@contextmanager
+def _recorded(losses: list[float]) -> Iterator[None]:
+    """Append what upstream logs of its layers of multi-token prediction, without its default
+    groups; their backward is divided by `_MASK_SCALE`."""
+    module = multi_token_prediction
+    groups = SimpleNamespace(get_data_parallel_group=lambda **_: None)
+
+    def record(loss: Tensor, *_: Any, **__: Any) -> None:
+        losses.append(loss.item())
+
+    with (
+        patch.object(module, "parallel_state", groups),
+        patch.object(module, "_compute_mtp_acceptance_counts", lambda *_: (None, None)),
+        patch.object(module.MTPLossLoggingHelper, "save_metrics_to_tracker", record),
+        patch.object(module.MTPLossAutoScaler, "main_loss_backward_scale", 1 / _MASK_SCALE),
+    ):
+        yield
+
+
+_MASK_SCALE = 1e3
+"""Of weights: upstream counts at least 1 for what a layer predicts of a batch."""
+
+
+def predicting_loss(
+    model: Any, batch: Sequence[np.ndarray], weights: Sequence[np.ndarray]
+) -> torch.Tensor:
+    """Σ weight · loss of the main prediction of sequences, as one batch of upstream's, padded; its
+    backward adds the gradients of the losses of multi-token prediction.
+
+    These are means over the tokens that a layer predicts, of the batch.
+    """
+    longest = max(map(len, batch)) - 1
+    padded, mask = np.zeros((len(batch), longest + 1), np.int64), np.zeros((len(batch), longest))
+    for i, (tokens, each) in enumerate(zip(batch, weights, strict=True)):
+        padded[i, : len(tokens)] = tokens
+        mask[i, : len(tokens) - 1] = each[1:]
+    ids, loss_mask = torch.from_numpy(padded), torch.from_numpy(mask) * _MASK_SCALE
+    causal = torch.ones(1, 1, longest, longest).triu(1).bool()
+    positions = torch.arange(longest).expand(len(batch), -1)
+    losses = model(ids[:, :-1], positions, causal, labels=ids[:, 1:], loss_mask=loss_mask)
+    return (losses * loss_mask).sum() / _MASK_SCALE
+
+
 def run_reference(job: Job, dtype: torch.dtype | None = None) -> ReferenceRun:
     """One rank runs all iterations of the job, with any strategies.
 
@@ -311,7 +385,8 @@ def _run(job: Job, model: torch.nn.Module) -> ReferenceRun:
         betas=(settings.beta1, settings.beta2),
         eps=settings.eps,
     )
-    gradients, parameters, losses, biases = [], [], [], []
+    gradients, parameters, losses, biases, predicted = [], [], [], [], []
+    num_predictions = job.model.transformer().mtp_num_layers or 0
     for i, batch in enumerate(job.batches):
         adamw.zero_grad()
         weights = job.weights_of(i) or [None] * len(batch)
@@ -320,7 +395,10 @@ def _run(job: Job, model: torch.nn.Module) -> ReferenceRun:
         scale = divisor / sum(len(tokens) - 1 for tokens in batch)
         MoEAuxLossAutoScaler.set_loss_scale(torch.tensor(scale, dtype=torch.float64))
         total = 0.0
-        for tokens, each in zip(batch, weights, strict=True):
+        of_predictions: tuple[float, ...] = ()
+        if num_predictions:
+            total, of_predictions = _predicting(model, batch, job.weights[i])
+        for tokens, each in () if num_predictions else zip(batch, weights, strict=True):
             loss = sequence_loss(model, tokens, each)
             loss.backward()
             total += loss.item()
@@ -333,16 +411,54 @@ def _run(job: Job, model: torch.nn.Module) -> ReferenceRun:
             _copies({name: p.detach() - _shift(job.model, name) for name, p in named.items()})
         )
         losses.append(total / divisor)
+        predicted.append(of_predictions)
         config: Any = model.config
         if config.moe_router_enable_expert_bias:
             _update_router_expert_bias([model], config, worker_groups().of_self)
             reset_model_temporary_tensors(config, [model])
-            of_layers = np.zeros((job.model.num_layers, config.num_moe_experts))
+            of_layers = np.zeros((job.model.num_layers + num_predictions, config.num_moe_experts))
             for name, bias in model.named_buffers():
                 if name.endswith("expert_bias"):
-                    of_layers[int(name.split(".")[2])] = bias.numpy()
+                    first = job.model.num_layers if name.startswith("mtp.") else 0
+                    of_layers[first + int(name.split(".")[2])] = bias.numpy()
             biases.append(of_layers)
-    return ReferenceRun(tuple(gradients), tuple(parameters), tuple(losses), tuple(biases))
+    return ReferenceRun(
+        *map(tuple, (gradients, parameters, losses, biases, predicted)),  # type: ignore[arg-type]
+    )
+
+
+def _predicting(
+    model: Any, batch: Sequence[np.ndarray], weights: Sequence[np.ndarray]
+) -> tuple[float, tuple[float, ...]]:
+    """Backward of a batch with multi-token prediction; returns the main loss's sum and the mean
+    loss of each layer.
+
+    Routers would see padding, and upstream's local latent attention takes no batch, so that then
+    sequences run one after another: what upstream normalises by a sequence's weights is scaled to
+    those of the batch, for one layer.
+    """
+    config = model.config
+    found: list[float] = []
+    if config.num_moe_experts is None and not config.multi_latent_attention:
+        with _recorded(found):
+            loss = predicting_loss(model, batch, weights)
+            loss.backward()
+        return float(loss), tuple(found)
+    assert config.mtp_num_layers == 1
+    factor, total = config.mtp_loss_scaling_factor, 0.0
+    sums = [(each[1:].sum(dtype=np.float64), each[2:].sum(dtype=np.float64)) for each in weights]
+    all_main, all_ahead = np.sum(sums, axis=0)
+    for tokens, each, (main, ahead) in zip(batch, weights, sums, strict=True):
+        # Upstream's factor is main / ahead.
+        own = main / max(ahead, 1 / _MASK_SCALE)
+        config.mtp_loss_scaling_factor = factor * all_main / all_ahead / own if own else 0.0
+        with _recorded(found):
+            loss = predicting_loss(model, [tokens], [each])
+            loss.backward()
+        total += float(loss)
+    config.mtp_loss_scaling_factor = factor
+    mean = sum(loss * ahead for loss, (_, ahead) in zip(found, sums, strict=True)) / all_ahead
+    return total, (mean,)
 
 
 def _copies(tensors: dict[str, torch.Tensor]) -> dict[str, np.ndarray]:

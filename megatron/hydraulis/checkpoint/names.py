@@ -39,7 +39,10 @@ WRITTEN_HERE = "hydraulis"
 """Marks a checkpoint of this program where Megatron describes its content."""
 _LAYER_OF_NAME = 2
 """Index of the part of a name that numbers the layer."""
-_HAVE_EXTRA_STATES = ("layernorm.weight", "_norm.weight", "_down_proj.weight")
+_HAVE_EXTRA_STATES = (
+    *("layernorm.weight", "_norm.weight", "_down_proj.weight"),
+    *("enorm.weight", "hnorm.weight"),
+)
 """Ends of the keys of modules that have extra states in Megatron, but not here: norms that are not
 fused with a linear layer, projections to latents."""
 
@@ -153,7 +156,10 @@ def bias_pieces(
     biases = engine.routers.biases if engine.routers is not None else None
     for name, place in stored.items():
         assert biases is not None
-        row = biases[int(name.split(".")[_LAYER_OF_NAME])]
+        layer = int(name.split(".")[_LAYER_OF_NAME])
+        if name.startswith("mtp."):
+            layer += engine.definition.transformer.num_layers
+        row = biases[layer]
         offset, size = place.rectangle(0, 0, len(row), 1)
         yield FilePiece(MODEL + place.key, place.shape, offset, row.view(size), row.dtype)
 

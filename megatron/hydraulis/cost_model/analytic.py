@@ -304,8 +304,12 @@ class AnalyticCostModel(TrainedModel):
         """
         even = scheme.layers_per_stage(self.shape.num_layers)
 
+        def with_predictions(stage: int, num_layers: int) -> int:
+            return num_layers + (stage == scheme.pp - 1) * self.shape.num_predictions
+
         def time(stage: int, num_layers: int) -> float:
-            layers, is_last = self.usual_layers(num_layers), stage == scheme.pp - 1
+            is_last = stage == scheme.pp - 1
+            layers = self.usual_layers(with_predictions(stage, num_layers))
             terms = self.stage_terms(scheme, layers, is_last=is_last)
             return sum(terms.values(), CostTerm()).per_token_s
 
@@ -313,7 +317,7 @@ class AnalyticCostModel(TrainedModel):
         memory = self.memory if self.lora else replace(self.memory, frozen=NOTHING_FROZEN)
 
         def tokens(stage: int, num_layers: int) -> int:
-            return memory.stage_tokens(scheme, stage, num_layers)
+            return memory.stage_tokens(scheme, stage, with_predictions(stage, num_layers))
 
         layers = split_layers(
             self.shape.num_layers, scheme.pp, time=time, tokens=tokens, min_tokens=min_tokens
@@ -421,7 +425,8 @@ class AnalyticCostModel(TrainedModel):
         core_factor = self.device.core_factor
         if core_factor is None:
             return 0.0
-        num_layers = max(scheme.layers_per_stage(self.shape.num_layers))
+        stages = (self.stage_layers(scheme, stage) for stage in range(scheme.pp))
+        num_layers = max(each.number for each in stages)
         num_forwards = 1.0 + self.recompute_of(scheme).num_layers_again(num_layers) / num_layers
         return (
             _MS_PER_S
@@ -640,14 +645,19 @@ class AnalyticCostModel(TrainedModel):
         return CostTerm(per_token2_s, per_token2_s * self.kernels.half_rate_tokens)
 
     def _logits(self, scheme: Scheme) -> CostTerm:
-        """Output layer and loss, forward and backward."""
+        """Output layer and loss, forward and backward; once more for each layer of multi-token
+        prediction, with its projection."""
         shape = self.shape
         output = _Matrices(1.0, 1.0, shape.vocab_size / scheme.tp, shape.hidden_size)
         product = self._products(scheme, output)
         num_moved = self.kernels.logit_passes * self.shape.vocab_size / (scheme.tp * scheme.cp)
         # Frozen, its weight needs no gradient; an adapter's products are neglected.
         num_products = self.kernels.logit_products - self.frozen.has_output_matrix(shape)
-        return num_products * product + self._moved(num_moved)
+        once = num_products * product + self._moved(num_moved)
+        hidden = shape.hidden_size
+        projection = self._products(scheme, _Matrices(1.0, 1.0, hidden / scheme.tp, 2 * hidden))
+        of_prediction = once + (1.0 + _BACKWARD_FORWARDS) * projection
+        return once + shape.num_predictions * of_prediction
 
     def tp_collectives(
         self, scheme: Scheme, number: float, num_channels: float | None = None

@@ -167,11 +167,12 @@ class MemoryModel(TrainedModel):
 
         A multiple of 2·tp·cp, to which rows are padded.
         """
-        layers = scheme.layers_per_stage(self.shape.num_layers)
-        return min(self.stage_tokens(scheme, stage, num) for stage, num in enumerate(layers))
+        stages = range(scheme.pp)
+        return min(self.stage_tokens(scheme, i, self._num_layers(scheme, i)) for i in stages)
 
     def stage_tokens(self, scheme: Scheme, stage: int, num_layers: int) -> int:
-        """`max_tokens` of one stage with num_layers layers."""
+        """`max_tokens` of one stage with num_layers layers, those of multi-token prediction among
+        them."""
         multiple = 2 * scheme.tp * scheme.cp
         usable, stream = self.usable_bytes, self._layer(scheme).stream
         tokens_per_cp_rank = min(
@@ -186,7 +187,7 @@ class MemoryModel(TrainedModel):
         )
 
     def _num_layers(self, scheme: Scheme, stage: int) -> int:
-        return scheme.layers_per_stage(self.shape.num_layers)[stage]
+        return self.stage_layers(scheme, stage).number
 
     def role_bytes(self, scheme: Scheme, stage: int, num_layers: int | None = None) -> float:
         """Parameters and gradients of a rank of a stage, with slots for those that it shares.
@@ -195,14 +196,12 @@ class MemoryModel(TrainedModel):
         """
         shape, num_layers = self.shape, num_layers or self._num_layers(scheme, stage)
         is_first, is_last = stage == 0, stage == scheme.pp - 1
-        num_embeddings = int(is_first)
-        # With one stage, tied embeddings are one matrix.
-        if is_last and not (shape.tied_embeddings and is_first):
-            num_embeddings += 1
+        num_embeddings = self._num_embeddings(scheme, stage)
         num_parameters = self.num_layer_parameters(scheme, num_layers, are_first=is_first)
         embedding = shape.num_embedding_parameters / scheme.tp
         final_norm = is_last * shape.hidden_size
         num_parameters += num_embeddings * embedding + final_norm
+        num_parameters += is_last * self._num_of_projections(scheme)
         gradient_bytes = self.has_optimizer * FP32_BYTES
         num_trained = self._num_trained_of_role(scheme, stage, num_layers)
         adapters = self.num_adapter_parameters(num_layers, are_first=is_first, has_output=is_last)
@@ -242,6 +241,19 @@ class MemoryModel(TrainedModel):
             received = 2 * max(layer, embedding) * wire_bytes / FP32_BYTES
         return num_bytes + weights * self.parameter_bytes + (gradients + received) * gradient_bytes
 
+    def _num_embeddings(self, scheme: Scheme, stage: int) -> int:
+        """Matrices as large as the embedding that a stage holds. With one stage, those of a tied
+        model are one; layers of multi-token prediction embed tokens on the last."""
+        shape, is_last = self.shape, stage == scheme.pp - 1
+        has_embedding = stage == 0 or (is_last and shape.num_predictions > 0)
+        return has_embedding + (is_last and not (shape.tied_embeddings and has_embedding))
+
+    def _num_of_projections(self, scheme: Scheme) -> float:
+        """Parameters of a rank of the last stage that layers of multi-token prediction have more
+        than others."""
+        projection = self.shape.num_projection_entries / scheme.tp
+        return self.shape.num_predictions * (projection + 3 * self.shape.hidden_size)
+
     def _layers(self, scheme: Scheme, stage: int, num_layers: int) -> StageLayers:
         """Those of a stage, or as many as another one may have."""
         found = self.stage_layers(scheme, stage)
@@ -255,7 +267,9 @@ class MemoryModel(TrainedModel):
         number = self.num_layer_parameters(scheme, layers.trained, are_first=are_first)
         embedding = shape.num_embedding_parameters / scheme.tp
         is_last = stage == scheme.pp - 1
-        number += (stage == 0 and not frozen.embedding) * embedding
+        number += is_last * self._num_of_projections(scheme)
+        has_first = (stage == 0 or self._num_embeddings(scheme, stage) > 1) and not frozen.embedding
+        number += has_first * embedding
         if is_last and not (shape.tied_embeddings and stage == 0):
             number += (not frozen.has_output_matrix(shape)) * embedding
         return number + (is_last and not frozen.output) * shape.hidden_size
@@ -350,10 +364,12 @@ class MemoryModel(TrainedModel):
             num_again = self.recompute_of(scheme).num_layers_again(num_layers)
             is_kept = self.fuses_rope or num_again > 0
             table = 0.0 if is_kept else self._rotary_table_per_token(scheme)
-            with_loss = (*always, whole, _LOSS_BYTES_PER_TOKEN)
+            # Of a layer of multi-token prediction, the hidden state for its logits, too.
+            num_before = shape.num_predictions
+            with_loss = (*always, num_before * whole, whole, _LOSS_BYTES_PER_TOKEN)
             num_columns = shape.vocab_size // scheme.tp
             chunk_tokens = self.loss_chunk_tokens or loss_chunk_tokens(num_columns)
-            logits = num_columns * FP32_BYTES
+            logits = (1 + num_before) * num_columns * FP32_BYTES
             yield Moment("loss", state, sum((*with_loss, table)), logits, chunk_tokens)
             if self.parameter_bytes < FP32_BYTES:
                 logits += num_columns * self.parameter_bytes
@@ -445,7 +461,19 @@ class MemoryModel(TrainedModel):
             rotation = self._rotary_table_per_token(scheme)
         elif num_again:
             rotation += self._rotary_table_per_token(scheme)
-        return layers + outputs + rotation + _BATCH_BYTES_PER_TOKEN
+        kept = layers + outputs + rotation + _BATCH_BYTES_PER_TOKEN
+        if stage == scheme.pp - 1:
+            kept += self.shape.num_predictions * self._kept_by_prediction(scheme)
+        return kept
+
+    def _kept_by_prediction(self, scheme: Scheme) -> float:
+        """What a layer of multi-token prediction keeps more than others: input of the norm of the
+        embedded tokens, both normed, and input and output of its own last norm; if it is recomputed
+        the embedded tokens and its output. Besides its tokens, and sums of its cross entropy."""
+        num_states = 2 if self.recompute_of(scheme).granularity == "full" else 5
+        return num_states * self._layer(scheme).hidden_part + (
+            _BATCH_BYTES_PER_TOKEN - 8 + _LOSS_BYTES_PER_TOKEN
+        )
 
     def _rotary_table_per_token(self, scheme: Scheme) -> float:
         """Angles of all positions of the row, which all of its cp ranks hold."""

@@ -194,6 +194,7 @@ _SHAPE = (
         default=VOCABULARY_MULTIPLE,
     ),
     _switch("--untie-embeddings-and-output-weights", "the output layer has its own weights"),
+    ModelFlag("--mtp-num-layers", "layers of multi-token prediction", "num_predictions", 0),
 )
 """Flags that describe the shape."""
 _PRECISION = (

@@ -247,7 +247,8 @@ class StageCosts:
         slowest = self.cost_model.coefficients(scheme)
         if self.shape is None:
             return (slowest,) * scheme.pp
-        layers = scheme.layers_per_stage(self.shape.num_layers)
+        layers = list(scheme.layers_per_stage(self.shape.num_layers))
+        layers[-1] += self.shape.num_predictions
         entries = _stage_entries(self.shape, scheme)
         most_layers, most_entries = max(layers), max(entries)
         return tuple(
@@ -265,14 +266,18 @@ def stage_parts(shape: ModelShape, scheme: Scheme) -> tuple[tuple[tuple[Unit, fl
     The embedding takes no time, layers take equal times.
     """
     layers = scheme.layers_per_stage(shape.num_layers)
-    of_output = shape.num_embedding_parameters / _stage_entries(shape, scheme)[-1]
+    of_last, num_predictions = _stage_entries(shape, scheme)[-1], shape.num_predictions
+    of_output = (1 + num_predictions) * shape.num_embedding_parameters / of_last
+    of_prediction = _prediction_entries(shape) / of_last
     units = iter(range(shape.num_layers))
     parts = []
     for stage, num_layers in enumerate(layers):
-        of_layers = 1.0 - of_output if stage == scheme.pp - 1 else 1.0
+        of_others = of_output + num_predictions * of_prediction
+        of_layers = 1.0 - of_others if stage == scheme.pp - 1 else 1.0
         parts.append([(Unit.layer(next(units)), of_layers / num_layers) for _ in range(num_layers)])
     parts[0].insert(0, (Unit.embedding(), 0.0))
     parts[-1].append((Unit.output(), of_output))
+    parts[-1] += [(Unit.prediction(index), of_prediction) for index in range(num_predictions)]
     return tuple(map(tuple, parts))
 
 
@@ -280,5 +285,11 @@ def _stage_entries(shape: ModelShape, scheme: Scheme) -> list[int]:
     """Number of entries of each stage's matrices: shape (pp,)."""
     layers = scheme.layers_per_stage(shape.num_layers)
     entries = [num_layers * shape.num_matrix_parameters_per_layer for num_layers in layers]
-    entries[-1] += shape.num_embedding_parameters
+    entries[-1] += (1 + shape.num_predictions) * shape.num_embedding_parameters
+    entries[-1] += shape.num_predictions * _prediction_entries(shape)
     return entries
+
+
+def _prediction_entries(shape: ModelShape) -> int:
+    """Entries of the matrices of a layer of multi-token prediction."""
+    return shape.num_matrix_parameters_per_layer + shape.num_projection_entries

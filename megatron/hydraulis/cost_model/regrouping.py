@@ -340,7 +340,10 @@ class RegroupCosts:
     def _roles(self, strategy: Strategy) -> list[Role | None]:
         strategy.check_model(self.shape)
         shape = self.shape
-        return roles_of(strategy, shape.num_layers, shape.tied_embeddings, shape.num_experts)
+        return roles_of(
+            *(strategy, shape.num_layers, shape.tied_embeddings),
+            *(shape.num_experts, shape.num_predictions),
+        )
 
     def _of(self, strategy: Strategy, after: Strategy) -> RegroupTimes:
         roles = self._roles(strategy)

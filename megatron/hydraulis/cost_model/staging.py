@@ -154,7 +154,10 @@ def _shares(
     num_ranks, num_groups = strategy.num_ranks, math.lcm(*(scheme.ep for scheme in schemes))
     per_node = strategy.ranks_per_node
     counted = amounts_of_model(shape, num_groups, num_atoms, num_ranks, per_node, frozen)
-    roles = roles_of(strategy, shape.num_layers, shape.tied_embeddings, shape.num_experts)
+    roles = roles_of(
+        *(strategy, shape.num_layers, shape.tied_embeddings),
+        *(shape.num_experts, shape.num_predictions),
+    )
     amounts = StrategyAmounts(counted, roles)
     buckets = counted.layout.buckets
     largest = max(bucket.num_elements for bucket in buckets if bucket.unit.is_layer)

@@ -278,6 +278,8 @@ class TrainedModel:
         numbers = scheme.layers_per_stage(self.shape.num_layers)
         start = sum(numbers[:stage])
         found = self.frozen.among(range(start, start + numbers[stage]))
+        if stage == scheme.pp - 1:
+            found = found._replace(trained=found.trained + self.shape.num_predictions)
         is_frozen = found.idle == found.number and (stage < scheme.pp - 1 or self.frozen.output)
         if self.recompute_of(scheme).granularity is None or is_frozen:
             return found
@@ -295,6 +297,7 @@ class TrainedModel:
         if self.lora is not None:
             return self.lora.num_parameters(shape)
         number = shape.num_parameters_of_layers(shape.num_layers - len(frozen.layers))
+        number += shape.num_predictions * shape.num_prediction_parameters
         number += (not frozen.embedding) * shape.num_embedding_parameters
         if not frozen.output:
             number += shape.hidden_size

@@ -25,6 +25,24 @@ if TYPE_CHECKING:
 Places = npt.NDArray[np.int64]
 
 
+@dataclass(frozen=True, eq=False)
+class PredictedTokens:
+    """What a layer of multi-token prediction takes of a row: (1, T) each, 0 where the sequence ends
+    before the label, and on padding.
+
+    Place t of layer k, counted from 0, sees token t + k + 1 of the sequence and predicts token
+    t + k + 2, whose weight it has.
+    """
+
+    tokens: torch.Tensor
+    labels: torch.Tensor
+    weights: torch.Tensor
+
+    def changed(self, change: Callable[[torch.Tensor], torch.Tensor]) -> "PredictedTokens":
+        """The same of changed tensors."""
+        return PredictedTokens(change(self.tokens), change(self.labels), change(self.weights))
+
+
 @dataclass(frozen=True, kw_only=True, eq=False)
 class PackedBatch:
     """One micro-batch as one rank holds it.
@@ -74,6 +92,8 @@ class PackedBatch:
     """The group itself, for the model; None where ``context_size`` is 1. See `in_group`."""
     inputs: Mapping[str, torch.Tensor] = field(default_factory=dict)
     """(labels, ...) tensors for a user's loss, about the labels that `token_places` lists."""
+    predictions: tuple[PredictedTokens, ...] = ()
+    """Of the layers of multi-token prediction, in their order."""
 
     def to(self, device: torch.device | str, *, non_blocking: bool = False) -> "PackedBatch":
         """The same batch with its tensors on ``device``."""
@@ -90,7 +110,8 @@ class PackedBatch:
         """Changes all tensors; a tensor that several fields share is changed once."""
         changed: dict[int, torch.Tensor] = {}
         inputs = {name: change(value) for name, value in self.inputs.items()}
-        values: dict[str, Any] = {"inputs": inputs}
+        predictions = tuple(each.changed(change) for each in self.predictions)
+        values: dict[str, Any] = {"inputs": inputs, "predictions": predictions}
         for name, value in vars(self).items():
             if isinstance(value, torch.Tensor):
                 if id(value) not in changed:
@@ -167,6 +188,7 @@ def pack(
     context_rank: int = 0,
     row_tokens: int = 1,
     allow_empty: bool = False,
+    num_predictions: int = 0,
 ) -> PackedBatch:
     """Concatenate sequences, pad, and build one context rank's part of the row.
 
@@ -180,6 +202,7 @@ def pack(
         row_tokens: of the row at least.
         allow_empty: whether there may be no sequence. The result is a row of padding, for a group
             of a wave that has no work but must keep in step.
+        num_predictions: layers of multi-token prediction.
 
     Raises:
         DataError: no sequence, unless allowed, or one of fewer than two tokens.
@@ -199,13 +222,23 @@ def pack(
     num_local = sum(padded) // context_size
     tokens, labels, position_ids = (np.zeros(num_local, dtype=np.int64) for _ in range(3))
     local_weights = np.zeros(num_local, dtype=np.float32)
+    shifted = [
+        (np.zeros_like(tokens), np.zeros_like(labels), np.zeros_like(local_weights))
+        for _ in range(num_predictions)
+    ]
     places, numbers, positions = part_places(lengths, padded, context_size, context_rank)
     if len(places):
         given = np.cumsum([0, *(length + 1 for length in lengths)])[numbers] + positions
+        left = np.array(lengths)[numbers] - positions  # tokens of the sequence behind the place
         row = np.concatenate(sequences)
-        tokens[places], labels[places], position_ids[places] = row[given], row[given + 1], positions
-        # What the label at a place weighs: the weight is that of the next token.
-        local_weights[places] = 1.0 if weights is None else np.concatenate(weights)[given + 1]
+        row_weights = np.ones(len(row), np.float32) if weights is None else np.concatenate(weights)
+        position_ids[places] = positions
+        for ahead, found in enumerate([(tokens, labels, local_weights), *shifted]):
+            is_inside = left > ahead
+            at, source = places[is_inside], given[is_inside] + ahead
+            # What the label at a place weighs: the weight is that of the next token.
+            found[0][at], found[1][at] = row[source], row[source + 1]
+            found[2][at] = row_weights[source + 1]
     num_tokens = len(places)
     cu_seqlens_padded = cu_seqlens = torch.from_numpy(np.cumsum([0, *padded], dtype=np.int32))
     if segments != padded:
@@ -226,6 +259,10 @@ def pack(
         sequence_lengths=tuple(lengths),
         context_size=context_size,
         context_rank=context_rank,
+        predictions=tuple(
+            PredictedTokens(*(torch.from_numpy(each)[None] for each in arrays))
+            for arrays in shifted
+        ),
     )
 
 

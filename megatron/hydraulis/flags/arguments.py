@@ -205,6 +205,8 @@ def parse_arguments(
     check_fit(args, pool, problems)
     with problems.collected():
         checks.check_sequence_parallel(model_shape(args, args.padded_vocab_size), hydraulis, pool)
+    with problems.collected():
+        checks.check_predictions(args, hydraulis, pool)
     shape = model_shape(args, args.padded_vocab_size)
     lora = problems.check(partial(hydraulis.lora, shape))
     if lora is not None and args.hybrid_layer_pattern is not None:

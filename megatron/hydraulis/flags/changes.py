@@ -29,6 +29,7 @@ _CHANGE_UPDATE = (
     "moe_router_bias_update_rate",
     "moe_router_load_balancing_type",
     "moe_z_loss_coeff",
+    "mtp_loss_scaling_factor",
     "no_weight_decay_cond_type",
     "optimizer",
     "rampup_batch_size",

@@ -22,7 +22,7 @@ from megatron.hydraulis.cost_model.model_arguments import (
     check_recompute,
 )
 from megatron.hydraulis.data.documents import JSON_LINES_SUFFIXES
-from megatron.hydraulis.errors import ConfigurationError, Problems, StrategyError
+from megatron.hydraulis.errors import ConfigurationError, Problems, StrategyError, listed
 from megatron.hydraulis.flags.config import HydraulisConfig, option_of, typed
 from megatron.hydraulis.flags.layer_pattern import NOT_IN_HYBRIDS, check_hybrid
 from megatron.hydraulis.flags.samples import check_counting
@@ -223,6 +223,41 @@ def check_sequence_parallel(shape: ModelShape, hydraulis: HydraulisConfig, pool:
             f"{shape.whole_matrices} need sequence parallelism where tp is above 1 but "
             f"--no-sequence-parallel is given, and the tp degrees of the pool have the least "
             f"common multiple {pool.tp_lcm}; remove --no-sequence-parallel"
+        )
+
+
+def check_predicted_positions(args: argparse.Namespace) -> None:
+    """Raise ConfigurationError for multi-token prediction with learned or stretched positions."""
+    if args.mtp_num_layers and args.position_embedding_type not in ("rope", "none"):
+        raise ConfigurationError(
+            f"layers of multi-token prediction have rotary positions or none but "
+            f"--position-embedding-type is {args.position_embedding_type}; use rope or none, or "
+            f"remove --mtp-num-layers {args.mtp_num_layers}"
+        )
+
+
+def check_predictions(args: argparse.Namespace, hydraulis: HydraulisConfig, pool: Pool) -> None:
+    """Raise ConfigurationError for multi-token prediction with what it does not support."""
+    if not args.mtp_num_layers:
+        return
+    if hydraulis.lora_rank is not None:
+        raise ConfigurationError(
+            f"adapters freeze all of the model, which layers of multi-token prediction would need "
+            f"to follow, but --lora-rank is {hydraulis.lora_rank} and --mtp-num-layers "
+            f"{args.mtp_num_layers}; remove one of the two"
+        )
+    if hydraulis.hf is not None:
+        raise ConfigurationError(
+            f"--hf {hydraulis.hf} is read without layers of multi-token prediction but "
+            f"--mtp-num-layers is {args.mtp_num_layers}; run hydraulis import-hf --mtp and give "
+            "--load, or remove --mtp-num-layers"
+        )
+    sharing = [s.name for s in pool.strategies if any(each.shares_weights for each in s.schemes)]
+    if sharing:
+        raise ConfigurationError(
+            f"the last stage uses the embedding twice, so that cp ranks cannot share weights, but "
+            f"--mtp-num-layers is {args.mtp_num_layers} and {listed(sharing)} has fs; leave fs out "
+            f"or remove --mtp-num-layers"
         )
 
 
@@ -671,6 +706,7 @@ SETTINGS_CHECKS: Mapping[Callable[[argparse.Namespace], None], str] = {
     "multi_latent_attention qk_pos_emb_head_dim rotary_percent max_position_embeddings seq_length",
     check_recompute: "recompute_granularity recompute_activations recompute_method "
     "recompute_num_layers recompute_modules add_bias_linear",
+    check_predicted_positions: "mtp_num_layers position_embedding_type",
     check_signal: "exit_signal_handler exit_signal",
     check_learning_rate: "lr min_lr decoupled_lr decoupled_min_lr lr_warmup_init",
     check_schedule_lengths: "train_iters train_samples lr_decay_iters lr_decay_samples "

@@ -53,6 +53,15 @@ def num_parameters_of_rank(
         num_parameters += num_per_norm_channel * shape.hidden_size
         if not (is_first and shape.tied_embeddings):
             num_parameters += num_embedding
+        if shape.num_predictions:
+            num_parameters += num_embedding * (not is_first and not shape.tied_embeddings)
+            of_layer = _num_layer_parameters(args, shape, tp, num_per_norm_channel)
+            if shape.num_experts and have_experts[-1]:
+                of_layer += _num_expert_parameters(args, shape, replica.scheme)
+            else:
+                of_layer += _num_mlp_parameters(args, shape, tp)
+            of_layer += 3 * num_per_norm_channel * shape.hidden_size
+            num_parameters += shape.num_predictions * (of_layer + 2 * shape.hidden_size**2 // tp)
     return num_parameters
 
 

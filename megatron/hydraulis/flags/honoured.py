@@ -62,6 +62,7 @@ _TOPICS = {
         --attention-output-gate --no-rope-freq --multi-latent-attention --q-lora-rank --kv-lora-rank
         --qk-head-dim --qk-pos-emb-head-dim --v-head-dim --rope-type --rotary-scaling-factor
         --mscale --mscale-all-dim --untie-embeddings-and-output-weights
+        --mtp-num-layers --mtp-loss-scaling-factor
         --init-method-std --make-vocab-size-divisible-by --hidden-dropout --attention-dropout
         --recompute-granularity --recompute-activations --recompute-method
         --recompute-num-layers --recompute-modules --spec --transformer-impl --attention-backend
@@ -176,6 +177,8 @@ _DIFFERENT = {
     "itself, as in 128,0",
     "--window-attn-skip-freq": "every so many layers one attends to whole sequences; or a list "
     "with 1 for each windowed layer and 0 for the others, as in [1,0]*12",
+    "--mtp-num-layers": "layers that predict further tokens, within a sequence",
+    "--mtp-loss-scaling-factor": "sum of the factors of their mean losses over a global batch",
     "--softmax-type": "off-by-one adds 1 to the denominator of the softmax, learnable a parameter "
     "per head; both take --core-attention sdpa",
     "--glu-linear-offset": "added to the linear half of a gated MLP",
@@ -303,6 +306,7 @@ _NEEDS = {
     Need("hybrid_layer_pattern", "--hybrid-layer-pattern"): """
         --linear-conv-kernel-dim --linear-key-head-dim --linear-value-head-dim
         --linear-num-key-heads --linear-num-value-heads""",
+    Need("mtp_num_layers", "--mtp-num-layers"): "--mtp-loss-scaling-factor",
     Need("multi_latent_attention", "--multi-latent-attention"): """
         --q-lora-rank --kv-lora-rank --qk-head-dim --qk-pos-emb-head-dim --v-head-dim
         --rope-type""",

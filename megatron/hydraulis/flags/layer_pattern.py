@@ -10,7 +10,7 @@ from megatron.hydraulis.flags.config import option_of, typed
 from megatron.hydraulis.strategy import Pool
 
 _KINDS = (Symbols.ATTENTION, Symbols.MLA, Symbols.MLP, Symbols.MOE, Symbols.GDN)
-NOT_IN_HYBRIDS = ("spec", "use_rope_scaling")
+NOT_IN_HYBRIDS = ("mtp_num_layers", "spec", "use_rope_scaling")
 """Settings that a model by --hybrid-layer-pattern cannot have yet."""
 
 

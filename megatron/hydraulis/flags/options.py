@@ -72,7 +72,7 @@ _TAKEN_FOR = {
     r"num-virtual-stages-per-pipeline-rank|microbatch-group-size-per-virtual-pipeline-stage|"
     r"(no-)?overlap-p2p-communication.*|defer-embedding-wgrad-compute|wgrad-deferral-limit",
     _STAGES: r"decoder-(first|last)-pipeline-num-layers|pipeline-model-parallel-layout|"
-    r"account-for-(embedding|loss)-in-pipeline-split",
+    r"mtp-standalone|account-for-(embedding|loss)-in-pipeline-split",
     "process groups follow from the strategy": r"use-tp-pp-dp-mapping|lazy-mpu-init|use-sharp|"
     r"sharp-enabled-group|disable-gloo-process-groups|high-priority-stream-groups|"
     r"nccl-communicator-config-path|pipeline-model-parallel-comm-backend|"
@@ -201,7 +201,6 @@ _ONLY_WITH = {
     r"keep-fp8-transpose-cache",
     "--fp16": r"(initial|min)-loss-scale|loss-scale-window|hysteresis|fp16-lm-cross-entropy",
     "--optimizer muon, lion or sgd": r"(muon|lion|sgd)-.*",
-    "--mtp-num-layers": r"mtp-(?!num-layers|hybrid).*",
     "M in --hybrid-layer-pattern": r"mamba-(?!inference).*|disable-mamba-mem-eff-path",
     "--experimental-attention-variant": r"(no-)?dsa-.*",
     "--use-megatron-fsdp or --use-torch-fsdp2": r"(megatron-)?fsdp-.*|torch-fsdp2-.*|"
@@ -347,10 +346,11 @@ _REFUSED = (
         r".*mamba.*|.*hybrid-override-pattern|is-hybrid-model|heterogeneous-layers-.*",
     ),
     Refused(
-        "multi-token prediction",
-        f"{_DECODER_ONLY} that predicts one token",
+        "variants of multi-token prediction",
+        "every layer that predicts has its own weights and trains all of the model",
         _REMOVE,
         r"mtp-.*",
+        need=Need("mtp_num_layers", "--mtp-num-layers"),
     ),
     Refused("vision", "the model here is a decoder of text", _REMOVE, groups=("vision",)),
     Refused("vision positions", "the model here is a decoder of text", _REMOVE, r"mrope-.*"),

@@ -44,7 +44,7 @@ _IGNORE_UNKNOWN = "--ignore-unknown-options"
 _OF_MODEL = frozenset({**HONOURED_BY_TOPIC["Model"], **HONOURED_BY_TOPIC["Experts"]})
 OF_MODEL_AND_LAYERS = _OF_MODEL | {"--sequence-parallel", "--cp-comm-type"}
 """Options that describe a model without the rest of a launch script."""
-_SWITCHED_OFF_BY_0 = ("--num-experts",)
+_SWITCHED_OFF_BY_0 = ("--num-experts", "--mtp-num-layers")
 """Honoured options whose 0 stands for their absence."""
 
 

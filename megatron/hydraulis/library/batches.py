@@ -285,6 +285,7 @@ class RankShare:
         device: torch.device,
         sequence_of: Callable[[int], TokenSequence],
         no_inputs: Mapping[str, torch.Tensor] | None = None,
+        num_predictions: int = 0,
     ) -> RankShare:
         """The rank's share of a plan.
 
@@ -292,6 +293,7 @@ class RankShare:
             device: of the job. A copy to a GPU overlaps compute.
             sequence_of: by place in the batch; called for sequences of this rank's rows alone.
             no_inputs: (0, ...) tensors, by the names of the sequences' inputs; None without any.
+            num_predictions: layers of multi-token prediction.
         """
         replica = plan.replica_of(rank)
         if replica is None:
@@ -310,6 +312,7 @@ class RankShare:
                 context_rank=position.cp - share.group.offset,
                 row_tokens=share.row_tokens or 1,
                 allow_empty=True,
+                num_predictions=num_predictions,
             )
             if no_inputs:
                 part = part.with_inputs(

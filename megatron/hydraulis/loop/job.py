@@ -629,6 +629,7 @@ class Job:
             limits=planning.limits,
             device=device_of_job(),
             plan_dir=plan_dir,
+            num_predictions=is_training * (args.mtp_num_layers or 0),
         )
         parts.memory.watch(data, is_training=is_training)
         return data

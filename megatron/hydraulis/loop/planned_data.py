@@ -263,6 +263,8 @@ class PlannedData:
     device: torch.device
     plan_dir: Path | None = None
     """Folder in which this rank records each plan; None for no record."""
+    num_predictions: int = 0
+    """Layers of multi-token prediction that train on the data."""
 
     def next_batch(self) -> RankBatch:
         """The next batch, for whose plan this waits. Raises PlanError, DataError."""
@@ -280,7 +282,9 @@ class PlannedData:
             number = batch.sequence_ids[place]
             return TokenSequence(self.corpus.tokens(number), self.corpus.token_weights(number))
 
-        share = RankShare.of(plan, dist.get_rank(), self.device, sequence_of)
+        share = RankShare.of(
+            plan, dist.get_rank(), self.device, sequence_of, num_predictions=self.num_predictions
+        )
         return RankBatch(batch, plan, published.digest, share, plan_wait_s, plan_fetch_s)
 
     def publish_ready(self) -> str | None:

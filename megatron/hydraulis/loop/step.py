@@ -436,6 +436,7 @@ class TrainingLoop:
                 one.name: {"bound_s": one.bound_s, "found_s": one.found_s}
                 for one in plan.strategy_times_s
             },
+            mtp_losses=outcome.prediction_losses if outcome.updated else (),
             **(_routing_fields(outcome) | allocator_peaks()),
         )
         self._num_sequences = record.num_sequences
@@ -465,6 +466,8 @@ def _losses(outcome: StepOutcome) -> Iterator[tuple[str, float]]:
     """Losses of upstream's log line and TensorBoard, by upstream's names."""
     if outcome.loss.weight_sum:
         yield "lm loss", outcome.loss.mean
+        for number, loss in enumerate(outcome.prediction_losses, 1):
+            yield f"mtp_{number} loss", loss
     routing = outcome.routing
     if routing is not None and routing.balancing_loss is not None:
         yield "load_balancing_loss", routing.balancing_loss

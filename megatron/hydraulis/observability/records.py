@@ -119,6 +119,9 @@ class IterationRecord:
     """Their mean z-loss; None likewise."""
     router_bias_range: tuple[float, float] | None = None
     """Smallest and largest bias of a router, after the update; None as above and without biases."""
+    mtp_losses: tuple[float, ...] = ()
+    """Mean loss of each layer of multi-token prediction; empty without any, and where nothing was
+    updated."""
     model_flops: float | None = None
     """Operations that the sequences need, see `Frozen.causal_flops`; None as above."""
     strategy_times_s: Mapping[str, Mapping[str, float]] = dataclasses.field(default_factory=dict)

@@ -286,6 +286,7 @@ class EngineRig:
             replica.scheme.tp,
             context_size=context_size,
             context_rank=position.cp % context_size,
+            num_predictions=self.engine.definition.num_predictions,
         )
         return part.to(self.engine.device)
 

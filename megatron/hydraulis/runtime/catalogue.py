@@ -296,7 +296,7 @@ def _contribution(
     is_marked_sequence_parallel = bool(getattr(parameter, "sequence_parallel", False))
     if is_marked_sequence_parallel or any(norm in name for norm in HEAD_NORMS):
         return Contribution.PARTIAL
-    if not tensor_parallel or not name.startswith("decoder."):
+    if not tensor_parallel or not name.startswith(("decoder.", "mtp.")):
         return Contribution.REPLICATED
     if any(module in name.split(".") for module in TENSOR_PARALLEL_MODULES):
         is_known = name.endswith(ROW_PARALLEL_BIASES) and not sequence_parallel
@@ -325,11 +325,13 @@ def _unit(name: str) -> Unit:
         return Unit.first_stage()
     if parts[:2] == ["decoder", "layers"]:
         return Unit.layer(int(parts[2]))
+    if parts[:2] == ["mtp", "layers"]:
+        return Unit.prediction(int(parts[2]))
     if parts[0] in ("decoder", "output_layer"):
         return Unit.output()
     raise ConfigurationError(
         f"parameter '{name}' belongs to no stage: names begin with 'embedding.', "
-        "'decoder.layers.N.', 'decoder.' (last stage) or 'output_layer.'"
+        "'decoder.layers.N.', 'decoder.', 'mtp.layers.N.' (last stage) or 'output_layer.'"
     )
 
 

@@ -38,6 +38,7 @@ from megatron.hydraulis.runtime.memory import (
 from megatron.hydraulis.runtime.model_building import ModelDefinition
 from megatron.hydraulis.runtime.outcome import LossTotal, Phase, StepOutcome, StepVote, untimed
 from megatron.hydraulis.runtime.passes import GatherPass, PostFrom, ScatterPass, StallTimer
+from megatron.hydraulis.runtime.predictions import PredictingGPTModel, begin_predictions
 from megatron.hydraulis.runtime.process_groups import (
     GroupRegistry,
     device_of_job,
@@ -71,6 +72,8 @@ class LocalGradients:
     """Reason why this rank has abandoned its micro-batches."""
     is_divided: bool = False
     """Whether the loss function has divided the loss."""
+    prediction_sums: Tensor | None = None
+    """(layers, 2) of this rank's rows, see `PredictingGPTModel`; None where there are none."""
 
 
 class RuntimeEngine:
@@ -298,6 +301,8 @@ class RuntimeEngine:
             scatter = self._scatter_pass(runtime)
             if self._balances:
                 scale_balancing(runtime.model, batches, self.device)
+            if self.definition.num_predictions:
+                begin_predictions(runtime.model, batches, self.definition.transformer, self.device)
             num_begun = 0
 
             def counted(data_iterator: Iterator[PackedBatch], model: torch.nn.Module) -> Any:
@@ -331,6 +336,7 @@ class RuntimeEngine:
                 skipped_bytes,
                 out_of_memory,
                 is_divided,
+                _prediction_sums(runtime),
             )
         )
 
@@ -388,6 +394,9 @@ class RuntimeEngine:
             num_ranks_without_memory=vote.num_ranks_without_memory,
             out_of_memory=_out_of_memory(calls),
             routing=routing,
+            prediction_losses=tuple(
+                total / weight if weight else 0.0 for total, weight in vote.predictions.tolist()
+            ),
         )
 
     def discard_gradients(self) -> None:
@@ -682,12 +691,18 @@ class RuntimeEngine:
         ]
         reports = [_first_report(report) for call in reporting for report in call.reports]
         losses = torch.stack(reports).double() if reports else None
+        num_predictions = self.definition.num_predictions
+        predictions = torch.zeros(num_predictions, 2, dtype=torch.float64, device=self.device)
+        for call in reporting:
+            if call.prediction_sums is not None:
+                predictions += call.prediction_sums
         total = StepVote.to_tensor(
             losses,
             self.optimizer.squared_norm() if updates else None,
             trained_tokens=sum(call.trained_tokens for call in reporting),
             next_strategy=index,
             ran_out_of_memory=_out_of_memory(calls) is not None,
+            predictions=predictions,
             device=self.device,
         )
         routers = self.routers if updates else None
@@ -698,7 +713,7 @@ class RuntimeEngine:
             dist.all_reduce(total)
             if routers is not None:
                 total = torch.cat([total, routers.propose(total[num_votes:])])
-            vote = StepVote.from_host(total.cpu())
+            vote = StepVote.from_host(total.cpu(), num_predictions)
         if vote.num_ranks_without_memory:
             self._contents.lose_frozen()
         bad: list[int] = []
@@ -709,6 +724,11 @@ class RuntimeEngine:
 
 def _trained_tokens(batches: Sequence[PackedBatch]) -> int:
     return sum(batch.trained_tokens for batch in batches)
+
+
+def _prediction_sums(runtime: StrategyRuntime) -> Tensor | None:
+    model = None if runtime.model is None else runtime.model.model
+    return model.prediction_sums if isinstance(model, PredictingGPTModel) else None
 
 
 def _out_of_memory(calls: Sequence[LocalGradients]) -> OutOfMemory | None:

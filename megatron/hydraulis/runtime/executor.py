@@ -203,6 +203,7 @@ def packed_seq_params(batch: PackedBatch) -> PackedRow:
         positions=batch.position_ids.view(-1),
         segment_lengths=batch.segment_lengths,
         sequence_lengths=batch.sequence_lengths,
+        predictions=batch.predictions,
     )
 
 

@@ -91,13 +91,13 @@ def _coefficient(config: TransformerConfig) -> float:
 class RouterState:
     """State that all routers share: biases, and sums over the tokens since the last update.
 
-    A rank has the rows of all layers, so no strategy moves them. Those of layers without experts
-    stay 0.
+    A rank has the rows of all layers, so no strategy moves them; those of multi-token prediction
+    follow the others. Those of layers without experts stay 0.
     """
 
     def __init__(self, config: TransformerConfig, device: torch.device) -> None:
         assert config.num_moe_experts is not None
-        shape = (config.num_layers, config.num_moe_experts)
+        shape = (config.num_layers + (config.mtp_num_layers or 0), config.num_moe_experts)
         self._config = config
         self.sums = torch.zeros(math.prod(shape) + 2, dtype=torch.float64, device=device)
         """This rank's sums, flat: losses and counts."""

@@ -202,6 +202,7 @@ class StrategyTrial:
             group.tp,
             context_size=group.cp,
             context_rank=position.cp % group.cp,
+            num_predictions=self.engine.definition.num_predictions,
         )
         return [packed.to(self.engine.device)] * group.pp
 

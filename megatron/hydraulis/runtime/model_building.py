@@ -25,10 +25,15 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.ssm.gated_delta_net import GatedDeltaNet, GatedDeltaNetSubmodules
 from megatron.core.ssm.mlp_layer import MLPLayer
 from megatron.core.tensor_parallel import layers as parallel_layers
+from megatron.core.tensor_parallel.layers import ColumnParallelLinear
 from megatron.core.transformer.dot_product_attention import DotProductAttention
 from megatron.core.transformer.moe.moe_layer import MoELayer
 from megatron.core.transformer.moe.router import TopKRouter
 from megatron.core.transformer.multi_latent_attention import MLASelfAttention
+from megatron.core.transformer.multi_token_prediction import (
+    MultiTokenPredictionBlockSubmodules,
+    MultiTokenPredictionLayerSubmodules,
+)
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.torch_norm import WrappedTorchNorm
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
@@ -50,6 +55,7 @@ from megatron.hydraulis.runtime.experts import SequenceRouter, add_biases_once, 
 from megatron.hydraulis.runtime.gated_delta_net import PackedGatedDeltaNet
 from megatron.hydraulis.runtime.latent_attention import LatentAttention
 from megatron.hydraulis.runtime.packed_rows import follow_rows
+from megatron.hydraulis.runtime.predictions import PredictionLayer, add_predictions
 from megatron.hydraulis.runtime.token_loss import ChunkedOutput, PackedGPTModel, token_losses
 from megatron.hydraulis.strategy import Strategy
 from megatron.hydraulis.transfer.role import Role, roles_of
@@ -110,6 +116,24 @@ class ModelDefinition:
                 f"{self.padded_vocab_size} rows; raise --padded-vocab-size or omit it"
             )
         require_no_dropout(self.transformer.hidden_dropout, self.transformer.attention_dropout)
+        obstacles = {
+            "adapters": self.lora,
+            "a model provider": self.model_provider,
+            "a value head": self.has_value_head,
+            "a hybrid pattern": self.layer_pattern,
+            "learned positions": self.position_embedding_type == "learned_absolute",
+        }
+        found = [what for what, is_there in obstacles.items() if is_there]
+        if self.num_predictions and found:
+            raise ConfigurationError(
+                f"layers of multi-token prediction are trained with all of the model that is built "
+                f"here but it has {' and '.join(found)}; remove --mtp-num-layers"
+            )
+
+    @property
+    def num_predictions(self) -> int:
+        """Layers of multi-token prediction."""
+        return self.transformer.mtp_num_layers or 0
 
     @property
     def for_uneven_columns(self) -> ModelDefinition:
@@ -135,13 +159,17 @@ class ModelDefinition:
             self.transformer.num_layers,
             self.tied_embeddings,
             self.transformer.num_moe_experts or 0,
+            self.num_predictions,
         )
 
     @property
     def whole_role(self) -> Role:
         """The role of a rank that holds all of the model."""
         num_layers = self.transformer.num_layers
-        return Role(1, 0, 0, num_layers, num_layers, self.tied_embeddings)
+        return Role(
+            *(1, 0, 0, num_layers, num_layers, self.tied_embeddings),
+            num_predictions=self.num_predictions,
+        )
 
     @property
     def as_built(self) -> ModelDefinition:
@@ -159,6 +187,7 @@ class ModelDefinition:
         """
         config = copy.copy(self.transformer)
         config.num_layers = role.num_layers
+        config.mtp_num_layers = None  # or any stage would have the final norm
         config.tensor_model_parallel_size = config.expert_tensor_parallel_size = role.tp
         if role.experts is not None:
             first, stop = role.experts
@@ -199,9 +228,12 @@ def build_role_model(
     with torch.device("meta"):
         model = build_model(definition.as_built, config, role, pg_collection)
     numbered: Any  # Megatron's modules carry attributes that torch's type does not know
-    for numbered in model.modules():
+    for name, numbered in model.named_modules():
         if isinstance(getattr(numbered, "layer_number", None), int):
-            numbered.layer_number += role.first_layer
+            is_prediction = name.startswith("mtp.")
+            is_last = is_prediction and isinstance(numbered, SequenceRouter)
+            first = 0 if is_prediction else role.first_layer
+            numbered.layer_number += role.num_layers_of_model if is_last else first
     follow_rows(model)
     hand_rows_to_routers(model)
     if role.experts is None and config.add_bias_linear:
@@ -271,7 +303,28 @@ def build_model(
             definition.loss_chunk_tokens,
             has_value_head=definition.has_value_head,
         )
+    if definition.num_predictions and role.has_output:
+        add_predictions(model, config, _prediction_spec(definition), pg_collection)
     return model
+
+
+def _prediction_spec(definition: ModelDefinition) -> MultiTokenPredictionBlockSubmodules:
+    """Layers of multi-token prediction, which as upstream's are like the last one of the model."""
+    spec = definition.layer_spec
+    if isinstance(spec, TransformerBlockSubmodules):
+        spec = spec.layer_specs[-1]
+    block = packed_block_spec(spec, 1, core_attention=definition.core_attention)
+    layer = ModuleSpec(
+        module=PredictionLayer,
+        submodules=MultiTokenPredictionLayerSubmodules(
+            enorm=PackedNorm,
+            hnorm=PackedNorm,
+            layer_norm=PackedNorm,
+            eh_proj=ColumnParallelLinear,
+            mtp_model_layer=block.layer_specs[0],
+        ),
+    )
+    return MultiTokenPredictionBlockSubmodules([layer] * definition.num_predictions)
 
 
 _LOCAL_NAMES = {
@@ -294,9 +347,9 @@ def global_name(local_name: str, role: Role) -> str:
     parts = _GROUPED.sub(r".experts.local_experts.\3.\1.\2", local_name).split(".")
     if parts[:2] == ["decoder", "layers"]:
         parts[2] = str(int(parts[2]) + role.first_layer)
-        if role.experts is not None and "local_experts" in parts:
-            place = parts.index("local_experts") + 1
-            parts[place] = str(int(parts[place]) + role.experts[0])
+    if role.experts is not None and "local_experts" in parts:
+        place = parts.index("local_experts") + 1
+        parts[place] = str(int(parts[place]) + role.experts[0])
     name = ".".join(parts)
     for fused, local in _LOCAL_NAMES.items():
         name = name.replace(fused, local)

@@ -58,6 +58,8 @@ class StepVote:
     num_ranks_without_memory: int
     squared_norm: float
     """Squared norm of the gradients before any division; 0 where no update follows."""
+    predictions: Tensor
+    """(layers, 2) Σ weight · loss and Σ weight of each layer of multi-token prediction."""
     routing: Tensor
     """Input of `RouterState.accept`; empty without experts and where no update follows."""
 
@@ -69,6 +71,7 @@ class StepVote:
         trained_tokens: int,
         next_strategy: int | None,
         ran_out_of_memory: bool,
+        predictions: Tensor,
         device: torch.device,
     ) -> Tensor:
         """This rank's summand.
@@ -80,6 +83,7 @@ class StepVote:
             trained_tokens: of the micro-batches of ``losses``.
             next_strategy: on rank 0; None on the others.
             ran_out_of_memory: whether this rank has abandoned its micro-batches.
+            predictions: this rank's part of `predictions`, on the device.
         """
         number = 0 if next_strategy is None else 1 + next_strategy
         values = [0.0, 0.0, trained_tokens, number, ran_out_of_memory, 0.0]
@@ -89,18 +93,23 @@ class StepVote:
             vote[:2] += losses.sum(dim=0)
         if squared_norm is not None:
             vote[5:] = squared_norm
-        return vote
+        return torch.cat([vote, predictions.flatten()])
 
     @classmethod
-    def from_host(cls, total: Tensor) -> StepVote:
-        """The vote in the sum over all ranks, which the figures of routing follow."""
+    def from_host(cls, total: Tensor, num_predictions: int = 0) -> StepVote:
+        """The vote in the sum over all ranks, which the figures of routing follow.
+
+        num_predictions: layers of multi-token prediction.
+        """
+        routing = 6 + 2 * num_predictions
         loss_sum, weight_sum, tokens, number, num_without_memory, squared_norm = total[:6].tolist()
         return cls(
             loss=LossTotal(loss_sum, weight_sum, round(tokens)),
             next_strategy=round(number) - 1 if number else None,
             num_ranks_without_memory=round(num_without_memory),
             squared_norm=squared_norm,
-            routing=total[6:],
+            predictions=total[6:routing].view(-1, 2),
+            routing=total[routing:],
         )
 
 
@@ -149,3 +158,5 @@ class StepOutcome:
     """This rank's own lack of memory, if it is one of them."""
     routing: RoutingFigures | None = None
     """None without experts, and where nothing was updated."""
+    prediction_losses: tuple[float, ...] = ()
+    """Loss per unit of weight of each layer of multi-token prediction; 0 where it predicts none."""

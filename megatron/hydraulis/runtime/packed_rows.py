@@ -32,7 +32,11 @@ from torch import Tensor
 from torch.autograd.function import Function, once_differentiable
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from megatron.hydraulis.data.packed_batch import gathered_places, local_stretches
+from megatron.hydraulis.data.packed_batch import (
+    PredictedTokens,
+    gathered_places,
+    local_stretches,
+)
 from megatron.hydraulis.errors import ConfigurationError
 from megatron.hydraulis.runtime.process_groups import LocalGroup, to_device
 
@@ -53,6 +57,8 @@ class PackedRow(PackedSeqParams):
     """Lengths in tokens of the segments of the whole row, padding included."""
     sequence_lengths: tuple[int, ...] = ()
     """Lengths of the sequences, which are the first segments, without padding."""
+    predictions: tuple[PredictedTokens, ...] = ()
+    """Of the layers of multi-token prediction, in their order."""
 
 
 def segment_lengths(packed_seq_params: PackedSeqParams) -> tuple[int, ...]:

@@ -196,6 +196,15 @@ class BoundRole:
         self._gather: GatherPass | None = None
         self._scatter: ScatterPass | None = None
         self._held_buckets = sorted({b for buckets in self.buckets_of.values() for b in buckets})
+        # Without gradients nothing but the next token is predicted.
+        unused = {Unit.prediction(number) for number in range(role.num_predictions)}
+        if not (role.has_embedding or role.tied_embeddings):
+            unused.add(Unit.embedding())
+        self._evaluated_buckets = [
+            bucket
+            for bucket in self._held_buckets
+            if layout.buckets[bucket].unit.trained not in unused
+        ]
         self._columns: ColumnShares | None = None
         if exchange is not None:
             self._columns = ColumnShares(self.arena, exchange, self.buckets_of)
@@ -246,7 +255,8 @@ class BoundRole:
             yield
             if columns is not None:
                 columns.finish()
-            if gather.num_missing_of(self._held_buckets):
+            used = self._evaluated_buckets if scatter is None else self._held_buckets
+            if gather.num_missing_of(used):
                 raise HydraulisError(
                     "parameters of the model were used without the module that holds them being "
                     "called, so that nothing waited for their gather; call modules as functions, "

@@ -454,6 +454,8 @@ class ChunkedOutputLayer(ColumnParallelLinear):
     """Upstream's output layer, which returns `TokenOutputs` instead of logits if it gets ids."""
 
     settings: OutputSettings
+    is_embedding = False
+    """Whether the weight is that of an embedding in the same stage, too."""
 
     @classmethod
     def convert(cls, layer: ColumnParallelLinear, settings: OutputSettings) -> None:
@@ -470,6 +472,7 @@ class ChunkedOutputLayer(ColumnParallelLinear):
         ids: Tensor | None = None,
         entropy: bool = False,
         temperature: float = 1.0,
+        completes_gradient: bool = True,
     ) -> Any:
         """Upstream's forward, unless there are ids.
 
@@ -478,6 +481,7 @@ class ChunkedOutputLayer(ColumnParallelLinear):
             weight: the embedding's if it is shared within the stage.
             ids: (tokens, 1 + k), of all tokens: the label, and `TOKEN_IDS`.
             temperature: by which all logits are divided.
+            completes_gradient: False for all but one of several uses of a row's weight.
         """
         if ids is None:
             return super().forward(input_, weight, runtime_gather_output)
@@ -485,7 +489,7 @@ class ChunkedOutputLayer(ColumnParallelLinear):
             input_ = gather_from_sequence_parallel_region(input_, group=self.tp_group)
         elif self.allreduce_dgrad:
             input_ = copy_to_tensor_model_parallel_region(input_, group=self.tp_group)
-        is_shared = self.weight is None
+        is_shared = self.weight is None or self.is_embedding
         matrix = self.weight if weight is None else weight
         hidden = input_.squeeze(1)
         low, rows = hidden.new_empty(len(hidden), 0), matrix.new_empty(len(matrix), 0)
@@ -497,7 +501,7 @@ class ChunkedOutputLayer(ColumnParallelLinear):
             chunk_tokens=self.settings.chunk_tokens or loss_chunk_tokens(num_columns),
             scale=self.settings.scale / temperature,
             group=self.tp_group if self.tp_group.size() > 1 else None,
-            completes_gradient=not is_shared,
+            completes_gradient=completes_gradient and not is_shared,
         )
         log_probs, entropies = _TokenOutputs.apply(
             hidden, matrix, low, rows, ids - first, columns, entropy

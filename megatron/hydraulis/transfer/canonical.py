@@ -96,6 +96,11 @@ class Unit:
         """The final norm and, unless tied to the embedding, the output layer."""
         return Unit(_OUTPUT_ORDER, "output")
 
+    @staticmethod
+    def prediction(index: int) -> Unit:
+        """The layer that predicts ``index + 2`` tokens ahead; its input is the final norm's."""
+        return Unit(_OUTPUT_ORDER + 1 + index, f"prediction {index}")
+
 
 @dataclass(frozen=True)
 class ParameterSpec:
@@ -513,8 +518,16 @@ def model_parameters(
     num_halves = 2 if shape.gated_mlp else 1
     ends = (shape.vocab_size, hidden)
     parameters = [ParameterSpec("embedding", ends, Unit.embedding(), sharded, tp_dim=0)]
-    for layer in range(shape.num_layers):
-        unit, prefix = Unit.layer(layer), f"layers.{layer}."
+    units = [(layer, Unit.layer(layer)) for layer in range(shape.num_layers)]
+    units += [(shape.num_layers - 1, Unit.prediction(i)) for i in range(shape.num_predictions)]
+    for layer, unit in units:
+        prefix = f"{unit.name}."
+        if not unit.is_layer:
+            projection = (hidden, 2 * hidden)
+            parameters += [
+                ParameterSpec(prefix + "projection", projection, unit, sharded, tp_dim=0),
+                ParameterSpec(prefix + "norms", (3 * hidden,), unit, partial, decays=False),
+            ]
         parameters += [
             ParameterSpec(prefix + "norm1", (hidden,), unit, partial, decays=False),
             *_projections(shape, unit, prefix),
@@ -574,7 +587,9 @@ def model_parameters(
 def _is_in(frozen: Frozen, unit: Unit) -> bool:
     if unit.is_layer:
         return unit.order in frozen.layers
-    return frozen.output if unit == Unit.output() else frozen.embedding
+    if unit.order < _OUTPUT_ORDER:
+        return frozen.embedding
+    return frozen.output and unit == Unit.output()
 
 
 def _projections(shape: ModelShape, unit: Unit, prefix: str) -> list[ParameterSpec]:

@@ -39,6 +39,8 @@ class Role:
     """(number of this cp rank, number of them) if each keeps a share of the weights; else None."""
     holder: tuple[int, int] | None = None
     """(number of this rank, number of them) among those that keep a share of the same experts."""
+    num_predictions: int = 0
+    """Layers of multi-token prediction of the model, all on its last stage."""
 
     @property
     def has_embedding(self) -> bool:
@@ -52,15 +54,17 @@ class Role:
 
     @cached_property
     def units(self) -> frozenset[Unit]:
-        """The units held, trained and frozen; the last stage of a tied model also holds the
-        embedding."""
+        """The units held, trained and frozen; the last stage also holds the embedding of a model
+        that is tied, or predicts several tokens."""
         units = {Unit.layer(self.first_layer + i) for i in range(self.num_layers)}
         if self.has_embedding:
             units.add(Unit.first_stage())
-        if self.has_embedding or (self.has_output and self.tied_embeddings):
+        uses_embedding = self.tied_embeddings or self.num_predictions > 0
+        if self.has_embedding or (self.has_output and uses_embedding):
             units.add(Unit.embedding())
         if self.has_output:
             units.add(Unit.output())
+            units |= {Unit.prediction(i) for i in range(self.num_predictions)}
         return frozenset(units | {unit.frozen for unit in units})
 
     @property
@@ -181,11 +185,17 @@ def aligned(num_elements: int, step: int) -> int:
 
 
 def roles_of(
-    strategy: Strategy, num_layers: int, tied_embeddings: bool, num_experts: int = 0
+    strategy: Strategy,
+    num_layers: int,
+    tied_embeddings: bool,
+    num_experts: int = 0,
+    num_predictions: int = 0,
 ) -> list[Role | None]:
     """The role of every rank, None for idle ranks: shape (num_ranks,).
 
-    num_experts: of a layer.
+    Args:
+        num_experts: of a layer.
+        num_predictions: layers of multi-token prediction.
 
     Raises:
         StrategyError: a scheme cannot divide the layers or the experts.
@@ -210,5 +220,6 @@ def roles_of(
                 experts=(first_expert, first_expert + in_each) if scheme.ep > 1 else None,
                 column=(cp, scheme.cp) if scheme.shares_weights else None,
                 holder=(holder, scheme.num_holders) if shares_experts else None,
+                num_predictions=num_predictions,
             )
     return roles

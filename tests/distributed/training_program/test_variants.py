@@ -51,6 +51,21 @@ def test_another_strategy_resumes_a_model_of_variants(launch: Launch, tmp_path: 
     assert resumed.losses == pytest.approx(whole.losses[2:], rel=ROUNDING)
 
 
+def test_another_strategy_resumes_a_model_that_predicts_further_tokens(
+    launch: Launch, tmp_path: Path
+) -> None:
+    flags = ("--mtp-num-layers", "2", "--mtp-loss-scaling-factor", "0.3")
+    save = ("--save", str(tmp_path), "--save-interval", "2", "--eval-interval", "2")
+    whole = launch("tp2+cp2", 4, *flags, *save, "--eval-iters", "1")
+    of_predictions = [record.mtp_losses for record in whole.records]
+    for number, loss in enumerate(of_predictions[0], 1):
+        assert f" | mtp_{number} loss: {loss:.6E} | " in whole.outcome.stdout
+    resumed = launch("pp2+tp2", 4, *flags, "--load", str(tmp_path), "--ckpt-step", "2")
+    assert resumed.losses == pytest.approx(whole.losses[2:], rel=ROUNDING)
+    for record, expected in zip(resumed.records, of_predictions[2:], strict=True):
+        assert record.mtp_losses == pytest.approx(expected, rel=ROUNDING)
+
+
 def test_another_strategy_resumes_a_model_with_experts_and_latents(
     launch: Launch, tmp_path: Path
 ) -> None:

@@ -13,6 +13,7 @@ from megatron.hydraulis.__main__ import main
 from megatron.hydraulis.checkpoint.folder import CheckpointFolder
 from megatron.hydraulis.checkpoint.hugging_face.export_hf import export_checkpoint
 from megatron.hydraulis.checkpoint.hugging_face.import_hf import import_folder
+from megatron.hydraulis.checkpoint.hugging_face.model import model_flags
 from megatron.hydraulis.checkpoint.manifest import Manifest
 from megatron.hydraulis.checkpoint.torch_dist import StoredCheckpoint
 from megatron.hydraulis.errors import CheckpointError, ConfigurationError
@@ -190,6 +191,35 @@ def test_layers_of_multi_token_prediction_are_left_out(
     change_config(folder, num_nextn_predict_layers=0)
     with pytest.raises(ConfigurationError, match=f"layers.{num_layers}.a.*no counterpart"):
         import_folder(folder, tmp_path / "others")
+
+
+def test_layers_of_multi_token_prediction_come_and_go(tmp_path: Path) -> None:
+    folder = make_folder(tmp_path / "hf", "deepseek_v3")
+    stored = tensors_of(folder)
+    config = json.loads((folder / "config.json").read_text())
+    number, hidden = config["num_hidden_layers"], config["hidden_size"]
+    last, start = f"model.layers.{number - 1}.", f"model.layers.{number}."
+    stored |= {
+        name.replace(last, start): torch.randn_like(tensor)
+        for name, tensor in stored.items()
+        if name.startswith(last)
+    }
+    for name in ("enorm", "hnorm", "shared_head.norm"):
+        stored[f"{start}{name}.weight"] = torch.randn(hidden)
+    stored[f"{start}eh_proj.weight"] = torch.randn(hidden, 2 * hidden)
+    stored[f"{start}embed_tokens.weight"] = stored["model.embed_tokens.weight"].clone()
+    stored[f"{start}shared_head.head.weight"] = stored["lm_head.weight"].clone()
+    save_file(stored, folder / "model.safetensors", {"format": "pt"})
+    change_config(folder, num_nextn_predict_layers=1)
+    done = import_folder(folder, tmp_path / "mega", predictions=True)
+    assert "--mtp-num-layers 1" in model_flags(done.model)
+    export_checkpoint(tmp_path / "mega", tmp_path / "back", max_file_bytes=10**9)
+    assert_same_tensors(stored, tensors_of(tmp_path / "back"))
+    assert json.loads((tmp_path / "back/config.json").read_text())["num_nextn_predict_layers"] == 1
+    stored[f"{start}shared_head.head.weight"][0, 0] += 1
+    save_file(stored, folder / "model.safetensors", {"format": "pt"})
+    with pytest.raises(ConfigurationError, match=r"shared_head.head.weight differs from lm_head"):
+        import_folder(folder, tmp_path / "other", predictions=True)
 
 
 def test_companions_of_another_folder(folder_with_tokenizer: Path, tmp_path: Path) -> None:

@@ -37,6 +37,41 @@ def test_padding_is_a_separate_segment_and_not_trained() -> None:
     assert (batch.max_seqlen, batch.num_tokens, batch.num_padding) == (3, 6, 2)
 
 
+def test_predictions_stay_in_their_sequence() -> None:
+    weights = [np.arange(len(tokens), dtype=np.float32) for tokens in SEQUENCES]
+    batch = pack(SEQUENCES, 8, weights=weights, num_predictions=2)
+    first, second = batch.predictions
+    assert row(first.tokens) == [12, 13, 0, 0, 32, 0, 0, 0]
+    assert row(first.labels) == [13, 14, 0, 0, 33, 0, 0, 0]
+    assert row(first.weights) == [2.0, 3.0, 0.0, 0.0, 2.0, 0.0, 0.0, 0.0]
+    assert row(second.tokens) == [13, 0, 0, 0, 0, 0, 0, 0]
+    assert row(second.labels) == [14, 0, 0, 0, 0, 0, 0, 0]
+    assert row(second.weights) == [3.0, *[0.0] * 7]
+    assert batch.to("meta").predictions[1].labels.is_meta
+
+
+@pytest.mark.parametrize("size", [2, 4])
+def test_predictions_of_context_ranks_are_parts_of_those_of_one(size: int) -> None:
+    rng = np.random.default_rng(1)
+    sequences = [rng.integers(1, 99, size=length + 1) for length in (11, 1, 24)]
+    parts = [
+        pack(sequences, context_size=size, context_rank=rank, num_predictions=2)
+        for rank in range(size)
+    ]
+    alone = pack(sequences, num_predictions=2)
+    places = gathered_places(parts[0].segment_lengths, size).argsort()
+    kept = [  # places in the padded row that the row of one rank has
+        begin + i
+        for begin, length in zip(parts[0].cu_seqlens_padded.tolist(), (11, 1, 24), strict=False)
+        for i in range(length)
+    ]
+    for depth in range(2):
+        for name in ("tokens", "labels", "weights"):
+            found = torch.cat([getattr(part.predictions[depth], name)[0] for part in parts])
+            expected = getattr(alone.predictions[depth], name)[0]
+            assert found[places][kept].tolist() == expected.tolist()
+
+
 def test_long_padding_counts_for_the_longest_segment() -> None:
     batch = pack(SEQUENCES, pad_multiple=32)
     assert (batch.max_seqlen, batch.num_padding) == (26, 26)

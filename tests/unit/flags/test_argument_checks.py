@@ -288,6 +288,22 @@ def test_what_tp_ranks_hold_completely_needs_sequence_parallelism(
     parse(tmp_path, *typed_words, "4*tp1", num_ranks=4)
 
 
+@pytest.mark.parametrize(
+    ("typed", "says"),
+    [
+        ("--position-embedding-type learned_absolute", "learned_absolute; use rope or none"),
+        ("--position-embedding-type rope --lora-rank 2", "--lora-rank is 2 and --mtp-num-layers 1"),
+        ("--position-embedding-type rope --strategy 2*cp2fs", "'2*cp2fs' has fs; leave fs out"),
+    ],
+)
+def test_what_does_not_go_with_multi_token_prediction_is_refused(
+    typed: str, says: str, tmp_path: Path
+) -> None:
+    with pytest.raises(ConfigurationError) as caught:
+        parse(tmp_path, "--mtp-num-layers", "1", *typed.split(), num_ranks=4)
+    assert says.replace("'", "") in str(caught.value).replace("'", "")
+
+
 def test_gloo_on_a_machine_with_cuda_is_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -325,9 +341,9 @@ def test_an_error_of_upstream_becomes_one_line(
 def test_the_whole_command_line_is_checked_at_once(tmp_path: Path) -> None:
     """From the words to the pool; nothing is said of what depends on a wrong or missing flag."""
     typed = (
-        "--lr-warmup-iters -1 --adam-eps nan --no-such-option --mtp-num-layers 8 --plan-ahead -2 "
-        "--strategy 2*tp8 --elastic --regroup-owners-for x --keep-last 3 --min-lr 1 "
-        "--clip-grad -1 --exit-signal-handler --exit-signal SIGKILL --data-path nowhere "
+        "--lr-warmup-iters -1 --adam-eps nan --no-such-option --linear-attention-freq 8 "
+        "--plan-ahead -2 --strategy 2*tp8 --elastic --regroup-owners-for x --keep-last 3 "
+        "--min-lr 1 --clip-grad -1 --exit-signal-handler --exit-signal SIGKILL --data-path nowhere "
         "--padded-vocab-size 100"
     )
     with pytest.raises(ConfigurationError) as caught:
@@ -337,7 +353,7 @@ def test_the_whole_command_line_is_checked_at_once(tmp_path: Path) -> None:
         "--no-such-option is unknown",
         "--lr-warmup-iters must be at least 0",
         "--adam-eps must be a number",
-        "--mtp-num-layers is not honoured",
+        "--linear-attention-freq is not honoured",
         "--plan-ahead must be at least 0",
         "--clip-grad must be at least 0",
         "a flag without a default is missing; give --train-iters",

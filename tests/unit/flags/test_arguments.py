@@ -58,7 +58,7 @@ def test_help_shows_our_flags_then_those_that_are_honoured_and_no_others(shown_h
     ours = [place(option_of(each.name)) for each in dataclasses.fields(HydraulisConfig)]
     theirs = [place(option) for option in HONOURED]
     assert max(ours) < min(theirs)
-    assert "--mtp-num-layers" not in shown_help
+    assert "--linear-attention-freq" not in shown_help
 
 
 def test_help_describes_our_behaviour_and_the_accepted_values(shown_help: str) -> None:

@@ -128,6 +128,8 @@ ROWS: dict[str, Row] = {
     "--window-size": _model("6,0", (6, 0)),
     "--window-attn-skip-freq": _model("2", 2, also="--window-size 6,0"),
     "--softmax-type": _model("learnable", "learnable"),
+    "--mtp-num-layers": _model("2", 2, also=_ROPE),
+    "--mtp-loss-scaling-factor": _model("0.3", 0.3, also=f"{_ROPE} --mtp-num-layers 1"),
     "--attention-output-gate": _model("", True),
     "--no-rope-freq": _model("2", [0, 1, 0, 1], also=_ROPE),
     "--untie-embeddings-and-output-weights": Row(

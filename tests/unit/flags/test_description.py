@@ -131,6 +131,7 @@ _LATENT = (
         (f"{_GROUPED} {_BIASES}", _NUM_BIASES, "ep2"),
         (_LATENT, 4 * 16, ""),
         (f"{_LATENT} --q-lora-rank 12", 4 * (16 + 12), "ep2"),
+        (f"{_GROUPED} --mtp-num-layers 2", 2 * 64, "ep2"),
     ],
 )
 def test_parameters_of_a_rank_with_experts_are_those_of_the_catalogue(
@@ -151,7 +152,11 @@ def test_parameters_of_a_rank_with_experts_are_those_of_the_catalogue(
     definition = model_definition(model_config(resolved, "sdpa", HydraulisModelConfig))
     specs: list[ParameterSpec] = pool_of(1).run(_specs, definition)[0]
     replica = resolved.pool.strategies[0].replicas[0]
-    stages = ({"embedding", "layer 0", "layer 1", "layer 2"}, {"layer 3", "embedding", "output"})
+    predictions = {"prediction 0", "prediction 1"}
+    stages = (
+        {"embedding", "layer 0", "layer 1", "layer 2"},
+        {"layer 3", "embedding", "output"} | predictions,
+    )
     for stage, units in enumerate(stages):
         rank = replica.rank_at(stage, 0, 1)
         role = definition.roles_of(resolved.pool.strategies[0])[rank]
@@ -201,7 +206,7 @@ def test_description_holds_strategy_model_and_flags(tmp_path: Path) -> None:
     # Upstream turns --recompute-activations into --recompute-granularity and forgets it.
     both = {"--recompute-activations", "--no-yarn-correction-range-round-to-int"}
     assert len(description["settings"]) == len(HONOURED.keys() - both)
-    assert "mtp_num_layers" in description["upstream_defaults"]
+    assert "linear_attention_freq" in description["upstream_defaults"]
     assert description["settings"].keys().isdisjoint(description["upstream_defaults"])
 
 

@@ -108,6 +108,23 @@ class TestRole:
         assert second.units == with_frozen(Unit.layer(1))
         assert third.units == with_frozen(Unit.embedding(), Unit.layer(2), Unit.output())
 
+    def test_the_last_stage_that_predicts_contributes_to_the_embedding_and_is_not_a_first(
+        self,
+    ) -> None:
+        first, second, third = roles_of("pp3", 3, num_layers=3, num_predictions=2)
+        predictions = Unit.prediction(0), Unit.prediction(1)
+        assert third.units == with_frozen(
+            Unit.embedding(), Unit.layer(2), Unit.output(), *predictions
+        )
+        assert not {Unit.embedding(), *predictions} & second.units
+        embedding = replace(WEIGHT, unit=Unit.embedding())
+        assert first.contributes(embedding)
+        assert third.contributes(embedding)
+        # Scatters are posted early by a first stage alone, which receives nothing in the backward.
+        assert [role.has_embedding for role in (first, second, third)] == [True, False, False]
+        assert Unit.output() < predictions[0] < predictions[1]
+        assert not predictions[0].is_layer
+
     def test_contributions(self) -> None:
         first, second = roles_of("tp2", 2)
         norm = ParameterSpec("q_norm", (4,), Unit.layer(0), Contribution.PARTIAL)

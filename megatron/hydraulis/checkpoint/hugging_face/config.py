@@ -10,6 +10,7 @@ from megatron.hydraulis.checkpoint.hugging_face.families import (
     BIASES,
     FAMILIES,
     LEFT_OUT,
+    PREDICTIONS,
     WINDOWED_LAYERS,
     ExpertNames,
     Family,
@@ -122,6 +123,8 @@ def config_of(model: HuggingFaceModel, dtype: str) -> dict[str, Any]:
         config[family.qkv_bias_key] = model.add_qkv_bias
     if (experts := model.experts) is not None and (names := family.experts) is not None:
         config |= _config_of_experts(experts, names)
+    if PREDICTIONS in family.parts:
+        config[_NUM_PREDICTING] = model.mtp_num_layers
     if (latents := model.latents) is not None:
         del config["head_dim"]  # which transformers derives from these
         config |= {key: getattr(latents, name) for name, key in _SIZES_OF_LATENTS.items()}
@@ -185,8 +188,7 @@ def model_from_config(content: Any, what: str) -> HuggingFaceModel:
             f"{method or content_of_it!r}; {fix}"
         )
     for key, value in ({"hidden_act": "silu"} | dict(family.settings)).items():
-        if key != _NUM_PREDICTING:
-            _only(config, key, value)
+        _only(config, key, value)
     sizes: dict[str, Any] = {name: config.integer(key) for name, key in _SIZES.items()}
     num_layers, heads = sizes["num_layers"], sizes["num_attention_heads"]
     check_range("--num-layers", num_layers, f"{what}: num_hidden_layers")
@@ -272,7 +274,7 @@ def check_no_adapter(folder: Path) -> None:
 
 
 def num_predicting_layers(content: Any, what: str) -> int:
-    """Layers of multi-token prediction after the others, which Megatron's model goes without."""
+    """Layers of multi-token prediction after the others."""
     num_layers = without_nulls(content, what).integer(_NUM_PREDICTING, default=0)
     if num_layers:
         check_range("--num-layers", num_layers, f"{what}: {_NUM_PREDICTING}")

@@ -230,7 +230,7 @@ class _Folder:
         """A tensor without values."""
         import torch
 
-        dtype = torch.float32 if row.place.key == ROUTER_BIAS else self.dtype
+        dtype = torch.float32 if row.place.key.endswith(ROUTER_BIAS) else self.dtype
         return torch.empty(row.shape, dtype=dtype, device="meta")
 
 

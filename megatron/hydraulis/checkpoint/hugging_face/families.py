@@ -13,6 +13,8 @@ BIASES = "biases in all linear layers"
 """The only part that Megatron has without a flag."""
 WINDOWED_LAYERS = "--window-attn-skip-freq"
 """The part of a family in which only some layers have windows."""
+PREDICTIONS = "--mtp-num-layers"
+"""The part of a family that has layers of multi-token prediction behind the others."""
 _NO_WINDOW = {"use_sliding_window": False}
 _NO_BIAS = {"attention_bias": False}
 
@@ -113,10 +115,10 @@ FAMILIES: Mapping[str, Family] = {
         architecture="DeepseekV3ForCausalLM",
         marks={_LATENT, _SIGMOID},
         needs={"--num-experts", "--moe-router-enable-expert-bias", _SHARED, "--qk-layernorm"},
-        may_have={"--moe-layer-freq", "--moe-router-num-groups", _SCALED},
+        may_have={"--moe-layer-freq", "--moe-router-num-groups", _SCALED, PREDICTIONS},
         settings=_NO_BIAS
         | {"norm_topk_prob": True, "scoring_func": "sigmoid", "topk_method": "noaux_tc"}
-        | {"rope_interleave": True, "moe_layer_freq": 1, "num_nextn_predict_layers": 0},
+        | {"rope_interleave": True, "moe_layer_freq": 1},
         experts=replace(_DEEPSEEK, normalizes=True, chooses_groups=True),
     ),
     "deepseek_v2": Family(

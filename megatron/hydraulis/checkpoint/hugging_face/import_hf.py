@@ -24,8 +24,10 @@ from megatron.hydraulis.checkpoint.hugging_face.config import (
 from megatron.hydraulis.checkpoint.hugging_face.model import HuggingFaceModel, model_flags
 from megatron.hydraulis.checkpoint.hugging_face.tensors import (
     FINAL_NORM,
+    PREDICTIONS,
     ROUTER,
     ROUTER_BIAS,
+    ROWS_ARE_TOKENS,
     SCORE,
     Converted,
     Place,
@@ -75,6 +77,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="folder of peft with an adapter of the model, which is imported with it",
     )
     parser.add_argument(
+        "--mtp",
+        dest="predictions",
+        action="store_true",
+        help="import layers of multi-token prediction, too, for a run with --mtp-num-layers",
+    )
+    parser.add_argument(
         "--make-vocab-size-divisible-by",
         dest="vocab_divisor",
         type=int,
@@ -91,6 +99,7 @@ def run(namespace: argparse.Namespace) -> int:
         namespace.output,
         vocab_divisor=namespace.vocab_divisor,
         adapter=namespace.adapter,
+        predictions=namespace.predictions,
     )
     print(f"imported {namespace.folder} to {done.checkpoint}: {done}")
     print(
@@ -105,8 +114,8 @@ def run(namespace: argparse.Namespace) -> int:
         )
     config = namespace.folder / CONFIG_NAME
     num_left_out = num_predicting_layers(read_json(config, "config", CheckpointError), str(config))
-    if num_left_out:
-        print(f"left out: layers of multi-token prediction ({num_left_out})")
+    if num_left_out and not done.model.mtp_num_layers:
+        print(f"left out: layers of multi-token prediction ({num_left_out}), see --mtp")
     flags = model_flags(done.model)
     flags += {"bfloat16": ["--bf16"], "float16": ["--fp16"]}.get(done.dtype_name, [])
     if done.lora is not None:
@@ -131,7 +140,12 @@ def lora_flags(lora: Lora) -> list[str]:
 
 
 def import_folder(
-    source: Path, output: Path, *, vocab_divisor: int = 128, adapter: Path | None = None
+    source: Path,
+    output: Path,
+    *,
+    vocab_divisor: int = 128,
+    adapter: Path | None = None,
+    predictions: bool = False,
 ) -> Converted:
     """Write a Hugging Face folder's model as a checkpoint that ``--load`` starts from.
 
@@ -141,6 +155,7 @@ def import_folder(
             it the latest.
         vocab_divisor: the vocabulary is padded, with rows of zeros, to a multiple of it.
         adapter: folder of peft with an adapter of the model.
+        predictions: whether layers of multi-token prediction are imported, too.
 
     Raises:
         CheckpointError: a folder is damaged or incomplete, or the checkpoint cannot be written.
@@ -151,7 +166,7 @@ def import_folder(
     from megatron.hydraulis.checkpoint.names import sharding_metadata
     from megatron.hydraulis.checkpoint.torch_dist import COMMON_STATE, write_file, write_metadata
 
-    model, files, dtype = open_folder(source)
+    model, files, dtype = open_folder(source, predictions=predictions)
     sources = [_Origin(files, dtype)]
     lora = None
     if adapter is not None:
@@ -226,12 +241,14 @@ def _origin_of(place: Place, sources: Sequence[_Origin]) -> _Origin:
 
 
 def open_folder(
-    source: Path, *, value_head: bool = False
+    source: Path, *, value_head: bool = False, predictions: bool = False
 ) -> tuple[HuggingFaceModel, SafetensorsFolder, torch.dtype]:
     """The model of a Hugging Face folder, its tensors, which are those of the model, and their
     dtype.
 
-    value_head: the model has one, which the folder may lack, in place of an output layer.
+    Args:
+        value_head: the model has one, which the folder may lack, in place of an output layer.
+        predictions: whether it has its layers of multi-token prediction.
 
     Raises as `import_folder`.
     """
@@ -251,9 +268,13 @@ def open_folder(
     if value_head:
         model = replace(model, has_value_head=True, untie_embeddings_and_output_weights=True)
     files = SafetensorsFolder(source)
-    last = model.num_layers + num_predicting_layers(content, str(config))
-    layers = tuple(f"model.layers.{layer}." for layer in range(model.num_layers, last))
-    files.leave_out([name for name in files.names if name.startswith(layers)])
+    num_predictions = num_predicting_layers(content, str(config))
+    if predictions:
+        model = replace(model, mtp_num_layers=num_predictions)
+    else:
+        numbers = range(model.num_layers, model.num_layers + num_predictions)
+        layers = tuple(f"model.layers.{number}." for number in numbers)
+        files.leave_out([name for name in files.names if name.startswith(layers)])
     if (names := model.of_family.experts) is not None:
         files.split_experts(names)
     return model, files, _check_tensors(source, files, model)
@@ -277,6 +298,14 @@ def _check_tensors(source: Path, files: SafetensorsFolder, model: HuggingFaceMod
         names.remove(_HEAD)
     if model.has_value_head:
         names.discard(_HEAD)
+    for place, same in by_place(model) if model.mtp_num_layers else ():
+        first, *copies = (row.name for row in same)
+        for name in copies if place.key in ROWS_ARE_TOKENS else ():
+            if {first, name} <= names and not files.read(name).equal(files.read(first)):
+                raise ConfigurationError(
+                    f"{source}: layers of multi-token prediction share embedding and output layer "
+                    f"with the model but {name} differs from {first}; import without --mtp"
+                )
     found = {name: (files.shape(name), files.dtype(name)) for name in names}
     return check_tensors(str(model), source, wanted, found, "get the folder again")
 
@@ -298,7 +327,7 @@ def _pieces(
         source = _origin_of(place, sources)
         size = place.padded_shape(padded_size)
         axes, index = leading_axes(model, place, separate_layers=separate)
-        stored = torch.float32 if place.key == ROUTER_BIAS else source.dtype
+        stored = torch.float32 if place.key.endswith(ROUTER_BIAS) else source.dtype
         data = assembled(size, stored, rows, source.files).view(*(1 for _ in axes), *size)
         key = layer_key(place.key, place.layer, separate_layers=separate)
         yield FilePiece(key, (*axes, *size), (*index, *(0 for _ in size)), data, stored)
@@ -330,7 +359,8 @@ def _extra_states(model: HuggingFaceModel) -> Iterator[str]:
     separate = layers_differ(model)
     for place, _ in by_place(model):
         module, found, _ = place.key.partition(".weight")
-        if found and place.layer is not None and module != ROUTER:
+        is_in_layer = place.layer is not None or module.startswith(PREDICTIONS)
+        if found and is_in_layer and not module.endswith(ROUTER):
             axes, index = leading_axes(model, place, separate_layers=separate)
             key = layer_key(f"{module}._extra_state", place.layer, separate_layers=separate)
             yield object_key(key, axes or (1,), index or (0,))

@@ -23,6 +23,7 @@ _SOME_FAMILIES_HAVE = (
     "glu_linear_offset",
     "layernorm_zero_centered_gamma",
     "moe_router_enable_expert_bias",
+    "mtp_num_layers",
     "multi_latent_attention",
     "no_rope_freq",
     "num_experts",
@@ -197,6 +198,8 @@ class HuggingFaceModel:
     experts: Experts | None = None
     latents: Latents | None = None
     yarn: Yarn | None = None
+    mtp_num_layers: int = 0
+    """Layers of multi-token prediction behind the others, each like the last of them."""
     has_value_head: bool = False
     """Whether it gives a value of each token instead of logits."""
 
@@ -266,6 +269,7 @@ class HuggingFaceModel:
             tied_embeddings=not self.untie_embeddings_and_output_weights,
             num_windowed_layers=num_windowed if self.window_tokens else 0,
             window_tokens=self.window_tokens or 0,
+            num_predictions=self.mtp_num_layers,
             **further_sizes,
         )
 
@@ -350,6 +354,7 @@ class HuggingFaceModel:
             "window_size": None if window_tokens is None else (window_tokens - 1, 0),
             "window_attn_skip_freq": list(self.window_attn_skip_freq) or None,
             "no_rope_freq": list(self.no_rope_freq) or None,
+            "mtp_num_layers": self.mtp_num_layers or None,
             "num_experts": None,
         }
         if experts is not None:

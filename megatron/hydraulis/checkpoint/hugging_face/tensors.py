@@ -42,7 +42,9 @@ ROUTER = "mlp.router"
 SINKS = "self_attention.core_attention.softmax_offset"
 """Key of the offsets of the softmax, one for each head."""
 ROUTER_BIAS = "mlp.router.expert_bias"
-"""Key of a router's bias, which is no weight and in fp32."""
+"""End of the key of a router's bias, which is no weight and in fp32."""
+PREDICTIONS = "mtp.layers."
+"""Start of the keys of layers of multi-token prediction, each of which has tensors of its own."""
 _BIAS_NAME = "e_score_correction_bias"
 _ROUTER_BIAS_NAMES = (ROUTER_BIAS, _BIAS_NAME)
 _SHARED = "mlp.shared_experts."
@@ -98,8 +100,11 @@ def tensor_rows(model: HuggingFaceModel, lora: Lora | None = None) -> Iterator[T
     """
     ends = (model.vocab_size, model.hidden_size)
     yield TensorRows.whole("model.embed_tokens.weight", Place(EMBEDDING, ends))
+    yield from _copies(model, "embed_tokens", Place(EMBEDDING, ends))
     for layer in range(model.num_layers):
         yield from _layer_rows(model, layer)
+    for index in range(model.mtp_num_layers):
+        yield from _prediction_rows(model, index)
     for kind in ("weight", "bias") if model.squared_relu else ("weight",):
         place = Place(f"{FINAL_NORM}.{kind}", (model.hidden_size,))
         yield TensorRows.whole(f"model.norm.{kind}", place)
@@ -108,9 +113,32 @@ def tensor_rows(model: HuggingFaceModel, lora: Lora | None = None) -> Iterator[T
         yield TensorRows.whole(f"{SCORE}bias", Place(OUTPUT_BIAS, (1,)))
     elif model.untie_embeddings_and_output_weights:
         yield TensorRows.whole("lm_head.weight", Place(OUTPUT, ends))
+        yield from _copies(model, "shared_head.head", Place(OUTPUT, ends))
     if lora is not None:
         for pair in adapter_rows(model, lora).values():
             yield from pair
+
+
+def _copies(model: HuggingFaceModel, module: str, place: Place) -> Iterator[TensorRows]:
+    """The tensor that every layer of multi-token prediction has again."""
+    for layer in range(model.num_layers, model.num_layers + model.mtp_num_layers):
+        yield TensorRows.whole(f"model.layers.{layer}.{module}.weight", place)
+
+
+def _prediction_rows(model: HuggingFaceModel, index: int) -> Iterator[TensorRows]:
+    """A layer of multi-token prediction, which Hugging Face numbers after the others."""
+    of_layer, key = f"model.layers.{model.num_layers + index}.", f"{PREDICTIONS}{index}."
+    hidden = model.hidden_size
+    sizes: dict[str, tuple[int, ...]] = {
+        "enorm": (hidden,),
+        "hnorm": (hidden,),
+        "eh_proj": (hidden, 2 * hidden),
+    }
+    for name, size in sizes.items():
+        yield TensorRows.whole(f"{of_layer}{name}.weight", Place(f"{key}{name}.weight", size))
+    yield from _layer_rows(model, model.num_layers + index)
+    norm = Place(f"{key}final_layernorm.weight", (hidden,))
+    yield TensorRows.whole(f"{of_layer}shared_head.norm.weight", norm)
 
 
 def adapter_rows(model: HuggingFaceModel, lora: Lora) -> dict[str, tuple[TensorRows, TensorRows]]:
@@ -193,26 +221,30 @@ class _Module:
     expert: int | None = None
 
 
-def _layer_rows(model: HuggingFaceModel, layer: int) -> Iterator[TensorRows]:
-    of_layer = f"model.layers.{layer}"
+def _layer_rows(model: HuggingFaceModel, number: int) -> Iterator[TensorRows]:
+    """A layer by Hugging Face's number; one of multi-token prediction is like the last one."""
+    of_layer, layer, start = f"model.layers.{number}", min(number, model.num_layers - 1), ""
+    own: int | None = number
+    if number >= model.num_layers:
+        own, start = None, f"{PREDICTIONS}{number - model.num_layers}.transformer_layer."
     for module in _modules(model, layer):
         for kind in ("weight", "bias") if module.has_bias else ("weight",):
             shape = module.shape if kind == "weight" else module.shape[:1]
-            place = Place(module.prefix + kind, shape, layer, module.expert)
+            place = Place(start + module.prefix + kind, shape, own, module.expert)
             if isinstance(module.parts, str):
                 yield TensorRows.whole(f"{of_layer}.{module.parts}.{kind}", place)
                 continue
             for part, runs in module.parts.items():
-                own = (_num_rows(runs), *shape[1:])
-                yield TensorRows(f"{of_layer}.{part}.{kind}", own, place, runs)
+                size = (_num_rows(runs), *shape[1:])
+                yield TensorRows(f"{of_layer}.{part}.{kind}", size, place, runs)
     if model.softmax_type == "learnable":
-        place = Place(SINKS, (model.num_attention_heads,), layer)
+        place = Place(start + SINKS, (model.num_attention_heads,), own)
         yield TensorRows.whole(f"{of_layer}.self_attn.sinks", place)
     experts = model.experts
     if experts is None or not experts.moe_layer_freq[layer]:
         return
     if experts.moe_router_enable_expert_bias:
-        place = Place(ROUTER_BIAS, (experts.num_experts,), layer)
+        place = Place(start + ROUTER_BIAS, (experts.num_experts,), own)
         yield TensorRows.whole(f"{of_layer}.mlp.gate.{_BIAS_NAME}", place)
 
 
