@@ -323,6 +323,7 @@ IN_SUITE = (
 """All but the last, with a pool of one, gather for the next strategy during the update."""
 
 NIGHTLY = (
+    OrderCase(("pp2+tp2", "cp4~"), 4, model=PREDICTING),
     OrderCase(("tp2cp2", "cp4~"), 4, model=LATENT_MODEL),
     ADAPTERS,
     OrderCase(("pp2",), 2),

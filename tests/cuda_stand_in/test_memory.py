@@ -170,17 +170,8 @@ FEW = (
     Role(shape=M8, strategy="2*tp4", num_ranks=8, frozen=SMALL_ADAPTERS),
     Role(shape=PREDICTING, strategy="8*tp4pp2", rank=4),
 )
-PREDICTIONS = (
-    Role(shape=PREDICTING, strategy="16*tp4"),
-    Role(shape=PREDICTING, strategy="16*tp4", recompute=EVERY_LAYER),
-    Role(shape=PREDICTING_TIED, strategy="16*tp2pp2", rank=2),
-    Role(
-        shape=dataclasses.replace(MANY_EXPERTS, num_predictions=1),
-        strategy="4*tp2cp4ep8pp2",
-        rank=8,
-    ),
-)
-"""The last stages of models with multi-token prediction."""
+PREDICTIONS = (Role(shape=PREDICTING_TIED, strategy="16*tp2pp2", rank=2),)
+"""A last stage of a model with multi-token prediction."""
 ADAPTED = (
     Role(shape=M8, strategy="8*tp1", num_ranks=8, frozen=LARGE_ADAPTERS),
     Role(shape=M8, strategy="2*pp4", num_ranks=8, frozen=LARGE_ADAPTERS),
@@ -236,6 +227,7 @@ SHARED = (
 )
 """Their cp ranks share weights."""
 MORE = (
+    *PREDICTIONS,
     *SHARED,
     *ADAPTED,
     *FROZEN,
@@ -373,7 +365,8 @@ def left_bytes(role: Role, scheme: Scheme, num_tokens: int) -> float:
     hidden_bytes = num_tokens / scheme.cp * role.shape.hidden_size * role.precision.num_bytes
     is_spread = role.sequence_parallel and scheme.tp > 1
     has_buffer = is_spread and not role.has_te and role.frozen.lora is None
-    buffer_bytes = hidden_bytes if has_buffer else 0.0
+    is_predicting = role.shape.num_predictions > 0 and role.stage == scheme.pp - 1
+    buffer_bytes = hidden_bytes * (1 + is_predicting) if has_buffer else 0.0
     part_bytes = hidden_bytes / scheme.tp if is_spread else hidden_bytes
     return buffer_bytes + (2 * part_bytes if role.stage > 0 else 0.0)
 

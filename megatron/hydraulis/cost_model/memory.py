@@ -357,6 +357,10 @@ class MemoryModel(TrainedModel):
         received = 2 * layer.hidden_part if stage > 0 else 0.0  # with its gradient
         # The buffer; products of frozen weights gather into memory that is freed, too.
         gathered = 0.0 if self.has_te_layers or self.lora is not None else whole
+        if is_last and shape.num_predictions:
+            gathered = 2 * whole  # what the projection gathers: two hidden states
+            if scheme.pp == 1:  # the gradient of the embedding by its later use
+                state += shape.num_embedding_parameters / scheme.tp * self.parameter_bytes
         always = (in_flight, received, gathered)
         final_norm = 0.0
         if is_last:
@@ -469,11 +473,13 @@ class MemoryModel(TrainedModel):
     def _kept_by_prediction(self, scheme: Scheme) -> float:
         """What a layer of multi-token prediction keeps more than others: input of the norm of the
         embedded tokens, both normed, and input and output of its own last norm; if it is recomputed
-        the embedded tokens and its output. Besides its tokens, and sums of its cross entropy."""
-        num_states = 2 if self.recompute_of(scheme).granularity == "full" else 5
-        return num_states * self._layer(scheme).hidden_part + (
-            _BATCH_BYTES_PER_TOKEN - 8 + _LOSS_BYTES_PER_TOKEN
-        )
+        the embedded tokens and its output. The projection's output, of which tp ranks use a part
+        each, is whole. Besides its tokens, and sums of its cross entropy."""
+        layer = self._layer(scheme)
+        states = 5 * layer.hidden_part + layer.hidden - layer.hidden_part
+        if self.recompute_of(scheme).granularity == "full":
+            states = 2 * layer.hidden_part
+        return states + _BATCH_BYTES_PER_TOKEN - 8 + _LOSS_BYTES_PER_TOKEN
 
     def _rotary_table_per_token(self, scheme: Scheme) -> float:
         """Angles of all positions of the row, which all of its cp ranks hold."""
